@@ -1,0 +1,58 @@
+# `make` prints this list. Everything is built inside the virtual environment VENV, from constraints.txt.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+STEPS ?= 600
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TREE := $(VENV)/check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-slow check wheel bench clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## set up .venv: fxpipe, editable, with the tools of development
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: venv ## compile a GPT for two workers and train it, in minutes
+	$(BIN)/fxpipe compile examples/gpt.py -n 2 -o build/demo --verify
+	$(BIN)/fxpipe run build/demo --steps $(STEPS) --out out/demo
+	@echo
+	@echo 'stages    build/demo/stage_0.py, build/demo/stage_1.py'
+	@echo 'plan      build/demo/plan.json'
+	@echo 'metrics   out/demo/metrics.jsonl'
+	@echo 'weights   out/demo/model.safetensors'
+
+test: venv ## run the tests that take seconds
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: venv ## run the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+# fxpipe/, passes/ and cli/ become one package only when installed, so mypy reads the unpacked wheel.
+check: venv ## lint, formatting, and the types of what a wheel holds
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TREE)
+	$(BIN)/python -m build --no-isolation --outdir $(TREE)/dist . > $(TREE).log 2>&1 || { cat $(TREE).log >&2; exit 1; }
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --target $(TREE)/tree $(TREE)/dist/*.whl
+	root=$$PWD && cd $(TREE)/tree && "$(abspath $(BIN))/mypy" --config-file "$$root/pyproject.toml" \
+		--cache-dir "$$root/.mypy_cache" --python-executable "$(abspath $(BIN))/python"
+
+wheel: venv ## build dist/fxpipe-*.whl, by way of a source distribution
+	$(BIN)/python -m build --no-isolation
+
+bench: venv ## measure the pipeline against one process and data parallel
+	$(BIN)/python benchmarks/efficiency/main.py
+
+clean: ## remove what was built; keeps .venv
+	rm -rf build build-* dist out out-* $(TREE) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

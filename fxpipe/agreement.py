@@ -1,0 +1,144 @@
+"""Does the emitted code compute what eager PyTorch computes? One synchronous step of both, compared.
+
+The stages run one after the other in this process, microbatch by microbatch, on the example batch. Forward draws
+random numbers in eager's own order, so dropout stays on and the masks are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.batch import split
+from fxpipe.build import Build
+from fxpipe.capture import AUTOCAST, Loss
+
+FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Largest relative errors against eager PyTorch: of the loss, of each gradient, of each buffer's new value."""
+
+    loss: float
+    gradients: dict[str, float]
+    buffers: dict[str, float]
+
+    @property
+    def worst_gradient(self) -> tuple[str, float]:
+        return max(self.gradients.items(), key=lambda item: item[1], default=("", 0.0))
+
+    @property
+    def largest(self) -> float:
+        return max([self.loss, *self.gradients.values(), *self.buffers.values()])
+
+
+def compare_with_eager(build: Build, model: nn.Module, loss: Loss, batch: Any, *, seed: int = 0) -> Agreement:
+    """Run one minibatch both ways; the model is left as it was."""
+    eager = _eager(build, model, loss, batch, seed)
+    emitted = _emitted(build, batch, seed)
+    scale = FLOOR * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
+    return Agreement(
+        loss=_error(emitted.loss, eager.loss, 0.0),
+        gradients={n: _error(emitted.gradients[n], g, scale) for n, g in eager.gradients.items()},
+        buffers={n: _error(emitted.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
+    )
+
+
+@dataclass
+class _Step:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    if found.numel() == 0:
+        return 0.0
+    found, expected = found.detach().double(), expected.detach().double()
+    difference = (found - expected).norm().item()
+    if difference != difference:
+        return 0.0 if torch.equal(found.isnan(), expected.isnan()) else float("inf")
+    return difference / max(expected.norm().item(), floor, 1e-30)
+
+
+def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) -> _Step:
+    model = copy.deepcopy(model)
+    model.zero_grad(set_to_none=True)
+    plan = build.plan
+    total = torch.zeros(())
+    with torch.random.fork_rng():
+        for j, part in enumerate(split(batch, plan.microbatches)):
+            torch.manual_seed(seed + j)
+            context = torch.autocast(
+                plan.device, AUTOCAST[plan.autocast or "bf16"], enabled=bool(plan.autocast)
+            )
+            with context:
+                value = loss(model, part)
+            (value / plan.microbatches).backward()
+            total = total + value.detach().cpu() / plan.microbatches
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    gradients = {}
+    for p in plan.parameters:
+        gradient = parameters[p.name].grad
+        if p.trained and gradient is not None:
+            gradients[p.name] = gradient
+    return _Step(total, gradients, {b.name: buffers[b.name] for b in plan.buffers if b.home is not None})
+
+
+class _Comm:
+    """All workers' mail in one dictionary."""
+
+    def __init__(self) -> None:
+        self.box: dict[str, torch.Tensor] = {}
+
+    def send(self, edge: str, value: torch.Tensor) -> None:
+        self.box[edge] = value
+
+    def recv(self, edge: str) -> torch.Tensor:
+        return self.box.pop(edge)
+
+
+def _emitted(build: Build, batch: Any, seed: int) -> _Step:
+    plan = build.plan
+    stages = [_functions(source, name) for name, source in build.files.items()]
+    state = dict(build.tensors)
+    gradients: dict[str, torch.Tensor] = {}
+    total = torch.zeros(())
+    with torch.random.fork_rng(), torch.no_grad():
+        for j, part in enumerate(split(batch, plan.microbatches)):
+            leaves = dict(zip([leaf.name for leaf in plan.batch], pytree.tree_leaves(part), strict=True))
+            comm = _Comm()
+            kept: list[list[Any]] = []
+            torch.manual_seed(seed + j)
+            for (forward, _), stage in zip(stages, plan.stages, strict=True):
+                spec = stage.forward
+                arguments = ([state[n] for n in spec.weights], [state[n] for n in spec.buffers])
+                value, updates, saved = forward(*arguments, [leaves[n] for n in spec.batch], comm)
+                kept.append(saved)
+                state.update(zip(spec.updates, updates, strict=True))
+                if value is not None:
+                    total = total + value.cpu() / plan.microbatches
+            for (_, backward), stage, saved in reversed(list(zip(stages, plan.stages, kept, strict=True))):
+                spec = stage.backward
+                made = backward(
+                    [state[n] for n in spec.weights], [state[n] for n in spec.buffers], saved, comm
+                )
+                for name, gradient in zip(spec.gradients, made, strict=True):
+                    share = gradient / plan.microbatches
+                    gradients[name] = gradients[name] + share if name in gradients else share
+    return _Step(total, gradients, {b.name: state[b.name] for b in plan.buffers if b.home is not None})
+
+
+def _functions(source: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The stage's two functions, from its source."""
+    scope: dict[str, Any] = {"__name__": name}
+    exec(compile(source, name, "exec"), scope)
+    return scope["forward"], scope["backward"]

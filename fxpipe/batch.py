@@ -1,0 +1,139 @@
+"""Batches: any pytree of tensors and plain constants, described once and checked on every minibatch after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import BatchError
+from fxpipe.plan import LeafSpec, TensorSpec
+
+CONSTANTS = (bool, int, float, str, type(None))
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """Shape, stride and dtype of a tensor, real or fake."""
+    return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
+
+
+def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
+    """The leaves of a batch, named by their place in it, their values, and the pytree's shape.
+
+    Raises:
+        BatchError: no tensor in it, or a leaf that is neither a tensor nor a plain constant (all are listed).
+    """
+    paths, spec = pytree.tree_flatten_with_path(batch)
+    leaves, values, wrong = [], [], []
+    for path, value in paths:
+        name = "batch" + pytree.keystr(path)
+        if isinstance(value, torch.Tensor):
+            leaves.append(LeafSpec(name, tensor_spec(value)))
+        elif isinstance(value, CONSTANTS):
+            leaves.append(LeafSpec(name, None, value))
+        else:
+            wrong.append(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
+        values.append(value)
+    if wrong:
+        raise BatchError(
+            "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
+            hint="convert numpy arrays with torch.from_numpy, and other containers to dict, list or tuple",
+        )
+    if not any(leaf.tensor for leaf in leaves):
+        raise BatchError(
+            "the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors"
+        )
+    return leaves, values, spec
+
+
+def split(batch: Any, microbatches: int) -> list[Any]:
+    """Cut a batch along dimension 0 of its tensors into equal microbatches (views of the same memory).
+
+    Raises:
+        BatchError: the tensors do not share dimension 0, or `microbatches` does not divide it.
+    """
+    if microbatches == 1:
+        return [batch]
+    leaves, values, spec = describe(batch)
+    size = _batch_size(leaves)
+    if size % microbatches:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise BatchError(
+            f"{microbatches} microbatches do not divide a batch of {size}",
+            hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
+        )
+    chunks = [
+        torch.chunk(v, microbatches) if leaf.tensor and leaf.tensor.shape else [v] * microbatches
+        for leaf, v in zip(leaves, values, strict=True)
+    ]
+    return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
+
+
+def _batch_size(leaves: Sequence[LeafSpec]) -> int:
+    sizes = {leaf.name: leaf.tensor.shape[0] for leaf in leaves if leaf.tensor and leaf.tensor.shape}
+    if not sizes:
+        raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
+    if len(set(sizes.values())) > 1:
+        raise BatchError(
+            "microbatches are cut along dimension 0, but its size differs: "
+            + ", ".join(f"{name} has {n}" for name, n in sizes.items()),
+            hint="give every tensor of the batch the batch dimension first, or use --microbatches 1",
+        )
+    return next(iter(sizes.values()))
+
+
+class Splitter:
+    """Checks a minibatch against the captured leaves and cuts it into microbatches: what worker 0 does with data.
+
+    Args:
+        leaves: the leaves of one microbatch, from the plan.
+        spec: the serialised pytree, from the plan.
+        microbatches: how many a minibatch is cut into.
+    """
+
+    def __init__(self, leaves: Sequence[LeafSpec], spec: str, microbatches: int) -> None:
+        self.leaves = tuple(leaves)
+        self.spec = pytree.treespec_loads(spec)
+        self.microbatches = microbatches
+
+    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
+        """For each microbatch its tensors and constants, in the plan's order.
+
+        Raises:
+            BatchError: names every leaf that differs from the captured one.
+        """
+        values, spec = pytree.tree_flatten(batch)
+        if spec != self.spec:
+            raise BatchError(
+                f"the batch of step {minibatch} is built differently from the one captured: {spec} for {self.spec}",
+                hint="every batch of train_data() must have the same structure; compile again if it changed",
+            )
+        self._check(values, minibatch)
+        parts = [pytree.tree_leaves(part) for part in split(batch, self.microbatches)]
+        return [tuple(part) for part in parts]
+
+    def _check(self, values: Sequence[Any], minibatch: int) -> None:
+        wrong = []
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if leaf.tensor is None:
+                if value != leaf.constant or type(value) is not type(leaf.constant):
+                    wrong.append(f"{leaf.name} is {value!r}, captured as the constant {leaf.constant!r}")
+                continue
+            if not isinstance(value, torch.Tensor):
+                wrong.append(f"{leaf.name} is a {type(value).__name__}, captured as a tensor")
+                continue
+            expected = leaf.tensor.shape
+            if expected and self.microbatches > 1:
+                expected = (expected[0] * self.microbatches, *expected[1:])
+            dtype = str(value.dtype).removeprefix("torch.")
+            if tuple(value.shape) != expected or dtype != leaf.tensor.dtype:
+                wrong.append(
+                    f"{leaf.name} is {dtype}{list(value.shape)}, captured as {leaf.tensor.dtype}{list(expected)}"
+                )
+        if wrong:
+            raise BatchError(
+                f"the batch of step {minibatch} does not fit the captured program: " + "; ".join(wrong),
+                hint="a build holds one batch shape: drop the last, smaller batch (drop_last=True) or pad it",
+            )

@@ -1,0 +1,98 @@
+"""The one tree of errors. Each says what happened, where, and what to do.
+
+`str(error)` is what a user reads; the command line prints it and exits with `exit_code`.
+Anything that is not an `FxpipeError` is a defect of fxpipe itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxpipeError(Exception):
+    """A user's problem, explained.
+
+    Args:
+        what: what happened, one or more sentences.
+        where: the place: stage, node, or the user's file and line.
+        hint: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.where:
+            text += f"\n  at: {self.where}"
+        if self.hint:
+            text += f"\n  hint: {self.hint}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.hint))
+
+
+def _rebuild(kind: type[FxpipeError], what: str, where: str | None, hint: str | None) -> FxpipeError:
+    return kind(what, where=where, hint=hint)
+
+
+class TaskError(FxpipeError):
+    """The user's file: a hook is missing, misspelt or returns the wrong thing."""
+
+
+class CaptureError(FxpipeError):
+    """The training step could not be captured as one graph."""
+
+
+class BatchError(FxpipeError):
+    """A batch does not look like the one the build was compiled for."""
+
+
+class CutError(FxpipeError):
+    """The cuts asked for are impossible."""
+
+
+class VerifyError(FxpipeError):
+    """A program breaks the law of its level: a defect of a pass."""
+
+
+class BuildError(FxpipeError):
+    """A build directory cannot be written, read or trusted."""
+
+
+class ScheduleError(FxpipeError):
+    """A schedule is wrong or cannot be used here."""
+
+
+class PolicyError(FxpipeError):
+    """A policy cannot be used with this schedule or optimizer."""
+
+
+class RunError(FxpipeError):
+    """Training failed on a worker."""
+
+
+class PeerLost(RunError):
+    """Another worker went away: never the first error, only its echo."""
+
+
+class Usage(FxpipeError):
+    """The request itself makes no sense."""
+
+    exit_code = 2
+
+
+def near(name: str, known: Iterable[str], limit: int = 3) -> str:
+    """`", did you mean 'blocks.4'?"` for a misspelt name, or an empty string."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=limit, cutoff=0.6)
+    if not close:
+        return ""
+    return ", did you mean " + " or ".join(f"'{c}'" for c in close) + "?"

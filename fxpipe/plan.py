@@ -1,0 +1,252 @@
+"""The plan: everything `run` needs to know about a build, and nothing that changes from one compile to the next.
+
+`plan.json` is this file's dataclasses written as JSON. Measured times are not in it (they live in
+`costs.json`), so that the same model, options and cuts give the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fxpipe.errors import BuildError
+
+FORMAT = 1
+Phase = Literal["F", "B"]
+EdgeKind = Literal["input", "activation", "saved", "gradient", "weight"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, stride (in elements) and dtype (`float32`, …) of one tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        import torch
+
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class EdgeSpec:
+    """A value that crosses workers once per microbatch, sent in `src_phase` and received in `dst_phase`."""
+
+    name: str
+    kind: EdgeKind
+    src: int
+    src_phase: Phase
+    dst: int
+    dst_phase: Phase
+    tensor: TensorSpec
+
+    @property
+    def channel(self) -> tuple[int, int, str, Phase]:
+        """Edges of one channel travel in the plan's order: a communicator of their own."""
+        return (self.src, self.dst, self.kind, self.dst_phase)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter: all its names (tied ones share a row), its owner and who reads it where.
+
+    `owner` holds the master weight and the optimizer state. `readers` lists every (worker, phase) whose code
+    takes it as an argument, the owner's own included.
+    """
+
+    names: tuple[str, ...]
+    tensor: TensorSpec
+    owner: int
+    trained: bool
+    readers: tuple[tuple[int, Phase], ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A buffer or a constant of the model. `home` updates it (None: nobody does, every reader has its own copy)."""
+
+    names: tuple[str, ...]
+    tensor: TensorSpec
+    persistent: bool
+    home: int | None
+    workers: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of the batch: a tensor (of one microbatch), or a constant of plain Python."""
+
+    name: str
+    tensor: TensorSpec | None
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """The interface of one function of a stage, `forward` or `backward`; every tuple in the code's own order.
+
+    Attributes:
+        weights: parameter names, the order of the `weights` argument.
+        buffers: buffer names, the order of the `buffers` argument.
+        batch: batch leaf names, the order of the `batch` argument (worker 0's forward only).
+        receives, sends: edge names, in the order of the code.
+        saved: names of the values that forward returns and backward takes.
+        updates: buffer names whose new values forward returns.
+        gradients: parameter names whose gradients backward returns.
+        loss: whether forward returns the loss (else None stands in its place).
+        random: whether the code draws random numbers.
+    """
+
+    weights: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
+    receives: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    loss: bool = False
+    random: bool = False
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One worker's stage: its file, the file's digest, its units (half-open ranges) and its two functions."""
+
+    file: str
+    digest: str
+    forward_units: tuple[int, int]
+    backward_units: tuple[int, int]
+    forward: PartSpec
+    backward: PartSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module's docstring. Plain data: loads without the model, and (but for TensorSpec.bytes) without torch.
+
+    Attributes:
+        model_file: the user's file, relative to the build directory; None when compiled from objects.
+        sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
+        batch: the leaves of one microbatch in pytree order; `batch_spec` is the serialised pytree.
+        loss_worker: the worker whose forward returns the loss.
+        units: the module path that each unit starts in.
+        weights_file, weights_digest: initial parameters and buffers, under the model's own names.
+    """
+
+    fxpipe: str
+    torch: str
+    model_file: str | None
+    sources: dict[str, str]
+    workers: int
+    microbatches: int
+    schedule: str
+    policy: str
+    autocast: str | None
+    device: str
+    batch: tuple[LeafSpec, ...]
+    batch_spec: str
+    units: tuple[str, ...]
+    loss_worker: int
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[BufferSpec, ...]
+    edges: tuple[EdgeSpec, ...]
+    stages: tuple[StageSpec, ...]
+    weights_file: str
+    weights_digest: str
+
+    def owned(self, worker: int) -> tuple[ParameterSpec, ...]:
+        """The parameters whose master weights live on `worker`."""
+        return tuple(p for p in self.parameters if p.owner == worker)
+
+    def to_json(self) -> str:
+        """Stable text: the same plan gives the same bytes; its own digest is inside it."""
+        body = {"format": FORMAT, **dataclasses.asdict(self)}
+        body["digest"] = _digest(body)
+        return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Plan:
+        """Read `to_json`'s text.
+
+        Raises:
+            BuildError: not JSON, another format, or changed by hand.
+        """
+        again = "compile the model again: fxpipe compile MODEL -o BUILD"
+        try:
+            body = json.loads(text)
+            found = body.pop("format")
+            digest = body.pop("digest")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise BuildError(f"plan.json cannot be read: {error!r}", where=where, hint=again) from error
+        if found != FORMAT:
+            raise BuildError(
+                f"the build has format {found}, this fxpipe reads {FORMAT}", where=where, hint=again
+            )
+        if digest != _digest({"format": found, **body}):
+            raise BuildError("plan.json was changed after it was written", where=where, hint=again)
+        return _decode(body)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _tensor(body: dict[str, Any]) -> TensorSpec:
+    return TensorSpec(tuple(body["shape"]), tuple(body["stride"]), body["dtype"])
+
+
+def _part(body: dict[str, Any]) -> PartSpec:
+    return PartSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in body.items()})
+
+
+def _decode(body: dict[str, Any]) -> Plan:
+    body["batch"] = tuple(
+        LeafSpec(b["name"], _tensor(b["tensor"]) if b["tensor"] else None, b["constant"])
+        for b in body["batch"]
+    )
+    body["units"] = tuple(body["units"])
+    body["parameters"] = tuple(
+        ParameterSpec(
+            tuple(p["names"]),
+            _tensor(p["tensor"]),
+            p["owner"],
+            p["trained"],
+            tuple((w, ph) for w, ph in p["readers"]),
+        )
+        for p in body["parameters"]
+    )
+    body["buffers"] = tuple(
+        BufferSpec(tuple(b["names"]), _tensor(b["tensor"]), b["persistent"], b["home"], tuple(b["workers"]))
+        for b in body["buffers"]
+    )
+    body["edges"] = tuple(EdgeSpec(**{**e, "tensor": _tensor(e["tensor"])}) for e in body["edges"])
+    body["stages"] = tuple(
+        StageSpec(
+            s["file"],
+            s["digest"],
+            tuple(s["forward_units"]),
+            tuple(s["backward_units"]),
+            _part(s["forward"]),
+            _part(s["backward"]),
+        )
+        for s in body["stages"]
+    )
+    return Plan(**body)

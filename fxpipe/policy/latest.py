@@ -1,0 +1,30 @@
+"""Every pass sees the newest weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fxpipe.plan import Phase
+from fxpipe.policy.base import Policy
+from fxpipe.schedule.base import Schedule
+
+
+class Latest(Policy):
+    """Forward and backward see the newest weights there are: under `async` a minibatch's two may differ.
+
+    `F2@1` is the forward of minibatch 2 with the weights after 1 update, here under `async`:
+
+        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@1 ..   B2@2 ..   B3@3
+        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@1 F3@2 B2@2 ..   B3@3
+        worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
+
+    Memory: the weights, once. Under a schedule with a flush this is ordinary training.
+    """
+
+    name: ClassVar[str] = "latest"
+
+    def ahead(self, *, phase: Phase, minibatch: int, version: int, owner: int, workers: int) -> int:
+        return 0
+
+    def check(self, schedule: Schedule) -> None:
+        """Accepts every schedule."""

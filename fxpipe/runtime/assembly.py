@@ -1,0 +1,136 @@
+"""Loads one worker of a build: its stage, its own weights and buffers, its executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from fxpipe import policy as policies
+from fxpipe import schedule as schedules
+from fxpipe.errors import BuildError
+from fxpipe.plan import Plan, TensorSpec
+from fxpipe.policy.base import Policy
+from fxpipe.runtime.demand import Demand
+from fxpipe.runtime.executor import Executor
+from fxpipe.runtime.final_weights import buffer_worker
+from fxpipe.runtime.stage import load_stage
+from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler, WeightStore
+from fxpipe.runtime.wire import Layout
+from fxpipe.schedule.base import Schedule
+
+AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a plan is run: the schedule, the policy, and what follows from them for the weights."""
+
+    schedule: Schedule
+    policy: Policy
+    demand: Demand
+
+
+def load_plan(folder: str | Path) -> Plan:
+    """The plan of a build directory.
+
+    Raises:
+        BuildError: there is none, or it cannot be read.
+    """
+    path = Path(folder) / "plan.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BuildError(
+            f"{str(folder)!r} is not a build: it has no plan.json", where=str(path), hint=AGAIN
+        ) from error
+    return Plan.from_json(text, str(path))
+
+
+def choose(plan: Plan, schedule: str | None = None, policy: str | None = None) -> Recipe:
+    """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
+
+    Raises:
+        ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+    """
+    made = schedules.make(schedule or plan.schedule, plan.workers, plan.microbatches)
+    if policy is None:
+        policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
+    chosen = policies.make(policy)
+    chosen.check(made)
+    return Recipe(made, chosen, Demand(plan, made, chosen))
+
+
+def read_tensors(
+    path: str | Path, specs: Iterable[tuple[str, TensorSpec]], device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """Only the named tensors of a safetensors file, laid out as the specs say, each in memory of its own.
+
+    Raises:
+        BuildError: no such file, or tensors missing or of another shape or dtype (all are listed).
+    """
+    found: dict[str, torch.Tensor] = {}
+    wrong: list[str] = []
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            present = set(file.keys())
+            for name, spec in specs:
+                if name not in present:
+                    wrong.append(f"{name} is missing")
+                    continue
+                tensor = file.get_tensor(name)
+                layout = Layout(spec, name)
+                if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
+                    wrong.append(
+                        f"{name} is {tensor.dtype}{list(tensor.shape)}, not {layout.dtype}{list(layout.shape)}"
+                    )
+                    continue
+                found[name] = layout.empty(device).copy_(tensor)
+    except Exception as error:
+        raise BuildError(f"the weights cannot be read: {error}", where=str(path), hint=AGAIN) from error
+    if wrong:
+        raise BuildError("the weights do not fit the plan: " + "; ".join(wrong), where=str(path), hint=AGAIN)
+    return found
+
+
+def open_worker(
+    plan: Plan,
+    folder: str | Path,
+    worker: int,
+    recipe: Recipe,
+    transport: Transport,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    keep_gradients: bool = False,
+) -> Executor:
+    """An executor for one worker, holding only that worker's tensors.
+
+    Raises:
+        BuildError: the stage or the weights do not fit the plan.
+    """
+    folder = Path(folder)
+    stage = load_stage(folder / plan.stages[worker].file, plan.stages[worker])
+    read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
+    parameters = [(p.name, p.tensor) for p in plan.parameters if p.owner == worker or p.name in read]
+    buffers = [
+        b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))
+    ]
+    tensors = read_tensors(
+        folder / plan.weights_file, [*parameters, *((b.name, b.tensor) for b in buffers)], device
+    )
+    held = {b.name: tensors.pop(b.name) for b in buffers}
+    store = WeightStore(
+        plan, worker, recipe.demand, transport, tensors, make_optimizer, make_scheduler, keep_gradients
+    )
+    return Executor(plan, worker, stage, store, held, transport, seed, device)
+
+
+def _weight_names(plan: Plan, worker: int) -> set[str]:
+    stage = plan.stages[worker]
+    return {*stage.forward.weights, *stage.backward.weights}

@@ -1,0 +1,213 @@
+"""Walks one worker's actions: reads weights, runs the stage's code, keeps saved values, makes the update."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.plan import EdgeSpec, Phase, Plan
+from fxpipe.runtime.stage import Stage, stage_line
+from fxpipe.runtime.transport import Comm, Transport
+from fxpipe.runtime.weights import WeightStore
+from fxpipe.schedule.action import Action
+
+
+@dataclass
+class Times:
+    """Seconds a worker spent: in its forwards and backwards without the waits in them, and waiting."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    waited: float = 0.0
+    forwards: int = 0
+    backwards: int = 0
+
+
+class Executor:
+    """Executes the actions of one worker, one after the other.
+
+    Args:
+        buffers: the worker's buffers by their first name; forwards replace their values, never in place.
+        seed: of the run; random parts seed torch from it and the action, so that no action's numbers depend
+            on what ran before.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        stage: Stage,
+        store: WeightStore,
+        buffers: dict[str, Tensor],
+        transport: Transport,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        spec = plan.stages[worker]
+        self.worker = worker
+        self.stage = stage
+        self.store = store
+        self.buffers = buffers
+        self.transport = transport
+        self.seed = seed
+        self.device = torch.device(device)
+        self.times = Times()
+        self._last = plan.microbatches - 1
+        self._forward = spec.forward
+        self._backward = spec.backward
+        places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
+        self._batch = [places[name] for name in spec.forward.batch]
+        self._incoming: dict[Phase, list[EdgeSpec]] = {
+            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
+        }
+        mine = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
+        self._comm = Comm(mine, transport)
+        aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
+        self._forward_buffers = [aliases[name] for name in spec.forward.buffers]
+        self._backward_buffers = [aliases[name] for name in spec.backward.buffers]
+        self._updates = [aliases[name] for name in spec.forward.updates]
+        self._saved: dict[tuple[int, int], list[Any]] = {}
+        self._loss: Tensor | None = None
+
+    def expect(self, action: Action) -> None:
+        """Announce what an action will receive, some actions before it."""
+        for edge in self._incoming[action.phase]:
+            self.transport.expect(edge, action.minibatch, action.microbatch)
+        self.store.expect(action.phase, action.minibatch)
+
+    def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
+        """The edges an action receives from, and the replicas (owner, version, ahead) it has yet to receive."""
+        return self._incoming[action.phase], self.store.waits_for(action.phase, action.minibatch)
+
+    def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
+        """Run one action; a minibatch's last B makes the update.
+
+        Args:
+            leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
+
+        Returns:
+            The minibatch's loss (the mean over its microbatches, float32) after its last F on the loss worker.
+
+        Raises:
+            RunError: the stage's code failed; names the worker, the action and the emitted line.
+        """
+        begin = perf_counter()
+        comm = self._comm
+        comm.bind(action.minibatch, action.microbatch)
+        comm.waited = 0.0
+        result = None
+        with torch.no_grad():
+            if action.phase == "F":
+                result = self._run_forward(action, leaves)
+            else:
+                self._run_backward(action)
+        times = self.times
+        spent = perf_counter() - begin - comm.waited
+        times.waited += comm.waited
+        if action.phase == "F":
+            times.forward += spent
+            times.forwards += 1
+        else:
+            times.backward += spent
+            times.backwards += 1
+        self.transport.done(action.phase, action.minibatch, action.microbatch)
+        return result
+
+    def reset(self) -> None:
+        """Forget whatever an interrupted segment left."""
+        self._saved.clear()
+        self._loss = None
+
+    def _run_forward(self, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
+        part = self._forward
+        weights = self._weights(action)
+        buffers = tuple([self.buffers[name] for name in self._forward_buffers])
+        batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
+        if part.random:
+            self._reseed(action)
+        try:
+            loss, new, saved = self.stage.forward(weights, buffers, batch, self._comm)
+            self._check(len(new), len(part.updates), "new buffer values")
+            self._check(len(saved), len(part.saved), "saved values")
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise self._explained(error, action) from error
+        for name, value in zip(self._updates, new, strict=True):
+            self.buffers[name] = value
+        self._saved[action.minibatch, action.microbatch] = saved
+        if action.microbatch == self._last:
+            self.store.release("F", action.minibatch)
+        return self._add_loss(loss, action) if part.loss else None
+
+    def _run_backward(self, action: Action) -> None:
+        part = self._backward
+        weights = self._weights(action)
+        buffers = tuple([self.buffers[name] for name in self._backward_buffers])
+        saved = self._saved.pop((action.minibatch, action.microbatch))
+        if part.random:
+            self._reseed(action)
+        try:
+            gradients = self.stage.backward(weights, buffers, saved, self._comm)
+            self._check(len(gradients), len(part.gradients), "gradients")
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise self._explained(error, action) from error
+        del weights
+        self.store.accumulate(gradients, self._comm.sent)
+        del gradients
+        if action.microbatch == self._last:
+            self.store.release("B", action.minibatch)
+            self.store.update(action.minibatch)
+
+    def _weights(self, action: Action) -> tuple[Any, ...]:
+        begin = perf_counter()
+        missing = self.store.waits_for(action.phase, action.minibatch)
+        weights = self.store.read(action.phase, action.minibatch)
+        if missing:
+            self._comm.waited += perf_counter() - begin
+        return weights
+
+    def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
+        loss = loss.detach().float()
+        self._loss = loss if self._loss is None else self._loss + loss
+        if action.microbatch < self._last:
+            return None
+        total, self._loss = self._loss, None
+        return total / (self._last + 1) if self._last else total
+
+    def _reseed(self, action: Action) -> None:
+        seed = action_seed(self.seed, self.worker, action)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _check(self, found: int, expected: int, what: str) -> None:
+        if found != expected:
+            raise ValueError(f"returned {found} {what}, the plan has {expected}")
+
+    def _explained(self, error: Exception, action: Action) -> RunError:
+        name = "forward" if action.phase == "F" else "backward"
+        hint = None
+        if isinstance(error, torch.OutOfMemoryError):
+            hint = "use more workers, smaller batches or more microbatches"
+        return RunError(
+            f"{name} of step {action.minibatch} ({action}) failed on worker {self.worker}: "
+            f"{type(error).__name__}: {error}",
+            where=stage_line(error, self.stage.path) or str(self.stage.path),
+            hint=hint,
+        )
+
+
+def action_seed(seed: int, worker: int, action: Action) -> int:
+    """The seed of one action's random numbers: the same in every process and every run."""
+    text = f"{seed}/{worker}/{action.phase}/{action.minibatch}/{action.microbatch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

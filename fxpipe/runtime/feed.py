@@ -1,0 +1,160 @@
+"""Worker 0's data: epochs of the user's iterable, apart from the random numbers of the stages."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import FxpipeError, TaskError
+
+COUNTING_SECONDS = 30.0
+Split = Callable[[Any, int], list[tuple[Any, ...]]]
+
+
+class TrainingTask(Protocol):
+    """What a run needs of the user's file; `fxpipe.task.Task` is one."""
+
+    def train_data(self) -> Iterable[Any]: ...
+
+    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer: ...
+
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None: ...
+
+
+class Feed:
+    """The user's batches, epoch after epoch.
+
+    The process's random state is seeded once, before the first `train_data()`. Torch's is kept apart from
+    the stages, which reseed it, so that the data are the same whatever the pipeline does between two batches.
+    """
+
+    def __init__(self, task: TrainingTask, seed: int) -> None:
+        self._task = task
+        outside = torch.get_rng_state()
+        seed_everything(seed)
+        self._state = torch.get_rng_state()
+        torch.set_rng_state(outside)
+        self._batches: Iterator[Any] | None = None
+
+    def total(self, steps: int | None, epochs: int | None) -> int:
+        """How many minibatches a run has; one epoch unless something is asked for.
+
+        Raises:
+            TaskError: the data have no length, and no end that could be counted soon.
+        """
+        if steps is not None:
+            return steps
+        with self._own_random(keep=False):
+            data = self._task.train_data()
+            try:
+                count = len(data)  # type: ignore[arg-type]
+            except TypeError:
+                count = _count(data)
+        if not count:
+            raise _empty()
+        return count * (1 if epochs is None else epochs)
+
+    def next_batch(self) -> Any:
+        """The next batch, of a new epoch after the last one.
+
+        Raises:
+            TaskError: the data are empty, or producing them failed.
+        """
+        with self._own_random():
+            return self._next()
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            fresh = self._batches is None
+            try:
+                if self._batches is None:
+                    self._batches = iter(self._task.train_data())
+                return next(self._batches)
+            except StopIteration:
+                self._batches = None
+                if fresh:
+                    raise _empty() from None
+            except FxpipeError:
+                raise
+            except Exception as error:
+                raise TaskError(
+                    f"train_data() raised {type(error).__name__}: {error}", where=_place(error, self._task)
+                ) from error
+        raise _empty()
+
+    @contextmanager
+    def _own_random(self, keep: bool = True) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        others = None if keep else (random.getstate(), _numpy_state())
+        torch.set_rng_state(self._state)
+        try:
+            yield
+        finally:
+            if others is None:
+                self._state = torch.get_rng_state()
+            else:
+                random.setstate(others[0])
+                _set_numpy_state(others[1])
+            torch.set_rng_state(outside)
+
+
+def cut(split: Split, batch: Any, minibatch: int, device: torch.device | str) -> list[tuple[Any, ...]]:
+    """The microbatches of a batch: for each its leaves in the plan's order, copied to the device.
+
+    Copied, since minibatches stay in flight while an iterable may fill the same tensor again.
+
+    Raises:
+        BatchError: the batch does not fit the build.
+    """
+    return [
+        tuple(v.detach().to(device, copy=True) if isinstance(v, torch.Tensor) else v for v in leaves)
+        for leaves in split(batch, minibatch)
+    ]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, `random` and numpy (if it is loaded)."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _numpy_state() -> Any:
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def _count(data: Iterable[Any]) -> int:
+    begin, count = perf_counter(), 0
+    for count, _ in enumerate(data, 1):  # noqa: B007
+        if perf_counter() - begin > COUNTING_SECONDS:
+            raise TaskError(
+                f"train_data() has no length, and counting found no end within {COUNTING_SECONDS:.0f} s",
+                hint="say how many steps to train: --steps N",
+            )
+    return count
+
+
+def _empty() -> TaskError:
+    return TaskError(
+        "train_data() gave no batch",
+        hint="return a new iterable at every call: it is called once for each epoch",
+    )
+
+
+def _place(error: Exception, task: TrainingTask) -> str | None:
+    from fxpipe.task import user_frame
+
+    path = getattr(task, "path", None)
+    return user_frame(error, path) if path is not None else None

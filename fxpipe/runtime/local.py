@@ -1,0 +1,269 @@
+"""All workers of a pipeline in one process: for debugging, studies of many workers, and a single device.
+
+Gives the same bits as the distributed run: the same actions, versions, seeds and memory layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.batch import Splitter
+from fxpipe.errors import RunError
+from fxpipe.plan import EdgeSpec, Plan
+from fxpipe.runtime.assembly import Recipe, choose, load_plan, open_worker
+from fxpipe.runtime.executor import Executor
+from fxpipe.runtime.feed import cut
+from fxpipe.runtime.final_weights import buffer_worker
+from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
+from fxpipe.runtime.wire import Layout
+from fxpipe.schedule.action import Action
+
+Report = Callable[[int, float, "float | None"], None]
+
+
+class Mailbox:
+    """Everything sent and not yet received, by the key that both ends know."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.letters: dict[tuple[Any, ...], Tensor] = {}
+        self.layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in plan.edges}
+
+
+class LocalTransport(Transport):
+    """One worker's end of a mailbox."""
+
+    def __init__(self, mailbox: Mailbox, worker: int) -> None:
+        self.box = mailbox.letters
+        self.layouts = mailbox.layouts
+        self.worker = worker
+
+    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
+        self.box[edge.name, minibatch, microbatch] = self.layouts[edge.name](value)
+
+    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
+        return self.box.pop((edge.name, minibatch, microbatch))
+
+    def arrived(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> bool:
+        """Whether `recv` would find its value."""
+        return (edge.name, minibatch, microbatch) in self.box
+
+    def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
+        self.box["weights", self.worker, reader, version, ahead] = block
+
+    def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
+        return self.box.pop(("weights", owner, self.worker, version, ahead))
+
+    def arrived_weights(self, owner: int, version: int, ahead: int) -> bool:
+        """Whether `recv_weights` would find its block."""
+        return ("weights", owner, self.worker, version, ahead) in self.box
+
+
+class LocalPipeline:
+    """Trains a build step by step in this process.
+
+        pipeline = LocalPipeline("build/", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+        for batch in data:
+            loss = pipeline.step(batch)
+        pipeline.flush()
+        model.load_state_dict(pipeline.state_dict())
+
+    Args:
+        folder: a build directory.
+        optimizer: called once for each worker that trains, with its (name, parameter) pairs.
+        lr_scheduler: called with each optimizer; may return None.
+        schedule, policy: names; by default the plan's.
+        seed: of the random numbers in the stages. The process's own random state is left alone.
+        report: called with (minibatch, loss, worker 0's learning rate or None) when worker 0 ends a minibatch.
+
+    Raises:
+        BuildError, ScheduleError, PolicyError: as `open_worker` and `choose`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: MakeOptimizer,
+        lr_scheduler: MakeScheduler | None = None,
+        schedule: str | None = None,
+        policy: str | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        report: Report | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.plan = load_plan(folder)
+        self.recipe: Recipe = choose(self.plan, schedule, policy)
+        self.device = torch.device(device or self.plan.device)
+        self.report = report
+        self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches)
+        self._mailbox = Mailbox(self.plan)
+        self._synchronous = self.recipe.schedule.synchronous
+        self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
+        self.executors: list[Executor] = [
+            open_worker(
+                self.plan,
+                folder,
+                w,
+                self.recipe,
+                transport,
+                optimizer,
+                lr_scheduler,
+                seed,
+                self.device,
+                keep_gradients=self._synchronous,
+            )  # fmt: skip
+            for w, transport in enumerate(self.transports)
+        ]
+        self.fed = 0
+        self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
+        self._begin()
+
+    @property
+    def edited(self) -> list[Path]:
+        """Stage files that were changed since they were emitted."""
+        return [e.stage.path for e in self.executors if e.stage.edited]
+
+    def step(self, batch: Any) -> Tensor:
+        """Feed one minibatch and run every action that can run; its loss (a detached float32 scalar).
+
+        Synchronous schedules have then made the update; `async` may still hold backwards of it, and of
+        minibatches before it, until later steps or `flush`.
+
+        Raises:
+            BatchError: the batch does not fit the build.
+            RunError: a stage failed.
+        """
+        minibatch = self.fed
+        for microbatch, leaves in enumerate(cut(self._split, batch, minibatch, self.device)):
+            self._leaves[minibatch, microbatch] = leaves
+        self.fed += 1
+        self._pump()
+        found, loss = self._newest
+        if found != minibatch:
+            raise self._stuck()
+        return loss
+
+    def flush(self) -> None:
+        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
+        if not self._in_flight:
+            return
+        self._ending = True
+        self._pump()
+        if self._in_flight:
+            raise self._stuck()
+        self._mailbox.letters.clear()
+        self._begin()
+
+    def run(self, batches: Iterable[Any]) -> list[float]:
+        """A step for every batch, then a flush; the losses."""
+        losses = [self.step(batch) for batch in batches]
+        self.flush()
+        return [float(loss) for loss in losses]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all parameters and persistent buffers, under every name the model has for them.
+
+        Raises:
+            RunError: minibatches are in flight, so that workers are at different versions.
+        """
+        self._settled("state_dict")
+        found: dict[str, Tensor] = {}
+        for parameter in self.plan.parameters:
+            value = self.executors[parameter.owner].store.parameters[parameter.name].detach().clone()
+            found |= dict.fromkeys(parameter.names, value)
+        for buffer in self.plan.buffers:
+            if buffer.persistent:
+                worker = buffer_worker(buffer)
+                value = self.executors[worker].buffers[buffer.name].clone()
+                found |= dict.fromkeys(buffer.names, value)
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradient of the last step for every trained parameter, under its first name.
+
+        Raises:
+            RunError: the schedule is asynchronous, where no one moment has all gradients.
+        """
+        if not self._synchronous:
+            raise RunError(
+                f"schedule '{self.recipe.schedule.name}' has no moment at which all gradients of one step exist",
+                hint="use schedule='1f1b' or 'gpipe' to look at gradients",
+            )
+        return {name: g for e in self.executors for name, g in e.store.gradients().items()}
+
+    def _begin(self) -> None:
+        self._ending = False
+        schedule = self.recipe.schedule
+        self._rows: list[Iterator[Action]] = [schedule.actions(w, self.fed) for w in range(self.plan.workers)]
+        self._next = [next(row) for row in self._rows]
+        for executor in self.executors:
+            executor.reset()
+            executor.store.begin(self.fed)
+
+    @property
+    def _in_flight(self) -> bool:
+        return any(e.store.version < self.fed for e in self.executors)
+
+    def _pump(self) -> None:
+        """Let the workers act in turn, one action each, until none can."""
+        random = any(p.random for s in self.plan.stages for p in (s.forward, s.backward))
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=random):
+            acted = True
+            while acted:
+                acted = False
+                for worker in range(self.plan.workers):
+                    acted |= self._act(worker)
+
+    def _act(self, worker: int) -> bool:
+        while self._ending and self._next[worker].minibatch >= self.fed:
+            if self.executors[worker].store.version == self.fed:
+                return False
+            self._next[worker] = next(self._rows[worker])
+        action = self._next[worker]
+        if not self._ready(worker, action):
+            return False
+        key = (action.minibatch, action.microbatch)
+        leaves = self._leaves.pop(key) if worker == 0 and action.phase == "F" else None
+        executor = self.executors[worker]
+        lr = executor.store.lr if worker == 0 else None
+        loss = executor.execute(action, leaves)
+        if loss is not None:
+            self._losses[action.minibatch] = loss
+            self._newest = (action.minibatch, loss)
+        self._next[worker] = next(self._rows[worker])
+        if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
+            reported = self._losses.pop(action.minibatch)
+            if self.report:
+                self.report(action.minibatch, float(reported), lr)
+        return True
+
+    def _ready(self, worker: int, action: Action) -> bool:
+        if action.minibatch >= self.fed:
+            return False
+        edges, replicas = self.executors[worker].waits_for(action)
+        transport = self.transports[worker]
+        return all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges) and all(
+            transport.arrived_weights(*key) for key in replicas
+        )
+
+    def _settled(self, what: str) -> None:
+        if self._in_flight:
+            raise RunError(
+                f"{what}() was asked for while minibatches are in flight", hint="call flush() first"
+            )
+
+    def _stuck(self) -> RunError:
+        waiting = ", ".join(f"worker {w} at {action}" for w, action in enumerate(self._next))
+        return RunError(
+            f"the pipeline stands still: {waiting}",
+            hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
+        )

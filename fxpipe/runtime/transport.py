@@ -1,0 +1,87 @@
+"""What the executor asks of a transport, and the `comm` object that stage code talks to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from time import perf_counter
+
+import torch
+
+from fxpipe.plan import EdgeSpec
+
+
+class Transport(ABC):
+    """Carries one worker's messages. Every message is known beforehand: by its edge, minibatch and microbatch.
+
+    `expect…` says what will be received soon, in the order of the worker's actions; a transport may post its
+    receives then. `arrived…` is asked only by drivers that run several workers in turn.
+    """
+
+    def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:  # noqa: B027
+        """A value of `edge` will be received soon."""
+
+    def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:  # noqa: B027
+        """A block of weights of `size` bytes will be received; called in the order in which the owner sends."""
+
+    @abstractmethod
+    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: torch.Tensor) -> None:
+        """Hand a value over; never waits for the receiver. `value` must not change afterwards."""
+
+    @abstractmethod
+    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> torch.Tensor:
+        """Wait for a value.
+
+        Raises:
+            PeerLost: the other end is gone.
+        """
+
+    @abstractmethod
+    def send_weights(self, reader: int, version: int, ahead: int, block: torch.Tensor) -> None:
+        """Hand a packed block of weights to a reader."""
+
+    @abstractmethod
+    def recv_weights(self, owner: int, version: int, ahead: int) -> torch.Tensor:
+        """Wait for a packed block of weights."""
+
+    def done(self, phase: str, minibatch: int, microbatch: int) -> None:  # noqa: B027
+        """The worker has finished an action: what others must have received by now can be forgotten."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until everything sent has been received."""
+
+
+class Comm:
+    """What stage code sends and receives with, set to one action at a time.
+
+    Attributes:
+        waited: seconds spent waiting for values.
+        sent: the memory (storage addresses) of what the action has sent.
+    """
+
+    __slots__ = ("_edges", "_microbatch", "_minibatch", "_transport", "sent", "waited")
+
+    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport) -> None:
+        self._edges = edges
+        self._transport = transport
+        self._minibatch = 0
+        self._microbatch = 0
+        self.waited = 0.0
+        self.sent: set[int] = set()
+
+    def bind(self, minibatch: int, microbatch: int) -> None:
+        """Begin an action."""
+        self._minibatch = minibatch
+        self._microbatch = microbatch
+        self.sent.clear()
+
+    def recv(self, name: str) -> torch.Tensor:
+        """The value of the edge `name` for the current microbatch."""
+        begin = perf_counter()
+        value = self._transport.recv(self._edges[name], self._minibatch, self._microbatch)
+        self.waited += perf_counter() - begin
+        return value
+
+    def send(self, name: str, value: torch.Tensor) -> None:
+        """Send `value` along the edge `name`; it must not be changed in place afterwards."""
+        self.sent.add(value.untyped_storage().data_ptr())
+        self._transport.send(self._edges[name], self._minibatch, self._microbatch, value)

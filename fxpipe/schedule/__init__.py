@@ -1,0 +1,47 @@
+"""Schedules by name. Pure Python: nothing here imports torch.
+
+action → base → gpipe, one_f_one_b, asynchronous; then order (the laws, and a run without running anything) →
+versions (which weights every pass sees) → check (the user's verdict and picture).
+"""
+
+from __future__ import annotations
+
+from fxpipe.errors import ScheduleError, near
+from fxpipe.schedule.action import Action, parse_row
+from fxpipe.schedule.asynchronous import Async
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import Report, check, grid
+from fxpipe.schedule.gpipe import GPipe
+from fxpipe.schedule.one_f_one_b import OneFOneB
+from fxpipe.schedule.versions import Versions
+
+SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in (GPipe, OneFOneB, Async)}
+
+
+def make(name: str, workers: int, microbatches: int = 1) -> Schedule:
+    """The schedule called `name`.
+
+    Raises:
+        ScheduleError: no schedule has this name, or `workers` or `microbatches` is below 1.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"there is no schedule '{name}'{near(name, SCHEDULES)}", hint=f"one of: {', '.join(SCHEDULES)}"
+        )
+    return SCHEDULES[name](workers, microbatches)
+
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Async",
+    "GPipe",
+    "OneFOneB",
+    "Report",
+    "Schedule",
+    "Versions",
+    "check",
+    "grid",
+    "make",
+    "parse_row",
+]

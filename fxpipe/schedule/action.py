@@ -1,0 +1,56 @@
+"""What a worker does next, and its written form: `F3`, `B3.1`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import cast
+
+from fxpipe.errors import ScheduleError
+from fxpipe.plan import Phase
+
+_NUMBER = "0|[1-9][0-9]*"
+_WRITTEN = re.compile(rf"(?P<phase>[FB])(?P<minibatch>{_NUMBER})(?:\.(?P<microbatch>[1-9][0-9]*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The forward or the backward of one microbatch.
+
+    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second. Every action
+    has one written form; `parse` and `str` are each other's inverse.
+    """
+
+    phase: Phase
+    minibatch: int
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.phase}{self.minibatch}"
+        return f"{text}.{self.microbatch}" if self.microbatch else text
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read `str(action)`.
+
+        Raises:
+            ScheduleError: the text is not an action.
+        """
+        written = _WRITTEN.fullmatch(text)
+        if written is None:
+            raise ScheduleError(
+                f"'{text}' is not an action",
+                hint="an action is F or B, the minibatch, and .microbatch unless that is 0: F3, B3.1",
+            )
+        return Action(
+            cast(Phase, written["phase"]), int(written["minibatch"]), int(written["microbatch"] or 0)
+        )
+
+
+def parse_row(text: str) -> list[Action]:
+    """Read one worker's actions, separated by spaces: `F0 F1 B0`.
+
+    Raises:
+        ScheduleError: one of them is not an action.
+    """
+    return [Action.parse(word) for word in text.split()]

@@ -1,0 +1,38 @@
+"""PipeDream's 1F1B: one forward, one backward, for ever, without a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import ClassVar
+
+from fxpipe.plan import Phase
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+
+
+class Async(Schedule):
+    """One forward, one backward without a flush: no worker waits for long, its weights are stale instead.
+
+        worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
+        worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
+        worker 2: .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+
+    Worker k of N starts with N−1−k forwards and updates after every minibatch, so its F of minibatch m sees
+    version m − (N−1−k) of its weights, its B version m. From: Narayanan et al. 2019 (PipeDream), SOSP.
+    """
+
+    name: ClassVar[str] = "async"
+    synchronous: ClassVar[bool] = False
+
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        ahead = self.workers - 1 - worker
+        for flat in range(ahead):
+            yield self._action("F", start, flat)
+        for flat in count():
+            yield self._action("F", start, flat + ahead)
+            yield self._action("B", start, flat)
+
+    def _action(self, phase: Phase, start: int, flat: int) -> Action:
+        """The action of the `flat`-th microbatch since minibatch `start`."""
+        return Action(phase, start + flat // self.microbatches, flat % self.microbatches)

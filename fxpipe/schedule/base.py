@@ -1,0 +1,62 @@
+"""A schedule: the order of actions on every worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """The order of actions on each of `workers` workers, `microbatches` of them to a minibatch.
+
+    A worker updates its weights as part of its backward of a minibatch's last microbatch, never elsewhere.
+
+    Attributes:
+        name: what the command line calls it.
+        synchronous: every pass of minibatch m sees exactly the updates of the minibatches before m.
+    """
+
+    name: ClassVar[str]
+    synchronous: ClassVar[bool]
+    workers: int
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for what in ("workers", "microbatches"):
+            value = getattr(self, what)
+            if value < 1:
+                raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
+
+    @abstractmethod
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        """The endless schedule of `worker` from minibatch `start` on, beginning with an empty pipeline."""
+
+    def until(self, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
+        """The finite schedule of minibatches [start, stop): the endless one without the later minibatches.
+
+            actions(0):        F0 F1 B0 F2 B1 F3 B2 …
+            until(0, stop=2):  F0 F1 B0    B1
+
+        Ends with the last backward of its minibatches. A schedule that has lost one would never end: it is
+        cut off after more later actions than a pipeline could hold, and `check` names the loss.
+        """
+        backwards = (stop - start) * self.microbatches
+        patience = 4 * self.workers * self.microbatches
+        if backwards <= 0:
+            return
+        for action in self.actions(worker, start):
+            if action.minibatch >= stop:
+                patience -= 1
+                if patience < 0:
+                    return
+                continue
+            yield action
+            backwards -= action.phase == "B"
+            if backwards == 0:
+                return

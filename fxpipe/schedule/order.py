@@ -1,0 +1,163 @@
+"""The laws of a schedule, and running it without running anything.
+
+`read` gives the finite rows of a schedule after checking what each worker can be checked for alone; `play`
+runs the rows against each other, one unit of time an action, and finds deadlocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from textwrap import indent
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.picture import IDLE, marked, picture
+
+Event = tuple[int, Action]  # an action on a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of a run: when it happened, and what on other workers it had to wait for."""
+
+    worker: int
+    action: Action
+    time: int
+    after: tuple[Event, ...]
+
+
+def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Action]]:
+    """Every worker's actions for `minibatches` minibatches from `start` on, each row lawful by itself.
+
+    The law of a row: every action once, no others, F before its B, and the B in order: the update belongs to
+    the B of a minibatch's last microbatch.
+
+    Raises:
+        ScheduleError: rows break it; the first offence of each is marked in the picture.
+    """
+    limit = 2 * schedule.microbatches * minibatches + 1  # one more than there should be
+    stop = start + minibatches
+    rows = [list(islice(schedule.until(worker, stop, start), limit)) for worker in range(schedule.workers)]
+    problems: list[str] = []
+    cells = [[str(action) for action in row] for row in rows]
+    for worker, row in enumerate(rows):
+        offence = _offence(row, schedule.microbatches, range(start, stop))
+        if offence is not None:
+            place, action, what = offence
+            cells[worker][place : place + 1] = [marked(action)]
+            problems.append(f"worker {worker} {what}")
+    if problems:
+        raise ScheduleError(_message(f"schedule '{schedule.name}' is wrong", problems, cells))
+    return rows
+
+
+def _offence(row: Sequence[Action], microbatches: int, wanted: range) -> tuple[int, Action, str] | None:
+    """The first broken law of a row: its place (the end for a missing action), the action, what happened."""
+    done: set[Action] = set()
+    latest = Action("B", wanted.start)
+    for place, action in enumerate(row):
+        if action.minibatch not in wanted or action.microbatch >= microbatches:
+            return place, action, f"does {action}, but there is no such microbatch"
+        if action in done:
+            return place, action, f"does {action} twice"
+        if action.phase == "B":
+            forward = Action("F", action.minibatch, action.microbatch)
+            if forward not in done:
+                return place, action, f"does {action} before {forward}"
+            if (action.minibatch, action.microbatch) < (latest.minibatch, latest.microbatch):
+                return place, action, f"does {action} after {latest}"
+            latest = action
+        done.add(action)
+    for minibatch in wanted:
+        for microbatch in range(microbatches):
+            for missing in (Action("F", minibatch, microbatch), Action("B", minibatch, microbatch)):
+                if missing not in done:
+                    return len(row), missing, f"never does {missing}"
+    return None
+
+
+def play(
+    schedule: Schedule,
+    rows: Sequence[Sequence[Action]],
+    needs: Callable[[int, Action], Iterable[Event]] = lambda worker, action: (),
+) -> list[Step]:
+    """Run the rows: the steps in an order in which each comes after all that it depends on.
+
+    F waits for the F of the worker before, B for the B of the worker behind, both for what `needs` adds.
+    Edges of other kinds add nothing: a saved value, wherever made, is older than the backward that reaches
+    its reader. Every action starts as early as it can and takes one unit of time. Linear in the number of
+    dependencies.
+
+    Raises:
+        ScheduleError: the run deadlocks; each waiting action is marked in the picture.
+    """
+    steps: list[Step] = []
+    finished: dict[Event, int] = {}
+    waiting: dict[Event, list[int]] = defaultdict(list)
+    place = [0] * len(rows)
+    clock = [0] * len(rows)
+    awake = list(reversed(range(len(rows))))
+    while awake:
+        worker = awake.pop()
+        if place[worker] == len(rows[worker]):
+            continue
+        action = rows[worker][place[worker]]
+        after = (*_pipeline(schedule, worker, action), *needs(worker, action))
+        missing = next((event for event in after if event not in finished), None)
+        if missing is not None:
+            waiting[missing].append(worker)
+            continue
+        time = max([clock[worker], *(finished[event] for event in after)])
+        steps.append(Step(worker, action, time, after))
+        clock[worker] = finished[worker, action] = time + 1
+        place[worker] += 1
+        awake += [worker, *waiting.pop((worker, action), ())]
+    if waiting:
+        raise _deadlock(schedule, rows, steps, waiting)
+    return steps
+
+
+def _pipeline(schedule: Schedule, worker: int, action: Action) -> tuple[Event, ...]:
+    """What the pipeline itself makes an action wait for on another worker."""
+    sender = worker - 1 if action.phase == "F" else worker + 1
+    return ((sender, action),) if 0 <= sender < schedule.workers else ()
+
+
+def timeline(workers: int, steps: Iterable[Step], label: Callable[[int, Action], str]) -> list[list[str]]:
+    """The rows of cells of a run, a column a unit of time."""
+    rows: list[list[str]] = [[] for _ in range(workers)]
+    for step in steps:
+        row = rows[step.worker]
+        row += [IDLE] * (step.time - len(row))
+        row.append(label(step.worker, step.action))
+    return rows
+
+
+def plain(worker: int, action: Action) -> str:
+    """The label of an action in a picture that shows actions only."""
+    return str(action)
+
+
+def _deadlock(
+    schedule: Schedule,
+    rows: Sequence[Sequence[Action]],
+    steps: Sequence[Step],
+    waiting: dict[Event, list[int]],
+) -> ScheduleError:
+    cells = timeline(schedule.workers, steps, plain)
+    problems: list[str] = []
+    for (sender, event), workers in sorted(waiting.items(), key=lambda item: item[1]):
+        for worker in workers:
+            done = sum(step.worker == worker for step in steps)
+            stuck = rows[worker][done]
+            cells[worker].append(marked(stuck))
+            problems.append(f"worker {worker} waits at {stuck} for {event} of worker {sender}")
+    return ScheduleError(_message(f"schedule '{schedule.name}' deadlocks", problems, cells))
+
+
+def _message(what: str, problems: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    return f"{what}: {'; '.join(problems)}\n{indent(picture(cells), '  ')}"

@@ -1,0 +1,26 @@
+"""Rows of cells as text: how every schedule is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+IDLE = ".."
+
+
+def picture(rows: Sequence[Sequence[str]]) -> str:
+    """One line a worker, the cells in columns of one width.
+
+    worker 0: F0 F1 .. B0
+    worker 1: .. F0 B0
+    """
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    number = len(str(len(rows) - 1))
+    return "\n".join(
+        f"worker {worker:>{number}}: {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for worker, row in enumerate(rows)
+    )
+
+
+def marked(action: object) -> str:
+    """The cell of an action that breaks a law: `>F3<`."""
+    return f">{action}<"

@@ -1,0 +1,101 @@
+"""What each worker of a program does, in numbers: the table that `compile` prints and `costs.json` keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.aten import is_view
+from fxpipe.plan import PartSpec, Plan
+from fxpipe.program import Program, info, size_of
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """One worker. Times are milliseconds a microbatch, as `cost` has them; bytes are a microbatch's.
+
+    Attributes:
+        owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
+        saved_bytes: what forward keeps for backward, once for each microbatch in flight.
+        memory_bytes: weights, their gradients, replicas, and the saved values of all microbatches in flight. What the
+            optimizer keeps, temporaries and message buffers come on top.
+    """
+
+    rank: int
+    forward_units: tuple[int, int]
+    backward_units: tuple[int, int]
+    begins: tuple[str, str]
+    forward_ms: float
+    backward_ms: float
+    owned: int
+    owned_bytes: int
+    replicas: int
+    replica_bytes: int
+    bytes_in: int
+    bytes_out: int
+    saved_bytes: int
+    in_flight: int
+    memory_bytes: int
+
+
+def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...]) -> list[WorkerSummary]:
+    """The table's rows, for a program that has been through every pass.
+
+    Args:
+        in_flight: microbatches that each worker holds at most, from the schedule's check.
+    """
+    seconds: dict[tuple[int, str], float] = {}
+    for node in program:
+        record = info(node)
+        key = (record.worker or 0, record.phase)
+        seconds[key] = seconds.get(key, 0.0) + (record.seconds or 0.0)
+    sizes = {p.name: p.tensor.bytes for p in plan.parameters}
+    rows = []
+    for rank, stage in enumerate(plan.stages):
+        owned = [p.name for p in plan.owned(rank)]
+        copies = [p.name for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
+        owned_bytes, replica_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
+        saved = _saved_bytes(program, rank)
+        rows.append(
+            WorkerSummary(
+                rank=rank,
+                forward_units=stage.forward_units,
+                backward_units=stage.backward_units,
+                begins=(_name(plan, stage.forward_units), _name(plan, stage.backward_units)),
+                forward_ms=seconds.get((rank, "F"), 0.0) * 1e3,
+                backward_ms=seconds.get((rank, "B"), 0.0) * 1e3,
+                owned=len(owned),
+                owned_bytes=owned_bytes,
+                replicas=len(copies),
+                replica_bytes=replica_bytes,
+                bytes_in=sum(e.tensor.bytes for e in plan.edges if e.dst == rank),
+                bytes_out=sum(e.tensor.bytes for e in plan.edges if e.src == rank),
+                saved_bytes=saved,
+                in_flight=in_flight[rank],
+                memory_bytes=2 * owned_bytes + replica_bytes + saved * in_flight[rank],
+            )
+        )
+    return rows
+
+
+def _name(plan: Plan, bounds: tuple[int, int]) -> str:
+    if bounds[0] == bounds[1]:
+        return "nothing"
+    return plan.units[bounds[0]] or "loss"
+
+
+def _saved_bytes(program: Program, rank: int) -> int:
+    """Bytes that forward keeps: views of one value count once, the batch's own tensors too."""
+    backward = program.stages[rank].backward
+    saved: PartSpec = backward.spec
+    nodes = list(backward.graph.nodes)[len(saved.weights) + len(saved.buffers) :][: len(saved.saved)]
+    by_name = {n.name: n for n in program.graph.nodes}
+    roots = {}
+    for node in nodes:
+        root = by_name.get(node.name)
+        while root is not None and root.op == "call_function" and is_view(root) and root.all_input_nodes:
+            parent = root.all_input_nodes[0]
+            if isinstance(parent.meta.get("val"), (tuple, list)):
+                break  # an element of a tuple is memory of its own
+            root = parent
+        roots[root.name if root is not None else node.name] = size_of((root or node).meta["val"])
+    return sum(roots.values())

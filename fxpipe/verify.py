@@ -1,0 +1,133 @@
+"""The law of the program, per level; run between passes.
+
+CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value; nothing is stranded;
+          forward never reads backward.
+COSTED    every node has a unit, bytes and time.
+PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; every gradient
+          lies on its parameter's owner; a buffer that is updated is read on the worker that updates it.
+WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype.
+
+Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe.errors import VerifyError
+from fxpipe.program import INFO, Level, Program, info
+from fxpipe.wire import is_recv, is_send
+
+
+def verify(program: Program) -> None:
+    """Raise VerifyError if the program breaks the law of its level."""
+    program.graph.lint()
+    _captured(program)
+    if program.level >= Level.COSTED:
+        _costed(program)
+    if program.level >= Level.PLACED:
+        _placed(program)
+    if program.level >= Level.WIRED:
+        _wired(program)
+
+
+def _fail(program: Program, node: fx.Node, what: str) -> None:
+    nodes = list(program.graph.nodes)
+    at = nodes.index(node)
+    lines = [f"{'>' if n is node else ' '} {n.format_node()}" for n in nodes[max(0, at - 5) : at + 5]]
+    raise VerifyError(f"{what}\n" + "\n".join(lines))
+
+
+def _captured(program: Program) -> None:
+    inputs = program.placeholders
+    parameters = {p.node: p for p in program.parameters}
+    buffers = {b.node for b in program.buffers}
+    known = {*parameters, *buffers, *(b.node for b in program.batch if b.node)}
+    if known != set(inputs):
+        raise VerifyError(f"placeholders and tables differ: {sorted(known ^ set(inputs))}")
+    if len(program.output_nodes) != len(program.outputs):
+        raise VerifyError("the output tuple and its table differ in length")
+    if sum(o.kind == "loss" for o in program.outputs) != 1:
+        raise VerifyError("a program has exactly one loss")
+    for output in program.outputs:
+        if output.kind == "gradient" and not (
+            output.target in parameters and parameters[output.target].trained
+        ):
+            raise VerifyError(f"{output.target} has a gradient but is no trained parameter")
+        if output.kind == "buffer" and output.target not in buffers:
+            raise VerifyError(f"{output.target} has a new value but is no buffer")
+    seen_backward = False
+    for node in program:
+        if INFO not in node.meta:
+            _fail(program, node, f"{node} has no record")
+        if info(node).phase == "B":
+            seen_backward = True
+        elif seen_backward:
+            _fail(program, node, f"{node} is forward, but stands after backward began")
+
+
+def _costed(program: Program) -> None:
+    for node in program:
+        record = info(node)
+        if record.bytes is None or record.seconds is None:
+            _fail(program, node, f"{node} has no cost")
+        if not 0 <= record.unit < len(program.units):
+            _fail(program, node, f"{node} has no unit")
+
+
+def _placed(program: Program) -> None:
+    if program.cuts is None:
+        raise VerifyError("a placed program has cuts")
+    for node in program:
+        record = info(node)
+        if record.worker is None or not 0 <= record.worker < program.cuts.workers:
+            _fail(program, node, f"{node} has no worker")
+        for source in node.all_input_nodes:
+            if source.op != "call_function" or info(source).phase != record.phase:
+                continue
+            before, after = info(source).worker, record.worker
+            assert before is not None and after is not None
+            if (before > after) if record.phase == "F" else (before < after):
+                _fail(
+                    program,
+                    node,
+                    f"{record.phase} edge {source} → {node} runs from worker {before} to {after}",
+                )
+    placeholders = program.placeholders
+    for name, new in program.updates().items():
+        home = info(new).worker if new.op == "call_function" else 0
+        for user in placeholders[name].users:
+            if user.op == "call_function" and info(user).phase == "F" and info(user).worker != home:
+                _fail(
+                    program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere"
+                )
+
+
+def _wired(program: Program) -> None:
+    local = {p.node for p in program.parameters} | {b.node for b in program.buffers}
+    for node in program:
+        record = info(node)
+        if is_send(node) or is_recv(node):
+            edge = program.wires.get(node.name)
+            if edge is None:
+                _fail(program, node, f"{node} stands for no edge")
+                return
+            worker, phase = (edge.src, edge.src_phase) if is_send(node) else (edge.dst, edge.dst_phase)
+            if (record.worker, record.phase) != (worker, phase):
+                _fail(
+                    program,
+                    node,
+                    f"{node} lies on {record.phase} of worker {record.worker}, its edge does not",
+                )
+            val = node.meta["val"]
+            if tuple(val.shape) != edge.tensor.shape or str(val.dtype) != f"torch.{edge.tensor.dtype}":
+                _fail(program, node, f"{node} differs from its edge in shape or dtype")
+        if is_recv(node):
+            continue  # its one input is the Send, on the other worker
+        for source in node.all_input_nodes:
+            if source.op == "placeholder":
+                crosses = source.name not in local and record.worker != 0
+            else:
+                crosses = info(source).worker != record.worker
+            if crosses:
+                _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")

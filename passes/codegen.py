@@ -1,0 +1,187 @@
+"""codegen: write each stage as a Python file that a person can read, debug, edit and run again."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpipe.plan import EdgeSpec
+from fxpipe.printer import argument_text, call_text, heading, type_text
+from fxpipe.program import Level, Program, info, size_of, value
+from fxpipe.stage import Part, Stage
+from fxpipe.transform import Pass
+from fxpipe.wire import is_recv, is_send
+
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Codegen(Pass):
+    """Emit `stage_k.py` for every stage.
+
+    Fields:
+        command: what made the build, for the header.
+    """
+
+    name: ClassVar[str] = "codegen"
+    requires: ClassVar[Level] = Level.WIRED
+    provides: ClassVar[Level] = Level.WIRED
+
+    command: str = "fxpipe.compile(...)"
+
+    def __call__(self, program: Program) -> Program:
+        edges = {edge.name: edge for edge in program.wires.values()}
+        files = {
+            f"stage_{stage.worker}.py": _file(program, stage, edges, self.command) for stage in program.stages
+        }
+        return program.copy(files=files)
+
+
+def _file(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> str:
+    lines = [
+        *_header(program, stage, edges, command),
+        "",
+        "import torch",
+        "",
+        "aten = torch.ops.aten",
+        "",
+        "",
+        *_Function(stage.forward, edges, "forward", "batch").lines(),
+        "",
+        "",
+        *_Function(stage.backward, edges, "backward", "saved").lines(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
+    assert program.cuts is not None
+    worker, workers = stage.worker, program.cuts.workers
+    names = {p.names[0]: p for p in program.parameters}
+    owned = stage.backward.spec.gradients
+    read = dict.fromkeys((*stage.forward.spec.weights, *stage.backward.spec.weights))
+    replicas = [n for n in read if n not in owned and names[n].trained]
+    frozen = [n for n in read if not names[n].trained]
+    sizes = {p.names[0]: size_of(program.values[p.node]) for p in program.parameters}
+    out = sum(e.tensor.bytes for e in edges.values() if e.src == worker)
+    arriving = sum(e.tensor.bytes for e in edges.values() if e.dst == worker)
+    yield f'"""Stage {worker} of {workers}, made by: {command}'
+    yield ""
+    yield f"forward   {_units(program, program.cuts.forward[worker : worker + 2])}"
+    yield f"backward  {_units(program, program.cuts.backward[worker : worker + 2])}"
+    yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
+    if replicas:
+        yield f"replicas  {', '.join(replicas)}: {sum(sizes[n] for n in replicas):,} bytes"
+    if frozen:
+        yield f"frozen    {len(frozen)} parameters, {sum(sizes[n] for n in frozen):,} bytes"
+    yield f"receives  {arriving:,} bytes a microbatch"
+    yield f"sends     {out:,} bytes a microbatch"
+    yield ""
+    yield "Weights, buffers and saved values are arguments: what they are is the policy's business, not this file's."
+    yield "It may be edited: `fxpipe run` warns and runs it, as long as sends, receives and arguments stay the same."
+    yield '"""'
+
+
+def _units(program: Program, bounds: Sequence[int]) -> str:
+    first, end = bounds
+    if first == end:
+        return "nothing"
+    return (
+        f"units {first} to {end - 1}, {program.units[first] or 'loss'} to {program.units[end - 1] or 'loss'}"
+    )
+
+
+class _Function:
+    """Emits one part as a function."""
+
+    def __init__(self, part: Part, edges: dict[str, EdgeSpec], function: str, third: str) -> None:
+        self.part = part
+        self.edges = edges
+        self.function = function
+        self.third = third
+        self.names: dict[fx.Node, str] = {}
+        self.taken = {"torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward"}
+        for node in part.graph.nodes:
+            if not is_send(node):
+                self.names[node] = self._unique(node.name)
+        self.dying = self._last_uses()
+
+    def _unique(self, name: str) -> str:
+        made = name
+        while made in self.taken or keyword.iskeyword(made) or hasattr(builtins, made):
+            made += "_"
+        self.taken.add(made)
+        return made
+
+    def lines(self) -> Iterator[str]:
+        yield f"def {self.function}(weights, buffers, {self.third}, comm):"
+        yield from self._arguments()
+        last = ""
+        for node in self.part.graph.nodes:
+            if node.op != "call_function":
+                continue
+            title = heading(info(node))
+            if title != last and title:
+                yield f"    # {title}"[:WIDTH].rstrip()
+                last = title
+            yield "    " + self._statement(node)
+            if self.dying.get(node):
+                yield f"    del {', '.join(self.dying[node])}"
+        yield from self._result()
+
+    def _arguments(self) -> Iterator[str]:
+        spec = self.part.spec
+        holders = [n for n in self.part.graph.nodes if n.op == "placeholder"]
+        groups = [("weights", spec.weights), ("buffers", spec.buffers)]
+        groups.append((self.third, spec.saved if self.third == "saved" else spec.batch))
+        for argument, members in groups:
+            nodes, holders = holders[: len(members)], holders[len(members) :]
+            if nodes:
+                yield "    ("
+                for node, member in zip(nodes, members, strict=True):
+                    label = "" if argument == "saved" else f"{member}: "
+                    yield f"        {self.names[node]},  # {label}{type_text(value(node))}"
+                yield f"    ) = {argument}"
+            if argument == "saved":
+                yield "    saved.clear()"
+
+    def _statement(self, node: fx.Node) -> str:
+        if is_send(node):
+            edge = self.edges[self.part.edges[node.name]]
+            return f'comm.send("{edge.name}", {self.names[node.args[0]]})  # {edge.kind} to worker {edge.dst}'  # type: ignore[index]
+        comment = type_text(value(node))
+        if is_recv(node):
+            edge = self.edges[self.part.edges[node.name]]
+            return f'{self.names[node]} = comm.recv("{edge.name}")  # {comment} {edge.kind} from worker {edge.src}'
+        return f"{self.names[node]} = {call_text(node, self.names.__getitem__)}  # {comment}"
+
+    def _result(self) -> Iterator[str]:
+        result: Any = self.part.graph.output_node().args[0]
+        if self.function == "backward":
+            yield f"    return {self._tuple(result)}"
+            return
+        loss, updates, saved = result
+        kept = ", ".join(self.names[n] for n in saved)
+        yield f"    return {argument_text(loss, self.names.__getitem__)}, {self._tuple(updates)}, [{kept}]"
+
+    def _tuple(self, nodes: Sequence[fx.Node]) -> str:
+        return argument_text(tuple(nodes), self.names.__getitem__)
+
+    def _last_uses(self) -> dict[fx.Node, list[str]]:
+        """By node, the names that are dropped behind it: values with memory that nothing below reads."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.part.graph.nodes:
+            for source in node.all_input_nodes:
+                last[source] = node
+        weights = len(self.part.spec.weights) + len(self.part.spec.buffers)
+        kept = {n for n in list(self.part.graph.nodes)[:weights] if n.op == "placeholder"}
+        dying: dict[fx.Node, list[str]] = {}
+        for node, reader in last.items():
+            if reader.op != "output" and node not in kept:
+                dying.setdefault(reader, []).append(self.names[node])
+        return dying

@@ -1,0 +1,167 @@
+"""comm: every value that crosses workers gets a Send node and a Recv node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from fxpipe import wire
+from fxpipe.batch import tensor_spec
+from fxpipe.plan import EdgeKind, EdgeSpec, Phase
+from fxpipe.program import INFO, Level, NodeInfo, Program, info, size_of, value
+from fxpipe.transform import Pass
+
+
+@dataclass(frozen=True)
+class Comm(Pass):
+    """Wire the workers.
+
+    A value goes straight to each worker that reads it, once: sent as soon as it exists, received where it is first
+    needed. If that worker's forward reads it, its backward keeps what forward received. A value without a dense
+    layout (expanded, sliced) is made contiguous by its sender.
+
+    Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
+                                                            h_recv = recv(h_send, peer=0)  # w1
+                                                            y = aten.mm.default(h_recv, w2)  # w1
+    """
+
+    name: ClassVar[str] = "comm"
+    requires: ClassVar[Level] = Level.PLACED
+    provides: ClassVar[Level] = Level.WIRED
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy(level=Level.WIRED)
+        wiring = _Wiring(program)
+        for node in list(program.graph.nodes):
+            wiring.wire(node)
+        return program.copy(wires=wiring.edges)
+
+
+class _Wiring:
+    def __init__(self, program: Program) -> None:
+        self.graph = program.graph
+        self.edges: dict[str, EdgeSpec] = {}
+        self.inputs = {b.node for b in program.batch if b.node}
+        self.homes = {
+            name: (info(new).worker or 0) if new.op == "call_function" else 0
+            for name, new in program.updates().items()
+        }
+        self.order = {n: i for i, n in enumerate(program.graph.nodes)}
+        calls = list(program)
+        self.first = {
+            w: next(n for n in calls if info(n).worker == w) for w in {info(n).worker for n in calls}
+        }
+
+    def place_of(self, node: fx.Node) -> tuple[int, Phase] | None:
+        """The worker and phase where a value is at home; None for what every worker has or nobody computes."""
+        if node.op == "call_function":
+            worker = info(node).worker
+            assert worker is not None
+            return worker, info(node).phase
+        if node.name in self.inputs:
+            return 0, "F"
+        if node.name in self.homes:
+            return self.homes[node.name], "F"
+        return None
+
+    def wire(self, node: fx.Node) -> None:
+        home = self.place_of(node)
+        if home is None or not node.users:
+            return
+        readers: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            if user.op == "call_function" and info(user).worker != home[0]:
+                readers.setdefault(info(user).worker or 0, []).append(user)
+        for worker in sorted(readers):
+            users = sorted(readers[worker], key=self.order.__getitem__)
+            self._edge(node, home, worker, users, alone=len(readers) == 1)
+
+    def _edge(
+        self, node: fx.Node, home: tuple[int, Phase], dst: int, users: list[fx.Node], alone: bool
+    ) -> None:
+        src, src_phase = home
+        dst_phase: Phase = info(users[0]).phase
+        sent = self._dense(node, home)
+        spec = EdgeSpec(
+            name=node.name if alone else f"{node.name}:{dst}",
+            kind=self._kind(node, src_phase, dst_phase),
+            src=src,
+            src_phase=src_phase,
+            dst=dst,
+            dst_phase=dst_phase,
+            tensor=tensor_spec(value(sent)),
+        )
+        send = self._insert_after(sent, src, wire.send, (sent,), f"{node.name}_send_{dst}")
+        send.meta[INFO] = self._record(node, src_phase, src)
+        with self.graph.inserting_before(users[0]):
+            recv = self.graph.create_node(
+                "call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{dst}"
+            )
+        recv.meta[INFO] = self._record(users[0], dst_phase, dst)
+        recv.meta["val"] = send.meta["val"] = value(sent)
+        for user in users:
+            user.replace_input_with(node, recv)
+        self.edges[send.name] = self.edges[recv.name] = spec
+
+    def _kind(self, node: fx.Node, src_phase: Phase, dst_phase: Phase) -> EdgeKind:
+        if node.name in self.inputs:
+            return "input"
+        if src_phase == "B":
+            return "gradient"
+        return "activation" if dst_phase == "F" else "saved"
+
+    def _dense(self, node: fx.Node, home: tuple[int, Phase]) -> fx.Node:
+        """The value in a layout that can travel as one run of memory; made once."""
+        if is_non_overlapping_and_dense_or_false(value(node)):
+            return node
+        for user in node.users:
+            if user.meta.get("made_dense"):
+                return user
+        clone = self._insert_after(
+            node,
+            home[0],
+            torch.ops.aten.clone.default,
+            (node,),
+            f"{node.name}_dense",
+            memory_format=torch.contiguous_format,
+        )
+        clone.meta["val"] = torch.ops.aten.clone.default(value(node), memory_format=torch.contiguous_format)
+        clone.meta["made_dense"] = True
+        clone.meta[INFO] = self._record(node, home[1], home[0])
+        return clone
+
+    def _insert_after(
+        self,
+        node: fx.Node,
+        worker: int,
+        target: object,
+        args: tuple[fx.Node, ...],
+        name: str,
+        **kwargs: object,
+    ) -> fx.Node:
+        anchor = node
+        if node.op == "placeholder":
+            with self.graph.inserting_before(self.first[worker]):
+                return self.graph.create_node("call_function", target, args, kwargs, name=name)  # type: ignore[arg-type]
+        while anchor.next.meta.get("val") is not None and anchor.next.target is wire.send:
+            anchor = anchor.next  # several destinations: in their own order
+        with self.graph.inserting_after(anchor):
+            return self.graph.create_node("call_function", target, args, kwargs, name=name)  # type: ignore[arg-type]
+
+    def _record(self, like: fx.Node, phase: Phase, worker: int) -> NodeInfo:
+        known = like.meta.get(INFO, NodeInfo(phase))
+        return NodeInfo(
+            phase,
+            known.module,
+            known.source,
+            known.text,
+            None,
+            max(known.unit, 0),
+            size_of(like.meta["val"]),
+            0.0,
+            worker,
+        )

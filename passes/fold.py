@@ -1,0 +1,87 @@
+"""fold: drop what computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpipe.program import Level, Program, info
+from fxpipe.transform import Pass
+
+aten = torch.ops.aten
+_NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+
+
+@dataclass(frozen=True)
+class Fold(Pass):
+    """Remove no-ops and dead nodes, and stand all of forward before all of backward.
+
+    Before:                                     After:
+        d = aten.detach.default(x)                  y = aten.relu.default(x)
+        y = aten.relu.default(d)                    g = aten.mm.default(dy, w)
+        wt = aten.t.default(w)
+        g = aten.mm.default(dy, aten.t.default(wt))
+
+    The transposed transpose matters: autograd reads the forward's view of a weight in backward, and a backward must
+    derive everything from the weights its own policy gives it.
+    """
+
+    name: ClassVar[str] = "fold"
+    requires: ClassVar[Level] = Level.CAPTURED
+    provides: ClassVar[Level] = Level.CAPTURED
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy()
+        for node in list(program):
+            same = _same_as(node)
+            if same is not None:
+                node.replace_all_uses_with(same)
+                program.graph.erase_node(node)
+            elif node.target is aten.native_batch_norm_backward.default:
+                _forget_running_statistics(node)
+        remove_dead(program.graph)
+        _forward_first(program)
+        return program
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """An input that this node only repeats."""
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if source is None:
+        return None
+    if node.target in _NOTHING:
+        return source
+    if node.target is aten.t.default and source.target is aten.t.default:
+        twice = source.args[0]
+        assert isinstance(twice, fx.Node)
+        return twice
+    return None
+
+
+def _forget_running_statistics(node: fx.Node) -> None:
+    """In train mode the backward of batch norm takes the running statistics and reads them not."""
+    gradient, x, weight, mean, var, saved_mean, saved_invstd, train, *rest = node.args
+    if train:
+        node.args = (gradient, x, weight, None, None, saved_mean, saved_invstd, train, *rest)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase every call whose value nobody reads."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _forward_first(program: Program) -> None:
+    nodes = list(program)
+    for node in nodes:
+        if any(n.op == "call_function" and info(n).phase == "B" for n in node.all_input_nodes):
+            info(node).phase = "B"
+    forward = [n for n in nodes if info(n).phase == "F"]
+    backward = [n for n in nodes if info(n).phase == "B"]
+    output = program.graph.output_node()
+    for node in (*forward, *backward):
+        output.prepend(node)

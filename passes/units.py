@@ -1,0 +1,98 @@
+"""units: number the smallest runs of nodes that a cut can separate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpipe.aten import is_cheap, is_getitem, is_random, is_view
+from fxpipe.program import Level, Program, info
+from fxpipe.transform import Pass
+
+
+@dataclass(frozen=True)
+class Units(Pass):
+    """Give every node its unit.
+
+    Forward: each node that computes opens a unit; views and tuple elements stay with what is before them, and what is
+    made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
+    Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients,
+    and any node whose inputs lie earlier, the earliest unit among its inputs. So a backward edge never runs towards
+    a later unit, and independent forward and backward cuts are safe.
+    """
+
+    name: ClassVar[str] = "units"
+    requires: ClassVar[Level] = Level.CAPTURED
+    provides: ClassVar[Level] = Level.CAPTURED
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy()
+        nodes = list(program)
+        units = _forward([n for n in nodes if info(n).phase == "F"])
+        _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
+        for node in nodes:
+            record = info(node)
+            if record.phase == "B" and not record.module:
+                record.module = units[record.unit]
+        return program.copy(units=tuple(units))
+
+
+def is_source(node: fx.Node, sources: set[fx.Node]) -> bool:
+    """Whether a forward node is made cheaply from placeholders and such nodes alone."""
+    return (
+        is_cheap(node)
+        and not is_random(node)
+        and all(n.op == "placeholder" or n in sources for n in node.all_input_nodes)
+    )
+
+
+def _forward(nodes: list[fx.Node]) -> list[str]:
+    units: list[str] = []
+    sources: set[fx.Node] = set()
+    for node in nodes:
+        if is_source(node, sources):
+            sources.add(node)
+            continue
+        if is_getitem(node):
+            info(node).unit = info(node.all_input_nodes[0]).unit
+        elif is_view(node) and units:
+            info(node).unit = len(units) - 1
+        else:
+            units.append(info(node).module)
+            info(node).unit = len(units) - 1
+    if not units:  # a step of views and masks only
+        units.append("")
+    for node in reversed(nodes):
+        if node in sources:
+            readers = [info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"]
+            info(node).unit = min(readers, default=-1)
+    for node in nodes:
+        if info(node).unit < 0:  # a source that only backward reads
+            info(node).unit = 0
+    return units
+
+
+def _backward(backward: list[fx.Node], nodes: list[fx.Node], count: int, last: int) -> None:
+    unit_of: dict[int, int] = {}
+    for node in nodes:
+        number = node.meta.get("seq_nr")
+        if info(node).phase == "F" and number is not None:
+            unit_of.setdefault(number, info(node).unit)
+    undecided = []
+    for node in backward:
+        inputs = [
+            info(n).unit for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"
+        ]
+        inputs = [u for u in inputs if u >= 0]
+        own = None if node.meta.get("accumulates") else unit_of.get(node.meta.get("seq_nr", -1))
+        if is_getitem(node) and inputs:
+            own = inputs[0]
+        if own is None and not inputs:
+            undecided.append(node)
+            continue
+        info(node).unit = min([*inputs, *([own] if own is not None else [])])
+    for node in reversed(undecided):
+        readers = [info(n).unit for n in node.users if n.op == "call_function"]
+        info(node).unit = max(readers, default=last)

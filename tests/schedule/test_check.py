@@ -1,0 +1,126 @@
+"""Broken schedules are refused, and the message shows where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Action, Async, Schedule, Versions, check, grid, make, parse_row
+
+
+@dataclass(frozen=True)
+class Written(Schedule):
+    """A schedule written by hand, one row a worker."""
+
+    name = "written"
+    synchronous = False
+    rows: tuple[str, ...] = ()
+
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        yield from parse_row(self.rows[worker])
+
+
+def refusal(*rows: str, minibatches: int = 2) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check(Written(len(rows), rows=rows), minibatches)
+    return str(caught.value)
+
+
+def test_a_written_schedule_can_be_right() -> None:
+    report = check(Written(2, rows=("F0 F1 B0 B1", "F0 B0 F1 B1")), 2)
+    assert report.in_flight == (2, 1)
+    assert report.grid == "worker 0: F0 F1 .. B0 .. B1\nworker 1: .. F0 B0 F1 B1"
+
+
+def test_a_deadlock_marks_every_waiting_action() -> None:
+    assert refusal("F0 B0 F1 B1", "F0 F1 B0 B1").splitlines() == [
+        "schedule 'written' deadlocks: "
+        "worker 0 waits at B0 for B0 of worker 1; worker 1 waits at F1 for F1 of worker 0",
+        "  worker 0: F0   >B0<",
+        "  worker 1: ..   F0   >F1<",
+    ]
+
+
+def test_a_missing_backward() -> None:
+    assert refusal("F0 F1 B0 B1", "F0 B0 F1").splitlines() == [
+        "schedule 'written' is wrong: worker 1 never does B1",
+        "  worker 0: F0   F1   B0   B1",
+        "  worker 1: F0   B0   F1   >B1<",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "what", "shown"),
+    [
+        ("B0 F0 F1 B1", "does B0 before F0", ">B0< F0   F1   B1"),
+        ("F0 F1 B1 B0", "does B0 after B1", "F0   F1   B1   >B0<"),
+        ("F0 F0 B0 F1 B1", "does F0 twice", "F0   >F0< B0   F1   B1"),
+        ("F0 B0 B0 F1 B1", "does B0 twice", "F0   B0   >B0<"),
+        ("F0 F0.1 B0 F1 B1", "does F0.1, but there is no such microbatch", "F0     >F0.1< B0     F1     B1"),
+        ("", "never does F0", ">F0<"),
+    ],
+)
+def test_an_unlawful_row(row: str, what: str, shown: str) -> None:
+    assert refusal(row) == f"schedule 'written' is wrong: worker 0 {what}\n  worker 0: {shown}"
+
+
+def test_the_offences_of_all_workers_are_told_at_once() -> None:
+    message = refusal("B0 F0", "F0 F0", minibatches=1)
+    assert "worker 0 does B0 before F0; worker 1 does F0 twice" in message
+
+
+def test_the_backwards_of_a_minibatch_come_in_order_since_the_last_one_updates() -> None:
+    with pytest.raises(ScheduleError, match=r"does B0 after B0\.1"):
+        check(Written(1, microbatches=2, rows=("F0 F0.1 B0.1 B0",)), 1)
+
+
+def test_a_worker_that_repeats_itself_for_ever_is_refused() -> None:
+    class Stuck(Written):
+        def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+            while True:
+                yield Action("F", 0)
+
+    with pytest.raises(ScheduleError, match="does F0 twice"):
+        check(Stuck(1), 2)
+
+
+def test_an_action_of_an_earlier_minibatch_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="does F0, but there is no such microbatch"):
+        check(Written(1, rows=("F0 B0 F1 B1",)), minibatches=1, start=1)
+
+
+def test_the_grid_aligns_wide_labels_and_many_workers() -> None:
+    lines = grid(Async(11), 1, label=lambda worker, action: f"{action}@{worker}").splitlines()
+    assert lines[0].startswith("worker  0: F0@0  ..    ..")
+    assert lines[10].endswith("..    F0@10 B0@10")
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "async"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 9))
+def test_replicas_are_there_when_they_are_needed(
+    name: str, workers: int, microbatches: int, minibatches: int
+) -> None:
+    schedule = make(name, workers, 1 if name == "async" else microbatches)
+    pairs = [(owner, reader) for owner in range(workers) for reader in range(workers)]
+    without = check(schedule, minibatches, start=5)
+    assert check(schedule, minibatches, start=5, replicas=pairs) == without
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_waiting_for_a_version_that_is_too_new_deadlocks(monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
+    """Were F0 to want its own minibatch's update, it would wait for what only comes after it."""
+    monkeypatch.setattr(Versions, "__init__", lambda *_: None)
+    monkeypatch.setattr(Versions, "lag", lambda *_: -1)
+    reader = 1 - owner
+    with pytest.raises(ScheduleError, match=f"worker {reader} waits at F0 for B0 of worker {owner}"):
+        check(Async(2), 2, replicas=[(owner, reader)])
+
+
+@pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
+def test_a_replica_on_a_worker_that_is_not_there(pair: tuple[int, int]) -> None:
+    with pytest.raises(ScheduleError, match=r"there are 2"):
+        check(Async(2), 2, replicas=[pair])

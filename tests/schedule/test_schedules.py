@@ -1,0 +1,136 @@
+"""Each schedule is its picture, and the picture stands in its docstring."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from textwrap import dedent, indent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import SCHEDULES, Action, Async, GPipe, OneFOneB, Schedule, check, grid, make, parse_row
+
+schedules = st.builds(make, st.sampled_from(list(SCHEDULES)), st.integers(1, 7), st.integers(1, 6))
+
+
+def is_drawn(schedule: Schedule, minibatches: int, picture: str) -> None:
+    picture = dedent(picture).strip()
+    assert grid(schedule, minibatches) == picture
+    assert indent(picture, "    ") in (inspect.getdoc(type(schedule)) or "")
+
+
+def test_gpipe() -> None:
+    is_drawn(
+        GPipe(workers=3, microbatches=2),
+        2,
+        """
+        worker 0: F0   F0.1 ..   ..   ..   ..   B0   B0.1 F1   F1.1 ..   ..   ..   ..   B1   B1.1
+        worker 1: ..   F0   F0.1 ..   ..   B0   B0.1 ..   ..   F1   F1.1 ..   ..   B1   B1.1
+        worker 2: ..   ..   F0   F0.1 B0   B0.1 ..   ..   ..   ..   F1   F1.1 B1   B1.1
+        """,
+    )
+
+
+def test_1f1b() -> None:
+    is_drawn(
+        OneFOneB(workers=3, microbatches=4),
+        1,
+        """
+        worker 0: F0   F0.1 F0.2 ..   ..   B0   F0.3 B0.1 ..   B0.2 ..   B0.3
+        worker 1: ..   F0   F0.1 ..   B0   F0.2 B0.1 F0.3 B0.2 ..   B0.3
+        worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 F0.3 B0.3
+        """,
+    )
+
+
+def test_async() -> None:
+    is_drawn(
+        Async(workers=3),
+        5,
+        """
+        worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
+        worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4
+        worker 2: .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+        """,
+    )
+
+
+def test_1f1b_drains_a_minibatch_before_it_starts_the_next() -> None:
+    rows = [" ".join(map(str, OneFOneB(3, 2).until(worker, 2))) for worker in range(3)]
+    assert rows == [
+        "F0 F0.1 B0 B0.1 F1 F1.1 B1 B1.1",
+        "F0 F0.1 B0 B0.1 F1 F1.1 B1 B1.1",
+        "F0 B0 F0.1 B0.1 F1 B1 F1.1 B1.1",
+    ]
+
+
+def test_async_fills_its_pipeline_across_minibatches() -> None:
+    assert list(islice(Async(3, 2).actions(0), 8)) == parse_row("F0 F0.1 F1 B0 F1.1 B0.1 F2 B1")
+
+
+@given(schedules, st.integers(1, 9), st.integers(0, 100))
+def test_every_schedule_is_lawful_from_any_start(schedule: Schedule, minibatches: int, start: int) -> None:
+    check(schedule, minibatches, start)
+
+
+@given(st.integers(1, 8), st.integers(1, 12))
+def test_how_many_microbatches_are_in_flight(workers: int, microbatches: int) -> None:
+    assert check(GPipe(workers, microbatches), 2).in_flight == (microbatches,) * workers
+    kept = tuple(min(microbatches, workers - k) for k in range(workers))
+    assert check(OneFOneB(workers, microbatches), 2).in_flight == kept
+    assert check(Async(workers), workers).in_flight == tuple(workers - k for k in range(workers))
+
+
+@given(schedules, st.integers(0, 5), st.integers(0, 5))
+def test_until_is_the_endless_schedule_without_later_minibatches(
+    schedule: Schedule, start: int, minibatches: int
+) -> None:
+    stop = start + minibatches
+    for worker in range(schedule.workers):
+        endless = islice(
+            schedule.actions(worker, start), 2 * schedule.microbatches * (minibatches + schedule.workers)
+        )
+        assert list(schedule.until(worker, stop, start)) == [a for a in endless if a.minibatch < stop]
+
+
+def test_until_gives_up_on_a_backward_that_never_comes() -> None:
+    class Forgets(Schedule):
+        name = "forgets"
+        synchronous = False
+
+        def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+            yield from (a for a in islice(Async(1).actions(0, start), 100) if str(a) != "B1")
+            pytest.fail("until still asks for more")
+
+    assert list(Forgets(1).until(0, 2)) == parse_row("F0 B0 F1")
+
+
+@pytest.mark.parametrize(("workers", "microbatches", "what"), [(0, 1, "workers"), (2, 0, "microbatches")])
+def test_a_schedule_of_nothing_is_refused(workers: int, microbatches: int, what: str) -> None:
+    with pytest.raises(ScheduleError, match=f"at least 1 of {what}, not 0"):
+        make("1f1b", workers, microbatches)
+
+
+def test_the_names() -> None:
+    assert {name: type(make(name, 3, 2)) for name in SCHEDULES} == {
+        "gpipe": GPipe,
+        "1f1b": OneFOneB,
+        "async": Async,
+    }
+    assert make("async", 3, 2) == Async(workers=3, microbatches=2)
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(ScheduleError, match="no schedule 'asink', did you mean 'async'"):
+        make("asink", 2)
+
+
+def test_importing_schedules_and_policies_does_not_import_torch() -> None:
+    code = "import sys, fxpipe.schedule, fxpipe.policy; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
