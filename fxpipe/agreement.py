@@ -76,9 +76,7 @@ def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) ->
     with torch.random.fork_rng():
         for j, part in enumerate(split(batch, plan.microbatches)):
             torch.manual_seed(seed + j)
-            context = torch.autocast(
-                plan.device, AUTOCAST[plan.autocast or "bf16"], enabled=bool(plan.autocast)
-            )
+            context = torch.autocast(plan.device, AUTOCAST[plan.autocast or "bf16"], enabled=bool(plan.autocast))
             with context:
                 value = loss(model, part)
             (value / plan.microbatches).backward()
@@ -128,9 +126,7 @@ def _emitted(build: Build, batch: Any, seed: int) -> _Step:
                     total = total + value.cpu() / plan.microbatches
             for (_, backward), stage, saved in reversed(list(zip(stages, plan.stages, kept, strict=True))):
                 spec = stage.backward
-                made = backward(
-                    [state[n] for n in spec.weights], [state[n] for n in spec.buffers], saved, comm
-                )
+                made = backward([state[n] for n in spec.weights], [state[n] for n in spec.buffers], saved, comm)
                 for name, gradient in zip(spec.gradients, made, strict=True):
                     share = gradient / plan.microbatches
                     gradients[name] = gradients[name] + share if name in gradients else share

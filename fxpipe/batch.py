@@ -42,9 +42,7 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
             hint="convert numpy arrays with torch.from_numpy, and other containers to dict, list or tuple",
         )
     if not any(leaf.tensor for leaf in leaves):
-        raise BatchError(
-            "the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors"
-        )
+        raise BatchError("the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors")
     return leaves, values, spec
 
 

@@ -13,10 +13,8 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +28,7 @@ import fxpipe
 from fxpipe.batch import split, tensor_spec
 from fxpipe.capture import Loss, capture
 from fxpipe.errors import BuildError
+from fxpipe.folder import COSTS, PLAN, WEIGHTS, check_target, load_plan, replacing
 from fxpipe.plan import BufferSpec, ParameterSpec, Phase, Plan, StageSpec
 from fxpipe.program import Program
 from fxpipe.summary import WorkerSummary, summarize
@@ -37,8 +36,6 @@ from fxpipe.transform import Observer, run_passes
 
 if TYPE_CHECKING:
     from fxpipe.runtime.local import LocalPipeline
-
-PLAN, WEIGHTS, COSTS = "plan.json", "weights.safetensors", "costs.json"
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,7 @@ class Build:
             BuildError: the folder holds something else, or cannot be written. Nothing is left half-written.
         """
         folder = Path(folder)
-        if (
-            folder.exists()
-            and not (folder / PLAN).is_file()
-            and (not folder.is_dir() or any(folder.iterdir()))
-        ):
-            raise BuildError(
-                f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it yourself"
-            )
+        check_target(folder)
         plan = self.plan
         if model_file is not None:
             relative = os.path.relpath(Path(model_file).resolve(), folder.resolve())
@@ -85,7 +75,7 @@ class Build:
         weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
         costs = {"workers": [dataclasses.asdict(w) for w in self.workers]}
-        with _replacing(folder) as fresh:
+        with replacing(folder) as fresh:
             for name, source in self.files.items():
                 (fresh / name).write_text(source)
             (fresh / WEIGHTS).write_bytes(weights)
@@ -110,7 +100,14 @@ class Build:
         """
         from fxpipe.runtime.local import LocalPipeline
 
-        return LocalPipeline.of(self, optimizer=optimizer, schedule=schedule, policy=policy, seed=seed)
+        def default(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+            return torch.optim.SGD([p for _, p in named], lr=0.01, momentum=0.9)
+
+        if self.folder is not None:
+            return LocalPipeline(self.folder, optimizer or default, schedule=schedule, policy=policy, seed=seed)
+        with tempfile.TemporaryDirectory(prefix="fxpipe-") as scratch:
+            saved = self.save(Path(scratch) / "build")
+            return saved.local(optimizer=optimizer, schedule=schedule, policy=policy, seed=seed)
 
 
 def compile(
@@ -277,37 +274,6 @@ def load(folder: str | Path) -> Build:
     return Build(plan, files, tensors, workers, folder)
 
 
-def load_plan(folder: str | Path) -> Plan:
-    """The plan of a build directory, once all its files are there and its weights are the ones that were written.
-
-    Raises:
-        BuildError: as `load`.
-    """
-    folder = Path(folder)
-    again = "compile the model again: fxpipe compile MODEL -o " + str(folder)
-    if not (folder / PLAN).is_file():
-        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=again)
-    plan = Plan.from_json((folder / PLAN).read_text(), str(folder / PLAN))
-    missing = [f for f in (*(s.file for s in plan.stages), plan.weights_file) if not (folder / f).is_file()]
-    if missing:
-        raise BuildError(
-            f"the build is incomplete: {', '.join(missing)} missing", where=str(folder), hint=again
-        )
-    if plan.fxpipe != fxpipe.__version__:
-        raise BuildError(
-            f"the build was made by fxpipe {plan.fxpipe}, this is {fxpipe.__version__}",
-            where=str(folder),
-            hint=again,
-        )
-    with open(folder / plan.weights_file, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != plan.weights_digest:
-        raise BuildError(
-            f"{plan.weights_file} was changed after it was written", where=str(folder), hint=again
-        )
-    return plan
-
-
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of tensors that lie in another one's memory: the file format wants each apart."""
     seen: set[int] = set()
@@ -317,27 +283,3 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made[name] = tensor.clone() if pointer in seen and tensor.numel() else tensor
         seen.add(pointer)
     return made
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A fresh folder beside `folder` that takes its place when all went well, and vanishes when it did not."""
-    parent = folder.resolve().parent
-    fresh = None
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
-        yield fresh
-        fresh.chmod(0o755)
-        old = fresh.with_name(fresh.name + "-old")
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder.resolve())
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise BuildError(
-            f"{folder} cannot be written: {error.strerror or error}", hint="choose another -o"
-        ) from error
-    finally:
-        if fresh is not None:
-            shutil.rmtree(fresh, ignore_errors=True)

@@ -189,9 +189,7 @@ def _trace(
 ) -> fx.GraphModule:
     def unflatten(traced: Sequence[torch.Tensor]) -> Any:
         rest = iter(traced)
-        return pytree.tree_unflatten(
-            [next(rest) if isinstance(v, torch.Tensor) else v for v in batch_values], spec
-        )
+        return pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in batch_values], spec)
 
     step = _Step(model, loss, unflatten)
     names = ["model." + n[0] for n in tensors.names]
@@ -261,8 +259,7 @@ def _explain(error: Exception) -> CaptureError:
     return CaptureError(
         f"tracing the step failed: {first}",
         where=where,
-        hint="if the step runs in eager mode, this is something fxpipe cannot capture yet; "
-        + origin.version_hint(),
+        hint="if the step runs in eager mode, this is something fxpipe cannot capture yet; " + origin.version_hint(),
     )
 
 
@@ -434,9 +431,7 @@ class _Reader:
             elif kind == "InputMutationAOTOutput":
                 index = desc.mutated_input.idx
                 if index >= batch_start:
-                    self.warnings.append(
-                        "the step changes its batch in place; the change stays inside the step"
-                    )
+                    self.warnings.append("the step changes its batch in place; the change stays inside the step")
                     continue
                 if index < self.tensors.parameters:
                     raise CaptureError(

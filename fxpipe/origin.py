@@ -80,9 +80,7 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def mark(self) -> None:
-        region = (
-            self.regions[0] if self.regions else None
-        )  # the outermost: nested ones are recomputed with it
+        region = self.regions[0] if self.regions else None  # the outermost: nested ones are recomputed with it
         fx_traceback.current_meta["custom"] = {KEY: Origin(self.paths[-1], *self.place, region)}
 
     def enter(self, path: str) -> Callable[..., None]:

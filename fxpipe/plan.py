@@ -197,9 +197,7 @@ class Plan:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise BuildError(f"plan.json cannot be read: {error!r}", where=where, hint=again) from error
         if found != FORMAT:
-            raise BuildError(
-                f"the build has format {found}, this fxpipe reads {FORMAT}", where=where, hint=again
-            )
+            raise BuildError(f"the build has format {found}, this fxpipe reads {FORMAT}", where=where, hint=again)
         if digest != _digest({"format": found, **body}):
             raise BuildError("plan.json was changed after it was written", where=where, hint=again)
         return _decode(body)
@@ -219,8 +217,7 @@ def _part(body: dict[str, Any]) -> PartSpec:
 
 def _decode(body: dict[str, Any]) -> Plan:
     body["batch"] = tuple(
-        LeafSpec(b["name"], _tensor(b["tensor"]) if b["tensor"] else None, b["constant"])
-        for b in body["batch"]
+        LeafSpec(b["name"], _tensor(b["tensor"]) if b["tensor"] else None, b["constant"]) for b in body["batch"]
     )
     body["units"] = tuple(body["units"])
     body["parameters"] = tuple(

@@ -111,9 +111,7 @@ def _lines(program: Program) -> Iterator[str]:
             last = title
         yield _line(program, node)
     names = [f"{o.kind} {o.target}".strip() for o in program.outputs]
-    yield "# outputs: " + ", ".join(
-        f"{n.name} ({k})" for n, k in zip(program.output_nodes, names, strict=True)
-    )
+    yield "# outputs: " + ", ".join(f"{n.name} ({k})" for n, k in zip(program.output_nodes, names, strict=True))
 
 
 def _type(program: Program, name: str) -> str:

@@ -101,7 +101,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the units are cut: stage k runs F of units [forward[k], forward[k+1]) and B of [backward[k], backward[k+1]).
+    """The cuts: stage k runs F of units [forward[k], forward[k+1]) and B of units [backward[k], backward[k+1]).
 
     Both start with 0 and end with the number of units.
     """
@@ -175,15 +175,11 @@ class Program:
 
     def gradients(self) -> dict[str, fx.Node]:
         """Gradient node by its parameter's placeholder name."""
-        return {
-            o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "gradient"
-        }
+        return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "gradient"}
 
     def updates(self) -> dict[str, fx.Node]:
         """New-value node by its buffer's placeholder name."""
-        return {
-            o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "buffer"
-        }
+        return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "buffer"}
 
     def run(
         self,

@@ -142,11 +142,7 @@ def load_task(path: str | Path) -> Task:
     missing = [name for name in REQUIRED if not callable(getattr(module, name, None))]
     if missing:
         lines = [SIGNATURES[name] for name in missing]
-        guesses = [
-            f"{g!r} for {name!r}"
-            for name in missing
-            for g in difflib.get_close_matches(name, unknown, 1, 0.6)
-        ]
+        guesses = [f"{g!r} for {name!r}" for name in missing for g in difflib.get_close_matches(name, unknown, 1, 0.6)]
         raise TaskError(
             f"{path.name} does not define {', '.join(missing)}",
             where=str(path),
@@ -180,9 +176,7 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
-        raise TaskError(
-            f"syntax error: {error.msg}", where=f"{path.name}:{error.lineno}: {error.text}"
-        ) from error
+        raise TaskError(f"syntax error: {error.msg}", where=f"{path.name}:{error.lineno}: {error.text}") from error
     except Exception as error:
         del sys.modules[name]
         raise TaskError(

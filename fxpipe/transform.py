@@ -48,9 +48,7 @@ def run_passes(program: Program, passes: Sequence[Pass], observers: Sequence[Obs
     verify(program)
     for number, step in enumerate(passes, start=1):
         if program.level < step.requires:
-            raise VerifyError(
-                f"pass {step.name} needs a program at {step.requires.name}, not {program.level.name}"
-            )
+            raise VerifyError(f"pass {step.name} needs a program at {step.requires.name}, not {program.level.name}")
         start = time.perf_counter()
         program = step(program)
         seconds = time.perf_counter() - start

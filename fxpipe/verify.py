@@ -50,9 +50,7 @@ def _captured(program: Program) -> None:
     if sum(o.kind == "loss" for o in program.outputs) != 1:
         raise VerifyError("a program has exactly one loss")
     for output in program.outputs:
-        if output.kind == "gradient" and not (
-            output.target in parameters and parameters[output.target].trained
-        ):
+        if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
             raise VerifyError(f"{output.target} has a gradient but is no trained parameter")
         if output.kind == "buffer" and output.target not in buffers:
             raise VerifyError(f"{output.target} has a new value but is no buffer")
@@ -86,7 +84,8 @@ def _placed(program: Program) -> None:
             if source.op != "call_function" or info(source).phase != record.phase:
                 continue
             before, after = info(source).worker, record.worker
-            assert before is not None and after is not None
+            assert before is not None
+            assert after is not None
             if (before > after) if record.phase == "F" else (before < after):
                 _fail(
                     program,
@@ -98,9 +97,7 @@ def _placed(program: Program) -> None:
         home = info(new).worker if new.op == "call_function" else 0
         for user in placeholders[name].users:
             if user.op == "call_function" and info(user).phase == "F" and info(user).worker != home:
-                _fail(
-                    program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere"
-                )
+                _fail(program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere")
 
 
 def _wired(program: Program) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 SLACK = 1.03  # how much worse than the best bottleneck a cut may be if less crosses it
 
@@ -31,7 +32,7 @@ def balanced(
         prefix.append(prefix[-1] + s)
     # Every run between neighbouring allowed positions is one block.
     edges = [0, *allowed, count]
-    low = max(prefix[b] - prefix[a] for a, b in zip(edges, edges[1:], strict=False))
+    low = max(prefix[b] - prefix[a] for a, b in pairwise(edges))
     high = prefix[-1]
     for _ in range(60):
         middle = (low + high) / 2
@@ -74,11 +75,7 @@ def _cheapest(
     for k in range(1, workers):
         lowest = max(at + 1, smallest[workers - k])
         highest = last - (workers - k)
-        window = [
-            i
-            for i in range(lowest, highest + 1)
-            if i == lowest or prefix[edges[i]] - prefix[edges[at]] <= limit
-        ]
+        window = [i for i in range(lowest, highest + 1) if i == lowest or prefix[edges[i]] - prefix[edges[at]] <= limit]
         at = min(window, key=lambda i: (crossing[edges[i]], -i))
         chosen.append(edges[at])
     return tuple(chosen)

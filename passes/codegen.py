@@ -36,9 +36,7 @@ class Codegen(Pass):
 
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
-        files = {
-            f"stage_{stage.worker}.py": _file(program, stage, edges, self.command) for stage in program.stages
-        }
+        files = {f"stage_{stage.worker}.py": _file(program, stage, edges, self.command) for stage in program.stages}
         return program.copy(files=files)
 
 
@@ -91,9 +89,7 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
     first, end = bounds
     if first == end:
         return "nothing"
-    return (
-        f"units {first} to {end - 1}, {program.units[first] or 'loss'} to {program.units[end - 1] or 'loss'}"
-    )
+    return f"units {first} to {end - 1}, {program.units[first] or 'loss'} to {program.units[end - 1] or 'loss'}"
 
 
 class _Function:

@@ -47,14 +47,11 @@ class _Wiring:
         self.edges: dict[str, EdgeSpec] = {}
         self.inputs = {b.node for b in program.batch if b.node}
         self.homes = {
-            name: (info(new).worker or 0) if new.op == "call_function" else 0
-            for name, new in program.updates().items()
+            name: (info(new).worker or 0) if new.op == "call_function" else 0 for name, new in program.updates().items()
         }
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         calls = list(program)
-        self.first = {
-            w: next(n for n in calls if info(n).worker == w) for w in {info(n).worker for n in calls}
-        }
+        self.first = {w: next(n for n in calls if info(n).worker == w) for w in {info(n).worker for n in calls}}
 
     def place_of(self, node: fx.Node) -> tuple[int, Phase] | None:
         """The worker and phase where a value is at home; None for what every worker has or nobody computes."""
@@ -80,9 +77,7 @@ class _Wiring:
             users = sorted(readers[worker], key=self.order.__getitem__)
             self._edge(node, home, worker, users, alone=len(readers) == 1)
 
-    def _edge(
-        self, node: fx.Node, home: tuple[int, Phase], dst: int, users: list[fx.Node], alone: bool
-    ) -> None:
+    def _edge(self, node: fx.Node, home: tuple[int, Phase], dst: int, users: list[fx.Node], alone: bool) -> None:
         src, src_phase = home
         dst_phase: Phase = info(users[0]).phase
         sent = self._dense(node, home)
@@ -98,9 +93,7 @@ class _Wiring:
         send = self._insert_after(sent, src, wire.send, (sent,), f"{node.name}_send_{dst}")
         send.meta[INFO] = self._record(node, src_phase, src)
         with self.graph.inserting_before(users[0]):
-            recv = self.graph.create_node(
-                "call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{dst}"
-            )
+            recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{dst}")
         recv.meta[INFO] = self._record(users[0], dst_phase, dst)
         recv.meta["val"] = send.meta["val"] = value(sent)
         for user in users:

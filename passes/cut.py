@@ -94,9 +94,7 @@ class Cut(Pass):
         for i, unit in enumerate(program.units):
             if unit == path or unit.startswith(path + "."):
                 return i
-        known = sorted(
-            {".".join(u.split(".")[: d + 1]) for u in program.units for d in range(u.count(".") + 1)} - {""}
-        )
+        known = sorted({".".join(u.split(".")[: d + 1]) for u in program.units for d in range(u.count(".") + 1)} - {""})
         raise CutError(
             f"{option} {path}: no module of that path runs in the forward pass{near(path, known)}",
             hint="paths are those of model.named_modules(); `fxpipe compile` prints where each worker begins",
@@ -117,9 +115,7 @@ def crossing_bytes(program: Program) -> list[int]:
     for node in program:
         if info(node).phase != "F":
             continue
-        last = max(
-            (info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"), default=-1
-        )
+        last = max((info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"), default=-1)
         if last > info(node).unit:
             size = size_of(value(node))
             steps[info(node).unit + 1] += size

@@ -63,9 +63,9 @@ def _same_as(node: fx.Node) -> fx.Node | None:
 
 def _forget_running_statistics(node: fx.Node) -> None:
     """In train mode the backward of batch norm takes the running statistics and reads them not."""
-    gradient, x, weight, mean, var, saved_mean, saved_invstd, train, *rest = node.args
+    train = node.args[7]
     if train:
-        node.args = (gradient, x, weight, None, None, saved_mean, saved_invstd, train, *rest)
+        node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def remove_dead(graph: fx.Graph) -> None:

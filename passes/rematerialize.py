@@ -49,9 +49,7 @@ class Rematerialize(Pass):
             for source in list(node.all_input_nodes):
                 wanted = kinds.why(source, record.phase, record.worker)
                 if wanted is not None:
-                    node.replace_input_with(
-                        source, copier.copy(source, node, record.phase, record.worker, wanted)
-                    )
+                    node.replace_input_with(source, copier.copy(source, node, record.phase, record.worker, wanted))
         remove_dead(program.graph)
         return program
 
@@ -64,9 +62,7 @@ class _Kinds:
         updated = set(program.updates())
         self.weights: set[fx.Node] = set()  # made of parameters and constants alone, a parameter among them
         self.cheap: set[fx.Node] = set()  # made cheaply of placeholders alone
-        self.leaves: dict[
-            fx.Node, frozenset[fx.Node]
-        ] = {}  # the placeholders a node of these two kinds is made of
+        self.leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # the placeholders a node of these two kinds is made of
         self.parameters = parameters
         self.present: dict[int, set[str]] = {}  # placeholders each worker reads in any case
         fixed = {n for n in program.graph.nodes if n.op == "placeholder" and n.name not in updated}
@@ -76,9 +72,7 @@ class _Kinds:
             if record.phase == "F":
                 self._classify(node, fixed)
             if node not in self.cheap and record.worker is not None:
-                here = self.present.setdefault(
-                    record.worker, set(self.inputs) if record.worker == 0 else set()
-                )
+                here = self.present.setdefault(record.worker, set(self.inputs) if record.worker == 0 else set())
                 here.update(n.name for n in node.all_input_nodes if n.op == "placeholder")
 
     def _classify(self, node: fx.Node, fixed: set[fx.Node]) -> None:
@@ -86,9 +80,7 @@ class _Kinds:
         if is_random(node) or not all(n in fixed or n in self.leaves for n in sources):
             return
         leaves = frozenset(leaf for n in sources for leaf in self.leaves.get(n, frozenset([n])))
-        only_weights = not any(n.name in self.inputs for n in leaves) and any(
-            n.name in self.parameters for n in leaves
-        )
+        only_weights = not any(n.name in self.inputs for n in leaves) and any(n.name in self.parameters for n in leaves)
         cheap = is_cheap(node) and all(n.op == "placeholder" or n in self.cheap for n in sources)
         if only_weights:
             self.weights.add(node)
@@ -112,9 +104,7 @@ class _Kinds:
 
     def _pays(self, source: fx.Node, worker: int) -> bool:
         missing = [n for n in self.leaves[source] if n.name not in self.present.get(worker, set())]
-        moved = [
-            n for n in missing if n.name in self.parameters or n.name in self.inputs
-        ]  # buffers are everywhere
+        moved = [n for n in missing if n.name in self.parameters or n.name in self.inputs]  # buffers are everywhere
         return sum(size_of(value(n)) for n in moved) <= size_of(value(source))
 
 

@@ -82,9 +82,7 @@ def _backward(backward: list[fx.Node], nodes: list[fx.Node], count: int, last: i
             unit_of.setdefault(number, info(node).unit)
     undecided = []
     for node in backward:
-        inputs = [
-            info(n).unit for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"
-        ]
+        inputs = [info(n).unit for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
         inputs = [u for u in inputs if u >= 0]
         own = None if node.meta.get("accumulates") else unit_of.get(node.meta.get("seq_nr", -1))
         if is_getitem(node) and inputs:

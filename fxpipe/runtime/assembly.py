@@ -45,9 +45,7 @@ def load_plan(folder: str | Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BuildError(
-            f"{str(folder)!r} is not a build: it has no plan.json", where=str(path), hint=AGAIN
-        ) from error
+        raise BuildError(f"{str(folder)!r} is not a build: it has no plan.json", where=str(path), hint=AGAIN) from error
     return Plan.from_json(text, str(path))
 
 
@@ -118,16 +116,10 @@ def open_worker(
     stage = load_stage(folder / plan.stages[worker].file, plan.stages[worker])
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
     parameters = [(p.name, p.tensor) for p in plan.parameters if p.owner == worker or p.name in read]
-    buffers = [
-        b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))
-    ]
-    tensors = read_tensors(
-        folder / plan.weights_file, [*parameters, *((b.name, b.tensor) for b in buffers)], device
-    )
+    buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
+    tensors = read_tensors(folder / plan.weights_file, [*parameters, *((b.name, b.tensor) for b in buffers)], device)
     held = {b.name: tensors.pop(b.name) for b in buffers}
-    store = WeightStore(
-        plan, worker, recipe.demand, transport, tensors, make_optimizer, make_scheduler, keep_gradients
-    )
+    store = WeightStore(plan, worker, recipe.demand, transport, tensors, make_optimizer, make_scheduler, keep_gradients)
     return Executor(plan, worker, stage, store, held, transport, seed, device)
 
 

@@ -79,11 +79,14 @@ class Wires:
             return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
 
     def wait(self, pending: tuple[Work, Tensor]) -> Tensor:
-        """The received tensor (or the sent one), on the device."""
-        work, flat = pending
+        """The received tensor, on the device."""
+        self.finished(pending)
+        return pending[1].to(self.device) if self.staged else pending[1]
+
+    def finished(self, pending: tuple[Work, Tensor]) -> None:
+        """Wait until a send has left or a receive has come."""
         with peer_errors(self.worker):
-            work.wait()
-        return flat.to(self.device) if self.staged else flat
+            pending[0].wait()
 
     def _connect(self, channels: list[Channel]) -> None:
         """A communicator a channel, set up in one global order: their set-up waits for the other end."""
@@ -94,9 +97,9 @@ class Wires:
             probe = torch.zeros(1, device=self.device)
             with peer_errors(self.worker):
                 if self.worker == source:
-                    dist.isend(probe, target, group=group).wait()
+                    dist.send(probe, target, group=group)
                 elif self.worker == target:
-                    dist.irecv(probe, source, group=group).wait()
+                    dist.recv(probe, source, group=group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -133,6 +136,8 @@ class DistTransport(Transport):
         self._tags = {e.name: first + i for i, e in enumerate(plan.edges)}
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
         self._sent: deque[tuple[int, tuple[Work, Tensor]]] = deque()
+        self._sent_weights: deque[tuple[int, tuple[Work, Tensor]]] = deque()
+        self._slack = in_flight + plan.workers * plan.microbatches  # no reader's lag reaches further
         self._now = 0
         self._loss_channel = ("loss", plan.loss_worker, 0)
         self._loss_worker = plan.loss_worker
@@ -158,7 +163,8 @@ class DistTransport(Transport):
         self._posted["weights", owner, version, ahead] = pending
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
-        self._keep(self.wires.isend(block, reader, ("weights", self.worker, reader)))
+        pending = self.wires.isend(block, reader, ("weights", self.worker, reader))
+        self._sent_weights.append((self._now, pending))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self.wires.wait(self._posted.pop(("weights", owner, version, ahead)))
@@ -179,12 +185,16 @@ class DistTransport(Transport):
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:
         if phase == "F":
             self._now = minibatch * self._microbatches + microbatch + 1
-            while self._sent and self._sent[0][0] < self._now - self._in_flight:
-                self.wires.wait(self._sent.popleft()[1])
+            self._reap(self._sent, self._now - self._in_flight)
+            self._reap(self._sent_weights, self._now - self._slack)
 
     def finish(self) -> None:
-        while self._sent:
-            self.wires.wait(self._sent.popleft()[1])
+        self._reap(self._sent, self._now + 1)
+        self._reap(self._sent_weights, self._now + 1)
+
+    def _reap(self, sent: deque[tuple[int, tuple[Work, Tensor]]], before: int) -> None:
+        while sent and sent[0][0] < before:
+            self.wires.finished(sent.popleft()[1])
 
     def _keep(self, pending: tuple[Work, Tensor]) -> None:
         self._sent.append((self._now, pending))

@@ -162,7 +162,7 @@ class Executor:
         except Exception as error:
             raise self._explained(error, action) from error
         del weights
-        self.store.accumulate(gradients, self._comm.sent)
+        self.store.sum.add(gradients, self._comm.sent)
         del gradients
         if action.microbatch == self._last:
             self.store.release("B", action.minibatch)

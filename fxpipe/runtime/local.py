@@ -79,6 +79,7 @@ class LocalPipeline:
         lr_scheduler: called with each optimizer; may return None.
         schedule, policy: names; by default the plan's.
         seed: of the random numbers in the stages. The process's own random state is left alone.
+        keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
         report: called with (minibatch, loss, worker 0's learning rate or None) when worker 0 ends a minibatch.
 
     Raises:
@@ -95,6 +96,7 @@ class LocalPipeline:
         seed: int = 0,
         device: torch.device | str | None = None,
         report: Report | None = None,
+        keep_gradients: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self.plan = load_plan(folder)
@@ -116,8 +118,8 @@ class LocalPipeline:
                 lr_scheduler,
                 seed,
                 self.device,
-                keep_gradients=self._synchronous,
-            )  # fmt: skip
+                keep_gradients=keep_gradients and self._synchronous,
+            )
             for w, transport in enumerate(self.transports)
         ]
         self.fed = 0
@@ -257,9 +259,7 @@ class LocalPipeline:
 
     def _settled(self, what: str) -> None:
         if self._in_flight:
-            raise RunError(
-                f"{what}() was asked for while minibatches are in flight", hint="call flush() first"
-            )
+            raise RunError(f"{what}() was asked for while minibatches are in flight", hint="call flush() first")
 
     def _stuck(self) -> RunError:
         waiting = ", ".join(f"worker {w} at {action}" for w, action in enumerate(self._next))

@@ -52,7 +52,7 @@ class SafetensorsWriter:
         assert tuple(tensor.shape) == spec.shape, f"{name} is {tuple(tensor.shape)}, not {spec.shape}"
         assert tensor.dtype == getattr(torch, spec.dtype), f"{name} is {tensor.dtype}, not {spec.dtype}"
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(memoryview(flat.numpy()))
+        self._file.write(flat.numpy().data)
         self._written += 1
 
     def __exit__(

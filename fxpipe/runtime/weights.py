@@ -13,6 +13,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan import ParameterSpec, Phase, Plan
 from fxpipe.policy.predict import Predictor
 from fxpipe.runtime.demand import PHASES, Demand, Message, Reading
+from fxpipe.runtime.gradients import GradientSum
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wire import Pack
 
@@ -51,6 +52,7 @@ class WeightStore:
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
+        sum: takes the backward's gradients, for the next `update`.
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class WeightStore:
         self.trained = [p.name for p in plan.owned(worker) if p.trained]
         self._index = {name: i for i, name in enumerate(self.trained)}
         self._live = [self.parameters[name] for name in self.trained]
-        self._storages = {p.untyped_storage().data_ptr() for p in self.parameters.values()}
-        self.optimizer = (
-            make_optimizer([(n, self.parameters[n]) for n in self.trained]) if self.trained else None
-        )
+        order = [self._index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
+        storages = {p.untyped_storage().data_ptr() for p in self.parameters.values()}
+        self.sum = GradientSum(self._live, order, storages)
+        self.optimizer = make_optimizer([(n, self.parameters[n]) for n in self.trained]) if self.trained else None
         self.scheduler = make_scheduler(self.optimizer) if self.optimizer and make_scheduler else None
         predicts = demand.policy.needs_prediction and self.optimizer is not None
         self.predictor = Predictor(self.optimizer, self._live) if predicts else None  # type: ignore[arg-type]
@@ -87,17 +89,12 @@ class WeightStore:
         self._packs: dict[tuple[str, ...], Pack] = {}
         self._copies: dict[Key, _Copy] = {}
         self._predicted: dict[int, dict[str, Tensor]] = {}
-        self._sums: list[Tensor | None] | None = None
         self._parts = {phase: self._part(plan, phase, initial) for phase in PHASES}
         self._owner_lags = self._shared_lags()
-        stage = plan.stages[worker]
-        self._gradient_order = [self._index[demand.parameters[n].name] for n in stage.backward.gradients]
         self._expected: dict[int, int] = {}
         self.start = 0
         self.stop: int | None = None
-        self._initial = {
-            n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained
-        }
+        self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
         """Begin a segment: the pipeline is empty, every owner is at version `start`.
@@ -168,36 +165,6 @@ class WeightStore:
             if not copy.uses:
                 del self._copies[key]
 
-    def accumulate(self, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
-        """Add one microbatch's gradients, in the order of the backward's `gradients`.
-
-        Args:
-            sent: memory that the action has sent and that must therefore not change. A gradient that shares
-                memory with it, with another gradient or with a weight is copied, since optimizers may write
-                into gradients.
-        """
-        if self._sums is None:
-            self._sums = [None] * len(self.trained)
-        old: list[Tensor] = []
-        new: list[Tensor] = []
-        taken = set(sent) | self._storages
-        for index, gradient in zip(self._gradient_order, gradients, strict=True):
-            if gradient is None:
-                continue
-            present = self._sums[index]
-            if present is not None:
-                old.append(present)
-                new.append(gradient)
-                continue
-            address = gradient.untyped_storage().data_ptr()
-            parameter = self._live[index]
-            if address in taken or gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-            taken.add(address)
-            self._sums[index] = gradient
-        if old:
-            torch._foreach_add_(old, new)
-
     def update(self, minibatch: int) -> None:
         """One optimizer step with the microbatches' mean gradient; then replicas of the new version go out.
 
@@ -207,14 +174,8 @@ class WeightStore:
         assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
         self._keep_past()
         if self.optimizer is not None:
-            sums = self._sums or [None] * len(self.trained)
-            self._sums = None
-            present = [g for g in sums if g is not None]
-            if self.microbatches > 1 and present:
-                torch._foreach_div_(present, self.microbatches)
-            for parameter, gradient in zip(self._live, sums, strict=True):
+            for parameter, gradient in zip(self._live, self.sum.take_mean(self.microbatches), strict=True):
                 parameter.grad = gradient
-            del sums, present
             self._step(minibatch)
             if not self.keep_gradients:
                 for parameter in self._live:
@@ -248,7 +209,7 @@ class WeightStore:
             raise RunError(
                 f"the update after step {minibatch} failed on worker {self.worker}: {type(error).__name__}: {error}",
                 where=f"{name}.step()",
-                hint="optimizer and lr_scheduler are called as optimizer.step() and scheduler.step(), without arguments",
+                hint="they are called as optimizer.step() and scheduler.step(), without arguments",
             ) from error
 
     def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
@@ -256,8 +217,7 @@ class WeightStore:
         names = stage.forward.weights if phase == "F" else stage.backward.weights
         specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
         weights = tuple(
-            self.parameters[p.name] if p.owner == self.worker else None if p.trained else initial[p.name]
-            for p in specs
+            self.parameters[p.name] if p.owner == self.worker else None if p.trained else initial[p.name] for p in specs
         )
         readings = [
             reading
@@ -281,9 +241,7 @@ class WeightStore:
     def _take(self, reading: Reading, minibatch: int) -> Mapping[str, Tensor]:
         key = owner, version, ahead = self._key(reading, minibatch)
         if self._lives(reading, version):
-            assert version == self.version, (
-                f"{reading} of {minibatch} wants {version}, live is {self.version}"
-            )
+            assert version == self.version, f"{reading} of {minibatch} wants {version}, live is {self.version}"
             return self._predict(reading.names, ahead)
         if key not in self._copies:
             assert owner != self.worker, f"{reading} of {minibatch}: version {version} was not kept"

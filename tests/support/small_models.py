@@ -28,9 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         b, t, w = x.shape
-        q, k, v = (
-            y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         scores = (q @ k.transpose(-2, -1)) * (w // self.heads) ** -0.5
         y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
         x = x + self.dropout(self.out(y.transpose(1, 2).reshape(b, t, w)))
@@ -40,9 +38,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tied embedding and head, one causal mask for all blocks, dropout."""
 
-    def __init__(
-        self, width: int = 16, depth: int = 4, vocabulary: int = 23, context: int = 8, dropout: float = 0.0
-    ):
+    def __init__(self, width: int = 16, depth: int = 4, vocabulary: int = 23, context: int = 8, dropout: float = 0.0):
         super().__init__()
         self.tok = nn.Embedding(vocabulary, width)
         self.pos = nn.Parameter(torch.randn(context, width) * 0.02)

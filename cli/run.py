@@ -1,0 +1,149 @@
+"""`fxpipe run`: train a build, one process a stage."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from fxpipe.cli.output import emit_json, print_table, warn
+
+from fxpipe.policy import POLICIES
+from fxpipe.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.options import RunOptions
+
+
+@click.command("run")
+@click.argument("build", type=click.Path())
+@click.option("--steps", type=click.IntRange(min=1), help="Train so many minibatches. [default: one epoch]")
+@click.option("--epochs", type=click.IntRange(min=1), help="Go so often through train_data(), if it has a length.")
+@click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
+@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]")
+@click.option("--policy", type=click.Choice(sorted(POLICIES)), help="Which weights a pass sees. [default: the build's]")
+@click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
+@click.option("--out", type=click.Path(), default="out", show_default=True, help="Where metrics and weights go.")
+@click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
+@click.option(
+    "-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Stages, for a model file."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. [default: cores / workers]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where the workers compute. [default: the build's]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def run_command(
+    build: str,
+    steps: int | None,
+    epochs: int | None,
+    local: bool,
+    schedule: str | None,
+    policy: str | None,
+    seed: int,
+    out: str,
+    model: str | None,
+    workers: int,
+    threads: int | None,
+    device: str | None,
+    as_json: bool,
+) -> int:
+    """Train a BUILD directory (or a model file, which is compiled first).
+
+    Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line and
+    the final weights as OUT/model.safetensors, under the model's own names. Under torchrun, the same command joins
+    the processes that torchrun started, on one machine or many.
+
+    \b
+    fxpipe run build/ --steps 500
+    fxpipe run build/ --steps 50 --local --json
+    torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
+    """
+    from fxpipe.runtime.launch import running_under_torchrun
+    from fxpipe.runtime.options import RunOptions
+
+    if steps is not None and epochs is not None:
+        raise click.UsageError("--steps and --epochs exclude each other")
+    joined = running_under_torchrun()
+    if Path(build).suffix == ".py":
+        build, model = _compiled(build, workers, Path(out) / "build", joined), build
+    options = RunOptions(
+        build=build,
+        model_file=model,
+        steps=steps,
+        epochs=epochs,
+        schedule=schedule,
+        policy=policy,
+        seed=seed,
+        out=out,
+        threads=threads,
+        device=device,
+        progress=not as_json or sys.stderr.isatty(),
+    )
+    summary = _train(options, local, joined)
+    if summary is None:  # a worker other than the first, under torchrun
+        return 0
+    if as_json:
+        emit_json(summary)
+    else:
+        _print(summary)
+    return 0
+
+
+def _compiled(model: str, workers: int, folder: Path, joined: bool) -> str:
+    from fxpipe.cli.compile import compile_command
+
+    if joined:
+        raise click.UsageError("under torchrun, compile first and give the build directory")
+    compile_command.main([model, "-n", str(workers), "-o", str(folder)], standalone_mode=False)
+    return str(folder)
+
+
+def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | None:
+    from fxpipe.folder import check_current, check_output, load_plan
+
+    if joined:
+        from fxpipe.errors import PeerLost
+        from fxpipe.runtime.worker import join
+
+        try:
+            return join(options)
+        except PeerLost:
+            sys.exit(1)  # the first error is another worker's, and it says it
+    plan = load_plan(options.build)
+    check_current(plan, options.build, options.model_file)
+    check_output(options.out)
+    overlaps = options.schedule in (None, "async", plan.schedule)
+    if not overlaps and plan.microbatches == 1 and plan.workers > 1:
+        warn(
+            f"the build has one microbatch, so {options.schedule} runs its workers one after the other; "
+            f"compile with --schedule {options.schedule} --microbatches {2 * plan.workers} to overlap them"
+        )
+    if local:
+        from fxpipe.runtime.local_run import run_local
+
+        return run_local(options)
+    from fxpipe.runtime.launch import launch
+
+    return launch(options, plan.workers)
+
+
+def _print(summary: dict[str, Any]) -> None:
+    losses = summary["losses"]
+    tail = losses[-min(len(losses), 20) :]
+    click.echo(
+        f"{summary['steps']} steps in {summary['seconds']:.1f} s · {summary['samples_per_second']:.1f} samples/s · "
+        f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
+    )
+    rows = [
+        [
+            f"worker {w['rank']}",
+            f"{100 * w['busy']:.0f} %",
+            f"{w['forward_ms']:.1f} ms",
+            f"{w['backward_ms']:.1f} ms",
+            f"{w['wait_ms']:.1f} ms",
+        ]
+        for w in summary["workers"]
+    ]
+    print_table(["", "busy", "forward", "backward", "wait"], rows)
+    click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
+    click.echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")

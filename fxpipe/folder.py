@@ -1,0 +1,136 @@
+"""A build on disk: how its directory is written, and whether what is read back can be trusted. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fxpipe
+from fxpipe.errors import BuildError
+from fxpipe.plan import Plan
+
+PLAN, WEIGHTS, COSTS = "plan.json", "weights.safetensors", "costs.json"
+
+
+def load_plan(folder: str | Path) -> Plan:
+    """The plan of a build directory, once all its files are there and its weights are the ones that were written.
+
+    Raises:
+        BuildError: a file is missing or was changed (stages may be), or the build is of another version.
+    """
+    folder = Path(folder)
+    again = f"compile the model again: fxpipe compile MODEL -o {folder}"
+    if not (folder / PLAN).is_file():
+        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=again)
+    plan = Plan.from_json((folder / PLAN).read_text(encoding="utf-8"), str(folder / PLAN))
+    if plan.fxpipe != fxpipe.__version__:
+        raise BuildError(
+            f"the build was made by fxpipe {plan.fxpipe}, this is {fxpipe.__version__}", where=str(folder), hint=again
+        )
+    missing = [f for f in (*(s.file for s in plan.stages), plan.weights_file) if not (folder / f).is_file()]
+    if missing:
+        raise BuildError(f"the build is incomplete: {', '.join(missing)} missing", where=str(folder), hint=again)
+    with open(folder / plan.weights_file, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != plan.weights_digest:
+        raise BuildError(f"{plan.weights_file} was changed after it was written", where=str(folder), hint=again)
+    return plan
+
+
+def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) -> Path | None:
+    """The user's file: the one given, else the one the plan names; None for a build made from objects."""
+    if given is not None:
+        return Path(given)
+    return None if plan.model_file is None else Path(os.path.normpath(Path(folder) / plan.model_file))
+
+
+def check_current(plan: Plan, folder: str | Path, given: str | Path | None = None) -> None:
+    """Refuse a build whose model file, or a file it imports, has changed since.
+
+    Raises:
+        BuildError: names every file that changed or is gone.
+    """
+    path = model_path(plan, folder, given)
+    if path is None:
+        return
+    root = path.resolve().parent
+    changed = []
+    for name, digest in plan.sources.items():
+        file = root / name
+        if not file.is_file():
+            changed.append(f"{name} is gone")
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            changed.append(f"{name} changed")
+    if changed:
+        raise BuildError(
+            f"the build is stale: since it was compiled, {', '.join(changed)}",
+            where=str(folder),
+            hint=f"compile it again: fxpipe compile {path} -o {folder}"
+            if path.is_file()
+            else "give the model file with --model PATH, or compile again",
+        )
+
+
+def check_target(folder: Path) -> None:
+    """Refuse, before any work is done, a folder that a build could not be written to.
+
+    Raises:
+        BuildError: it holds something that is not a build, or cannot be created.
+    """
+    if folder.exists() and not (folder / PLAN).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BuildError(f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it yourself")
+    _check_creatable(folder.resolve().parent, folder, "-o")
+
+
+def check_output(folder: str | Path | None) -> None:
+    """Refuse, before any work is done, an output folder that a run could not write to.
+
+    Raises:
+        BuildError: it cannot be created or written.
+    """
+    if folder is not None:
+        _check_creatable(Path(folder).resolve(), Path(folder), "--out")
+
+
+def _check_creatable(needed: Path, asked: Path, option: str) -> None:
+    existing = needed
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        reason = f"{existing.name} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = f"no permission to write in {existing}"
+    else:
+        return
+    raise BuildError(f"{asked} cannot be written: {reason}", hint=f"choose another {option}")
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A fresh folder beside `folder` that takes its place when all went well, and vanishes when it did not.
+
+    Raises:
+        BuildError: the disk says no.
+    """
+    parent = folder.resolve().parent
+    fresh = None
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
+        yield fresh
+        fresh.chmod(0o755)
+        old = fresh.with_name(fresh.name + "-old")
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder.resolve())
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint="choose another -o") from error
+    finally:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)

@@ -1,0 +1,59 @@
+"""Sums the gradients of a minibatch's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientSum:
+    """The gradients of one worker's trained parameters, added over microbatches in their order.
+
+    Args:
+        parameters: what the gradients are of.
+        order: for each gradient that a backward returns, the index of its parameter.
+        frozen: memory (storage addresses) that must never be written: the weights themselves.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int], frozen: set[int]) -> None:
+        self._parameters = parameters
+        self._order = order
+        self._frozen = frozen
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
+        """Add one microbatch's gradients.
+
+        Optimizers and later additions write into a gradient. So one that shares memory with another
+        gradient, a weight or what the action has sent (`sent`, storage addresses), or that is not laid out
+        as its parameter is copied, as autograd does.
+        """
+        old: list[Tensor] = []
+        new: list[Tensor] = []
+        taken = self._frozen | sent
+        for index, gradient in zip(self._order, gradients, strict=True):
+            if gradient is None:
+                continue
+            present = self._sums[index]
+            if present is not None:
+                old.append(present)
+                new.append(gradient)
+                continue
+            address = gradient.untyped_storage().data_ptr()
+            parameter = self._parameters[index]
+            if address in taken or gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            taken.add(address)
+            self._sums[index] = gradient
+        if old:
+            torch._foreach_add_(old, new)
+
+    def take_mean(self, microbatches: int) -> list[Tensor | None]:
+        """The mean over the microbatches, by parameter; the next sum begins empty."""
+        sums, self._sums = self._sums, [None] * len(self._parameters)
+        present = [gradient for gradient in sums if gradient is not None]
+        if microbatches > 1 and present:
+            torch._foreach_div_(present, microbatches)
+        return sums

@@ -1,0 +1,47 @@
+"""What a run is asked to do, as plain data that travels to worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A training run of a build.
+
+    Attributes:
+        build: the build directory.
+        model_file: the user's file; None means the one the plan names.
+        steps, epochs: how long; one epoch if neither is given.
+        schedule, policy: names; None means the plan's.
+        seed: of the data, `random`, numpy and the random numbers in the stages.
+        out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
+        threads: CPU threads a worker; None shares the cores among the local workers.
+        device: `cpu` or `cuda`; None means the plan's.
+        progress: show progress on stderr.
+        exchange: set by `launch`: the folder in which workers leave errors and the summary for it.
+    """
+
+    build: str
+    model_file: str | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    schedule: str | None = None
+    policy: str | None = None
+    seed: int = 0
+    out: str | None = None
+    threads: int | None = None
+    device: str | None = None
+    progress: bool = False
+    exchange: str | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` is its inverse."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RunOptions:
+        """Read `to_json`'s text."""
+        return RunOptions(**json.loads(text))

@@ -1,0 +1,137 @@
+"""What a run leaves behind: `metrics.jsonl` line by line, progress, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol, TextIO
+
+from fxpipe.plan import Plan
+from fxpipe.runtime.executor import Times
+
+METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"
+
+
+class Progress(Protocol):
+    """Told of every step; `close` ends the display."""
+
+    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Record:
+    """Collects a run's steps on worker 0.
+
+    A line of `metrics.jsonl` is `{"step", "loss", "lr", "seconds", "samples_per_second"}`: steps count from 1,
+    `seconds` since training began, `samples_per_second` of this step alone; `loss` is null when it is not a
+    finite number, `lr` (of worker 0's optimizer, used in this step) stands there only if worker 0 trains
+    parameters.
+    """
+
+    def __init__(self, out: str | Path | None, samples: int, total: int, progress: Progress | None = None) -> None:
+        self.out = None if out is None else Path(out)
+        self.samples = samples
+        self.total = total
+        self.losses: list[float] = []
+        self._progress = progress
+        self._file: TextIO | None = None
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
+        self._begin = self._last = perf_counter()
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._begin = self._last = perf_counter()
+
+    def step(self, minibatch: int, loss: float, lr: float | None) -> None:
+        """A minibatch is through."""
+        now = perf_counter()
+        rate = self.samples / max(now - self._last, 1e-9)
+        self._last = now
+        self.losses.append(loss)
+        if self._file is not None:
+            line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
+            if lr is not None:
+                line["lr"] = lr
+            line |= {"seconds": round(now - self._begin, 6), "samples_per_second": round(rate, 3)}
+            self._file.write(json.dumps(line) + "\n")
+        if self._progress is not None:
+            self._progress(minibatch + 1, self.total, loss, rate)
+
+    def close(self) -> None:
+        """End the display and the file."""
+        if self._progress is not None:
+            self._progress.close()
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of training to the last step."""
+        return self._last - self._begin
+
+    def summary(self, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The run in one JSON object."""
+        steps = len(self.losses)
+        return {
+            "steps": steps,
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "samples_per_second": steps * self.samples / max(self.seconds, 1e-9),
+            "workers": list(workers),
+            "out": None if self.out is None else str(self.out),
+        }
+
+
+def worker_row(rank: int, times: Times, seconds: float) -> dict[str, Any]:
+    """A worker in the summary: `busy` is the share of the wall time spent in actions without their waits;
+    `forward_ms` and `backward_ms` are means over actions, `wait_ms` over pairs of them (microbatches)."""
+    return {
+        "rank": rank,
+        "busy": (times.forward + times.backward) / max(seconds, 1e-9),
+        "forward_ms": 1000 * times.forward / max(times.forwards, 1),
+        "backward_ms": 1000 * times.backward / max(times.backwards, 1),
+        "wait_ms": 1000 * times.waited / max(times.backwards, 1),
+    }
+
+
+def samples_of(plan: Plan) -> int:
+    """Samples in a minibatch: dimension 0 of the first tensor of the batch, times the microbatches."""
+    shapes = [leaf.tensor.shape for leaf in plan.batch if leaf.tensor is not None and leaf.tensor.shape]
+    return (shapes[0][0] if shapes else 1) * plan.microbatches
+
+
+class LineProgress:
+    """A line on stderr every few seconds; on a terminal, one line that is written over."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._pause = 0.1 if self._terminal else 5.0
+        self._last = 0.0
+        self._open = False
+
+    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
+        now = perf_counter()
+        if now - self._last < self._pause and step < total:
+            return
+        self._last = now
+        text = f"step {step}/{total}  loss {loss:.4f}  {samples_per_second:.1f} samples/s"
+        if self._terminal:
+            self._stream.write(f"\r\x1b[K{text}")
+            self._open = True
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        if self._open:
+            self._stream.write("\n")
+            self._open = False

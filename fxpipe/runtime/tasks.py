@@ -1,0 +1,36 @@
+"""The user's file and the build's stages, as a run meets them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fxpipe.errors import TaskError
+from fxpipe.plan import Plan
+from fxpipe.runtime.feed import TrainingTask
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.stage import Stage
+
+
+def task_of(options: RunOptions, plan: Plan) -> TrainingTask:
+    """The user's hooks: the file that the options name, else the plan's (relative to the build).
+
+    Raises:
+        TaskError: no file is known, or it cannot be loaded.
+    """
+    from fxpipe.task import load_task
+
+    if options.model_file is not None:
+        return load_task(options.model_file)
+    if plan.model_file is None:
+        raise TaskError(
+            "the build was compiled from objects, so there is no file with train_data()",
+            hint="use the Python API: fxpipe.load(BUILD).local(...)",
+        )
+    return load_task(Path(options.build) / plan.model_file)
+
+
+def warn_if_edited(stage: Stage) -> None:
+    """One line on stderr for a stage that is no longer as it was emitted."""
+    if stage.edited:
+        print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)

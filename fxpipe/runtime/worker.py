@@ -1,0 +1,253 @@
+"""What one process of a distributed run does: `python -m fxpipe.runtime.worker OPTIONS`, or under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.batch import Splitter
+from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.plan import Plan
+from fxpipe.runtime.assembly import choose, load_plan, open_worker
+from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_errors
+from fxpipe.runtime.executor import Executor
+from fxpipe.runtime.feed import Feed, TrainingTask, cut, seed_everything
+from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
+from fxpipe.runtime.local_run import threads_for
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.record import WEIGHTS, LineProgress, Progress, Record, samples_of, worker_row
+from fxpipe.runtime.tasks import task_of, warn_if_edited
+from fxpipe.runtime.wire import Layout
+from fxpipe.schedule import Action, check
+
+LOOKAHEAD = 4
+"""Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
+TIMEOUT = timedelta(minutes=30)
+LINGER = 3.0
+"""Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
+
+
+def join(
+    options: RunOptions, task: TrainingTask | None = None, progress: Progress | None = None
+) -> dict[str, Any] | None:
+    """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
+
+    Returns:
+        The summary (see `Record`) on rank 0, None elsewhere.
+
+    Raises:
+        PeerLost: another worker stopped first; the caller exits quietly.
+        FxpipeError: the user's problem, on the worker where it showed.
+    """
+    plan = load_plan(options.build)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != plan.workers:
+        raise RunError(
+            f"the build has {plan.workers} workers, but {world} processes were started",
+            hint=f"start {plan.workers} processes in all, or compile with -n {world}",
+        )
+    task = task or task_of(options, plan)
+    if options.progress and progress is None and rank == 0:
+        progress = LineProgress()
+    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    torch.set_num_threads(threads_for(options.threads, local_workers))
+    device = _device(options.device or plan.device, local_workers)
+    with peer_errors(rank):
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        return _Worker(options, plan, rank, task, device, progress).run()
+    except PeerLost:
+        time.sleep(LINGER)
+        raise
+    finally:
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+class _Worker:
+    """The state of one worker's run."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        plan: Plan,
+        rank: int,
+        task: TrainingTask,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
+        recipe = choose(plan, options.schedule, options.policy)
+        self.recipe = recipe
+        # The user's code first, the data before all of it: as in a local run.
+        self.feed = Feed(task, options.seed) if rank == 0 else None
+        if self.feed is None:
+            seed_everything(options.seed)
+        self.total = self._agree_total()
+        wires = Wires(rank, self._backend(), channels_of(plan, recipe.demand), device)
+        in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
+        self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
+        self.executor: Executor = open_worker(
+            plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device
+        )
+        self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches)
+
+    def run(self) -> dict[str, Any] | None:
+        """All actions, then the final weights."""
+        warn_if_edited(self.executor.stage)
+        record = None
+        if self.rank == 0:
+            record = Record(self.options.out, samples_of(self.plan), self.total, self.progress)
+        self.executor.store.begin(0, self.total)
+        with peer_errors(self.rank):
+            dist.barrier()
+        if record is not None:
+            record.begin()
+        begin = time.perf_counter()
+        try:
+            self._train(record)
+        finally:
+            if record is not None:
+                record.close()
+        self.transport.finish()
+        row = worker_row(self.rank, self.executor.times, time.perf_counter() - begin)
+        rows: list[Any] = [None] * self.plan.workers
+        with peer_errors(self.rank):
+            dist.all_gather_object(rows, row)
+        if self.options.out is not None:
+            self._final_weights(Path(self.options.out) / WEIGHTS)
+        return None if record is None else record.summary(rows)
+
+    def _train(self, record: Record | None) -> None:
+        actions = self.recipe.schedule.until(self.rank, self.total)
+        window: deque[Action] = deque()
+        leaves: list[Any] = []
+        last = self.plan.microbatches - 1
+        remote_loss = self.plan.loss_worker != 0
+        losses: dict[int, torch.Tensor] = {}
+        while True:
+            while len(window) <= LOOKAHEAD and (action := next(actions, None)) is not None:
+                self.executor.expect(action)
+                if record is not None and remote_loss and action.phase == "B" and action.microbatch == last:
+                    self.transport.expect_loss(action.minibatch)
+                window.append(action)
+            if not window:
+                return
+            action = window.popleft()
+            mine = None
+            if self.feed is not None and action.phase == "F":
+                if action.microbatch == 0:
+                    leaves = cut(self.split, self.feed.next_batch(), action.minibatch, self.device)[::-1]
+                mine = leaves.pop()
+            lr = self.executor.store.lr
+            loss = self.executor.execute(action, mine)
+            if loss is not None and remote_loss:
+                self.transport.send_loss(loss)
+            elif loss is not None:
+                losses[action.minibatch] = loss
+            if record is not None and action.phase == "B" and action.microbatch == last:
+                found = self.transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
+                record.step(action.minibatch, float(found), lr)
+
+    def _agree_total(self) -> int:
+        box: list[Any] = [None]
+        if self.feed is not None:
+            box[0] = self.feed.total(self.options.steps, self.options.epochs)
+        with peer_errors(self.rank):
+            dist.broadcast_object_list(box, 0)
+        return int(box[0])
+
+    def _backend(self) -> str:
+        """NCCL if every worker everywhere has a device of its own, else gloo."""
+        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.workers))
+        own = self.device.type == "cuda" and torch.cuda.device_count() >= local_workers
+        answers: list[Any] = [None] * self.plan.workers
+        with peer_errors(self.rank):
+            dist.all_gather_object(answers, own)
+        return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
+
+    def _final_weights(self, path: Path) -> None:
+        if self.rank == 0:
+            write_final_weights(path, self.plan, self._fetch)
+            return
+        for tensor in final_tensors(self.plan):
+            if tensor.worker == self.rank:
+                with peer_errors(self.rank):
+                    dist.send(held(self.executor, tensor).cpu().contiguous(), 0)
+
+    def _fetch(self, tensor: FinalTensor) -> torch.Tensor:
+        if tensor.worker == 0:
+            return held(self.executor, tensor)
+        value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
+        with peer_errors(self.rank):
+            dist.recv(value, tensor.worker)
+        return value
+
+
+def main(text: str) -> int:
+    """A worker under `launch`: its error or its summary is left in the exchange folder."""
+    options = RunOptions.from_json(text)
+    assert options.exchange is not None
+    exchange = Path(options.exchange)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; no traceback of ours
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    rank = os.environ["RANK"]
+    try:
+        summary = join(options)
+    except FxpipeError as error:
+        _leave(
+            exchange, rank, {"kind": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+        )
+    except Exception as error:
+        trace = traceback.format_exc()
+        _leave(exchange, rank, {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace})
+    else:
+        if summary is not None:
+            (exchange / "summary.json").write_text(json.dumps(summary))
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # without waiting for threads of a broken process group
+
+
+def _leave(exchange: Path, rank: str, error: dict[str, Any]) -> None:
+    path = exchange / f"{rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**error, "rank": int(rank), "time": time.time()}))
+    os.replace(temporary, path)
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _device(name: str, local_workers: int) -> torch.device:
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise RunError("the run wants CUDA, but torch sees no CUDA device", hint="--device cpu, or a build for the CPU")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
