@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
-STEPS ?= 600
+STEPS ?= 1500
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

@@ -76,8 +76,8 @@ def compile_command(
     import torch
 
     from fxpipe.agreement import compare_with_eager
-    from fxpipe.build import compile
     from fxpipe.folder import check_target
+    from fxpipe.lowering import compile
     from fxpipe.task import load_task, source_digests
 
     check_target(Path(out))

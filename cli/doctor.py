@@ -61,7 +61,7 @@ def _self_test() -> str:
     from torch import Tensor, nn
 
     from fxpipe.agreement import compare_with_eager
-    from fxpipe.build import compile
+    from fxpipe.lowering import compile
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1])

@@ -17,24 +17,26 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fxpipe.build import Build as Build
-    from fxpipe.build import compile as compile
     from fxpipe.build import load as load
-    from fxpipe.capture import capture as capture
     from fxpipe.errors import FxpipeError as FxpipeError
+    from fxpipe.lowering import compile as compile
+    from fxpipe.lowering import lower as lower
+    from fxpipe.tracing import capture as capture
 
 _HOME = {
     "Build": "fxpipe.build",
-    "compile": "fxpipe.build",
+    "compile": "fxpipe.lowering",
+    "lower": "fxpipe.lowering",
     "load": "fxpipe.build",
-    "capture": "fxpipe.capture",
+    "capture": "fxpipe.tracing",
     "FxpipeError": "fxpipe.errors",
 }
-__all__ = ["Build", "FxpipeError", "__version__", "capture", "compile", "load"]
+__all__ = ["Build", "FxpipeError", "__version__", "capture", "compile", "load", "lower"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = found  # `fxpipe.capture` is the function, also once its module of that name is imported
+    globals()[name] = found
     return found

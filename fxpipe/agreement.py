@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.batch import split
 from fxpipe.build import Build
-from fxpipe.capture import AUTOCAST, Loss
+from fxpipe.tracing import AUTOCAST, Loss
 
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
 

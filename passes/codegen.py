@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
@@ -37,7 +37,7 @@ class Codegen(Pass):
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
         files = {f"stage_{stage.worker}.py": _file(program, stage, edges, self.command) for stage in program.stages}
-        return program.copy(files=files)
+        return replace(program, files=files)
 
 
 def _file(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> str:

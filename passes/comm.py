@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -38,7 +38,7 @@ class Comm(Pass):
         wiring = _Wiring(program)
         for node in list(program.graph.nodes):
             wiring.wire(node)
-        return program.copy(wires=wiring.edges)
+        return replace(program, wires=wiring.edges)
 
 
 class _Wiring:

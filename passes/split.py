@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -47,7 +47,7 @@ class Split(Pass):
                     _part(program, tables, worker, "B", backward, saved),
                 )
             )
-        return program.copy(stages=tuple(stages))
+        return replace(program, stages=tuple(stages))
 
 
 class _Tables:

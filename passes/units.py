@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -36,7 +36,7 @@ class Units(Pass):
             record = info(node)
             if record.phase == "B" and not record.module:
                 record.module = units[record.unit]
-        return program.copy(units=tuple(units))
+        return replace(program, units=tuple(units))
 
 
 def is_source(node: fx.Node, sources: set[fx.Node]) -> bool:

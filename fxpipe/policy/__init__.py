@@ -20,9 +20,7 @@ def make(name: str) -> Policy:
         PolicyError: no policy has this name.
     """
     if name not in POLICIES:
-        raise PolicyError(
-            f"there is no policy '{name}'{near(name, POLICIES)}", hint=f"one of: {', '.join(POLICIES)}"
-        )
+        raise PolicyError(f"there is no policy '{name}'{near(name, POLICIES)}", hint=f"one of: {', '.join(POLICIES)}")
     return POLICIES[name]()
 
 

@@ -120,9 +120,7 @@ def _momentum(
     return torch._foreach_add(weights, buffers, alpha=-steps * float(group["lr"]))
 
 
-def _adam(
-    steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]
-) -> Sequence[Tensor]:
+def _adam(steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]) -> Sequence[Tensor]:
     """W·(1 − steps·lr·decay) − steps·lr·m̂/(√v̂+ε), where m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ)."""
     reach = steps * float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])

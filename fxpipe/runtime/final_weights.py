@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fxpipe.errors import RunError
 from fxpipe.plan import BufferSpec, Plan, TensorSpec
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.safetensors_writer import SafetensorsWriter
@@ -43,10 +44,19 @@ def held(executor: Executor, tensor: FinalTensor) -> Tensor:
 
 
 def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:
-    """Write `model.safetensors`; `fetch` is asked for one tensor after the other, in `final_tensors`' order."""
+    """Write `model.safetensors`; `fetch` is asked for one tensor after the other, in `final_tensors`' order.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
     tensors = list(final_tensors(plan))
-    with SafetensorsWriter(path, [(name, t.spec) for t in tensors for name in t.names]) as file:
-        for tensor in tensors:
-            value = fetch(tensor)
-            for _ in tensor.names:
-                file.write(value)
+    try:
+        with SafetensorsWriter(path, [(name, t.spec) for t in tensors for name in t.names]) as file:
+            for tensor in tensors:
+                value = fetch(tensor)
+                for _ in tensor.names:
+                    file.write(value)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}", hint="make room, or choose another --out"
+        ) from error

@@ -49,7 +49,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
             raise SystemExit(128 + error.sigval) from None
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            if all(code == -signal.SIGINT for code in exits.values()):
+            if -signal.SIGINT in exits.values() and set(exits.values()) <= {-signal.SIGINT, -signal.SIGTERM}:
                 raise KeyboardInterrupt from None
             raise first_error(Path(exchange), exits) from None
         summary: dict[str, Any] = json.loads((Path(exchange) / "summary.json").read_text())
@@ -66,7 +66,8 @@ def first_error(exchange: Path, exits: dict[int, int]) -> FxpipeError:
     own = [entry for entry in left if entry["kind"] != PeerLost.__name__]
     if own:
         return _rebuilt(own[0])
-    for rank, code in sorted(exits.items()):
+    # The launcher itself ends the remaining workers with SIGTERM: any other signal comes before it.
+    for rank, code in sorted(exits.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0])):
         if code < 0:
             name = signal.Signals(-code).name
             hint = (

@@ -5,63 +5,27 @@ Gives the same bits as the distributed run: the same actions, versions, seeds an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.batch import Splitter
 from fxpipe.errors import RunError
-from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.assembly import Recipe, choose, load_plan, open_worker
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import cut
 from fxpipe.runtime.final_weights import buffer_worker
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.record import Report
 from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
-from fxpipe.runtime.wire import Layout
 from fxpipe.schedule.action import Action
 
-Report = Callable[[int, float, "float | None"], None]
-
-
-class Mailbox:
-    """Everything sent and not yet received, by the key that both ends know."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.letters: dict[tuple[Any, ...], Tensor] = {}
-        self.layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in plan.edges}
-
-
-class LocalTransport(Transport):
-    """One worker's end of a mailbox."""
-
-    def __init__(self, mailbox: Mailbox, worker: int) -> None:
-        self.box = mailbox.letters
-        self.layouts = mailbox.layouts
-        self.worker = worker
-
-    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        self.box[edge.name, minibatch, microbatch] = self.layouts[edge.name](value)
-
-    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
-        return self.box.pop((edge.name, minibatch, microbatch))
-
-    def arrived(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> bool:
-        """Whether `recv` would find its value."""
-        return (edge.name, minibatch, microbatch) in self.box
-
-    def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
-        self.box["weights", self.worker, reader, version, ahead] = block
-
-    def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
-        return self.box.pop(("weights", owner, self.worker, version, ahead))
-
-    def arrived_weights(self, owner: int, version: int, ahead: int) -> bool:
-        """Whether `recv_weights` would find its block."""
-        return ("weights", owner, self.worker, version, ahead) in self.box
+if TYPE_CHECKING:
+    from fxpipe.build import Build
 
 
 class LocalPipeline:
@@ -125,8 +89,34 @@ class LocalPipeline:
         self.fed = 0
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
-        self._begin()
+        self._rows: list[Iterator[Action]] = []
+        self._broken = False
+
+    @staticmethod
+    def of(
+        build: Build,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        schedule: str | None = None,
+        policy: str | None = None,
+        seed: int = 0,
+    ) -> LocalPipeline:
+        """A pipeline of a build in memory or on disk; `optimizer` defaults to SGD(lr=0.01, momentum=0.9).
+
+        The stages of a build in memory are written to a temporary folder, where a debugger finds them; it
+        goes with the pipeline.
+        """
+        temporary = None
+        folder = build.folder
+        if folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
+            folder = Path(temporary.name) / "build"
+            build.save(folder)
+        pipeline = LocalPipeline(folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed)
+        pipeline._temporary = temporary
+        return pipeline
 
     @property
     def edited(self) -> list[Path]:
@@ -143,6 +133,9 @@ class LocalPipeline:
             BatchError: the batch does not fit the build.
             RunError: a stage failed.
         """
+        self._whole()
+        if not self._rows:
+            self._begin()
         minibatch = self.fed
         for microbatch, leaves in enumerate(cut(self._split, batch, minibatch, self.device)):
             self._leaves[minibatch, microbatch] = leaves
@@ -155,6 +148,7 @@ class LocalPipeline:
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
+        self._whole()
         if not self._in_flight:
             return
         self._ending = True
@@ -162,7 +156,7 @@ class LocalPipeline:
         if self._in_flight:
             raise self._stuck()
         self._mailbox.letters.clear()
-        self._begin()
+        self._rows = []
 
     def run(self, batches: Iterable[Any]) -> list[float]:
         """A step for every batch, then a flush; the losses."""
@@ -204,7 +198,7 @@ class LocalPipeline:
     def _begin(self) -> None:
         self._ending = False
         schedule = self.recipe.schedule
-        self._rows: list[Iterator[Action]] = [schedule.actions(w, self.fed) for w in range(self.plan.workers)]
+        self._rows = [schedule.actions(w, self.fed) for w in range(self.plan.workers)]
         self._next = [next(row) for row in self._rows]
         for executor in self.executors:
             executor.reset()
@@ -218,12 +212,14 @@ class LocalPipeline:
         """Let the workers act in turn, one action each, until none can."""
         random = any(p.random for s in self.plan.stages for p in (s.forward, s.backward))
         devices = [self.device] if self.device.type == "cuda" else []
+        self._broken = True
         with torch.random.fork_rng(devices, enabled=random):
             acted = True
             while acted:
                 acted = False
                 for worker in range(self.plan.workers):
                     acted |= self._act(worker)
+        self._broken = False
 
     def _act(self, worker: int) -> bool:
         while self._ending and self._next[worker].minibatch >= self.fed:
@@ -257,6 +253,10 @@ class LocalPipeline:
             transport.arrived_weights(*key) for key in replicas
         )
 
+    def _whole(self) -> None:
+        if self._broken:
+            raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
+
     def _settled(self, what: str) -> None:
         if self._in_flight:
             raise RunError(f"{what}() was asked for while minibatches are in flight", hint="call flush() first")
@@ -267,3 +267,8 @@ class LocalPipeline:
             f"the pipeline stands still: {waiting}",
             hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
         )
+
+
+def default_optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """What trains where the user says nothing."""
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.01, momentum=0.9)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, TextIO
 
+from fxpipe.errors import RunError
 from fxpipe.plan import Plan
 from fxpipe.runtime.executor import Times
 
+Report = Callable[[int, float, "float | None"], None]
+"""Told of a minibatch that is through: its number, its loss, the learning rate of worker 0 if it trains."""
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
 
@@ -42,8 +45,13 @@ class Record:
         self._progress = progress
         self._file: TextIO | None = None
         if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise RunError(
+                    f"{self.out} cannot be written: {error.strerror}", hint="choose another --out"
+                ) from error
         self._begin = self._last = perf_counter()
 
     def begin(self) -> None:

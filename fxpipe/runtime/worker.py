@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import Feed, TrainingTask, cut, seed_everything
 from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
 from fxpipe.runtime.local_run import threads_for
+from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.record import WEIGHTS, LineProgress, Progress, Record, samples_of, worker_row
 from fxpipe.runtime.tasks import task_of, warn_if_edited
 from fxpipe.runtime.wire import Layout
-from fxpipe.schedule import Action, check
+from fxpipe.schedule import check
 
-LOOKAHEAD = 4
-"""Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
 TIMEOUT = timedelta(minutes=30)
 LINGER = 3.0
 """Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
@@ -117,7 +116,9 @@ class _Worker:
             record.begin()
         begin = time.perf_counter()
         try:
-            self._train(record)
+            actions = self.recipe.schedule.until(self.rank, self.total)
+            feed, report = (None, None) if record is None else (self._feed, record.step)
+            train(self.plan, self.executor, self.transport, actions, feed, report)
         finally:
             if record is not None:
                 record.close()
@@ -130,36 +131,9 @@ class _Worker:
             self._final_weights(Path(self.options.out) / WEIGHTS)
         return None if record is None else record.summary(rows)
 
-    def _train(self, record: Record | None) -> None:
-        actions = self.recipe.schedule.until(self.rank, self.total)
-        window: deque[Action] = deque()
-        leaves: list[Any] = []
-        last = self.plan.microbatches - 1
-        remote_loss = self.plan.loss_worker != 0
-        losses: dict[int, torch.Tensor] = {}
-        while True:
-            while len(window) <= LOOKAHEAD and (action := next(actions, None)) is not None:
-                self.executor.expect(action)
-                if record is not None and remote_loss and action.phase == "B" and action.microbatch == last:
-                    self.transport.expect_loss(action.minibatch)
-                window.append(action)
-            if not window:
-                return
-            action = window.popleft()
-            mine = None
-            if self.feed is not None and action.phase == "F":
-                if action.microbatch == 0:
-                    leaves = cut(self.split, self.feed.next_batch(), action.minibatch, self.device)[::-1]
-                mine = leaves.pop()
-            lr = self.executor.store.lr
-            loss = self.executor.execute(action, mine)
-            if loss is not None and remote_loss:
-                self.transport.send_loss(loss)
-            elif loss is not None:
-                losses[action.minibatch] = loss
-            if record is not None and action.phase == "B" and action.microbatch == last:
-                found = self.transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
-                record.step(action.minibatch, float(found), lr)
+    def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
+        assert self.feed is not None
+        return cut(self.split, self.feed.next_batch(), minibatch, self.device)
 
     def _agree_total(self) -> int:
         box: list[Any] = [None]
@@ -202,7 +176,7 @@ def main(text: str) -> int:
     assert options.exchange is not None
     exchange = Path(options.exchange)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; no traceback of ours
-    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_die_with, args=(os.getppid(), exchange), daemon=True).start()
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -232,9 +206,10 @@ def _leave(exchange: Path, rank: str, error: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def _die_with(parent: int) -> None:
+def _die_with(parent: int, exchange: Path) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(exchange, ignore_errors=True)  # nobody else is left to do it
     os._exit(1)
 
 

@@ -42,9 +42,7 @@ class Action:
                 f"'{text}' is not an action",
                 hint="an action is F or B, the minibatch, and .microbatch unless that is 0: F3, B3.1",
             )
-        return Action(
-            cast(Phase, written["phase"]), int(written["minibatch"]), int(written["microbatch"] or 0)
-        )
+        return Action(cast(Phase, written["phase"]), int(written["minibatch"]), int(written["microbatch"] or 0))
 
 
 def parse_row(text: str) -> list[Action]:

@@ -27,9 +27,7 @@ class Report:
     grid: str
 
 
-def check(
-    schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequence[tuple[int, int]] = ()
-) -> Report:
+def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequence[tuple[int, int]] = ()) -> Report:
     """Prove that the schedule of `minibatches` minibatches from `start` on is lawful and runs to its end.
 
     Every worker does every action once, F before its B, the B in order; no deadlock, waiting for the weights
@@ -75,9 +73,7 @@ def _weights(
     """What each action waits for to have its replicas: the owner's update that made the version it reads."""
     for pair in replicas:
         if not all(0 <= worker < schedule.workers for worker in pair):
-            raise ScheduleError(
-                f"replica {pair} names a worker that is not there: there are {schedule.workers}"
-            )
+            raise ScheduleError(f"replica {pair} names a worker that is not there: there are {schedule.workers}")
     versions = Versions(schedule)
     owners = {reader: [o for o, r in replicas if r == reader] for _, reader in replicas}
 

@@ -28,9 +28,7 @@ def test_a_row_is_its_actions_with_spaces(row: list[Action]) -> None:
     assert parse_row(" ".join(map(str, row))) == row
 
 
-@pytest.mark.parametrize(
-    "text", ["", "F", "3", "W3", "f3", "F3.", "F3.0", "F03", "F-1", "F3 ", "F٣", "F3\n", "F3B3"]
-)
+@pytest.mark.parametrize("text", ["", "F", "3", "W3", "f3", "F3.", "F3.0", "F03", "F-1", "F3 ", "F٣", "F3\n", "F3B3"])
 def test_anything_else_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Action.parse(text)

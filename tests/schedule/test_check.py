@@ -101,9 +101,7 @@ def test_the_grid_aligns_wide_labels_and_many_workers() -> None:
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "async"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 9))
-def test_replicas_are_there_when_they_are_needed(
-    name: str, workers: int, microbatches: int, minibatches: int
-) -> None:
+def test_replicas_are_there_when_they_are_needed(name: str, workers: int, microbatches: int, minibatches: int) -> None:
     schedule = make(name, workers, 1 if name == "async" else microbatches)
     pairs = [(owner, reader) for owner in range(workers) for reader in range(workers)]
     without = check(schedule, minibatches, start=5)

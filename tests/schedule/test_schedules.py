@@ -93,9 +93,7 @@ def test_until_is_the_endless_schedule_without_later_minibatches(
 ) -> None:
     stop = start + minibatches
     for worker in range(schedule.workers):
-        endless = islice(
-            schedule.actions(worker, start), 2 * schedule.microbatches * (minibatches + schedule.workers)
-        )
+        endless = islice(schedule.actions(worker, start), 2 * schedule.microbatches * (minibatches + schedule.workers))
         assert list(schedule.until(worker, stop, start)) == [a for a in endless if a.minibatch < stop]
 
 

@@ -72,9 +72,7 @@ def test_async_replicas_on_three_workers() -> None:
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 5))
-def test_with_a_flush_every_pass_sees_every_earlier_update(
-    name: str, workers: int, microbatches: int
-) -> None:
+def test_with_a_flush_every_pass_sees_every_earlier_update(name: str, workers: int, microbatches: int) -> None:
     versions = Versions(make(name, workers, microbatches))
     for reader, owner in product(range(workers), repeat=2):
         assert versions.lag("F", reader, owner) == versions.lag("B", reader, owner) == 0

@@ -129,7 +129,7 @@ class ScaledSquare(torch.autograd.Function):
 class OwnFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class DictModel(nn.Module):
         super().__init__()
         self.a = nn.Linear(6, 8)
         self.b = nn.Linear(4, 8)
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
         self.head = nn.Linear(8, 5)
         self.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=False)
         self.unused = nn.Parameter(torch.zeros(3))
@@ -250,8 +250,8 @@ CASES = {
         Case("unet", UNet, _classify, _images, ("stem", "down1", "down2", "middle", "up1", "up2", "head")),
         Case("lstm", ResidualLSTM, _classify, lambda n: (torch.randint(0, 17, (n, 5)), torch.randint(0, 5, (n,))),
              ("embed", *LAYERS, "head")),
-        Case("function", OwnFunction, _classify, _vectors, (*LAYERS, "head")),
+        Case("function", OwnFunction, _classify, _vectors, (*LAYERS, "layers.4", "layers.5", "head")),
         Case("checkpoint", Checkpointed, _classify, _vectors, ("first", *BLOCKS, "head")),
-        Case("dict", DictModel, _from_dict, _dicts, ("a", "layers.0", "layers.1", "layers.2", "head")),
+        Case("dict", DictModel, _from_dict, _dicts, ("a", *LAYERS, "head")),
     )
 }  # fmt: skip

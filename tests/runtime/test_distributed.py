@@ -1,0 +1,120 @@
+"""Worker processes give the local run's bits; whatever ends a run early, its first cause is what one reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.launch import launch
+from fxpipe.runtime.local_run import run_local
+from fxpipe.runtime.options import RunOptions
+
+pytestmark = pytest.mark.multiproc
+MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "dropout": True}
+
+
+@pytest.mark.parametrize(
+    ("toy_options", "run_options"),
+    [
+        ({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}),
+        ({"microbatches": 4, "schedule": "1f1b", "tied": True, "forward": (0, 1, 1), "backward": (0, 0, 1)}, {}),
+    ],
+)
+def test_distributed_is_local_bit_for_bit(
+    toy: Any, tmp_path: Path, toy_options: dict[str, Any], run_options: dict[str, Any], capfd: Any
+) -> None:
+    built = toy(**toy_options)
+    options = RunOptions(str(built.save(tmp_path / "build")), out=str(tmp_path / "local"), **run_options)
+    local = run_local(options)
+    options = dataclasses.replace(options, out=str(tmp_path / "real"))
+    real = launch(options, built.workers)
+    assert real["losses"] == local["losses"]
+    assert real["steps"] == local["steps"] == run_options.get("steps", 6)
+    assert real.keys() == local.keys()
+    assert [row.keys() for row in real["workers"]] == [row.keys() for row in local["workers"]]
+    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
+    rows = [[json.loads(s) for s in (tmp_path / d / "metrics.jsonl").open()] for d in ("real", "local")]
+    for a, b in zip(*rows, strict=True):
+        assert a.keys() == b.keys()
+        assert [a[k] for k in ("step", "loss", "lr")] == [b[k] for k in ("step", "loss", "lr")]
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_a_killed_worker_is_named_soon(toy: Any, tmp_path: Path) -> None:
+    suicide = ("loss = (", "import os\n    os.kill(os.getpid(), 9)\n    loss = (")
+    folder = toy(spoil={1: suicide}).save(tmp_path / "build")
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=r"worker 1 was killed by signal 9 \(SIGKILL\)"):
+        launch(RunOptions(str(folder), steps=1000), 2)
+    assert time.monotonic() - begin < 60
+
+
+def test_the_first_error_is_the_one_reported(toy: Any, tmp_path: Path, capfd: Any) -> None:
+    folder = toy(**MIXED, spoil={1: ("z = g2", "z = g2 @ g2[:2]")}).save(tmp_path / "build")
+    with pytest.raises(RunError) as caught:
+        launch(RunOptions(str(folder), steps=50), 3)
+    assert "backward of step 0 (B0) failed on worker 1: RuntimeError" in str(caught.value)
+    assert "stage_1.py:" in str(caught.value)
+    assert "z = g2 @ g2[:2] * (1" in str(caught.value)
+    _, err = capfd.readouterr()
+    assert err.count("\n") == 1
+    assert "was edited" in err
+
+
+def test_interrupt_leaves_nothing_behind(toy: Any, tmp_path: Path) -> None:
+    folder = toy().save(tmp_path / "build")
+    (tmp_path / "tmp").mkdir()
+    out = tmp_path / "out"
+    options = RunOptions(str(folder), steps=10**7, out=str(out))
+    script = f"""from fxpipe.runtime import launch, options
+launch.launch(options.RunOptions.from_json({options.to_json()!r}), 2)"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert err.strip().endswith("KeyboardInterrupt"), err
+    left = [p.name for p in (tmp_path / "tmp").iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor_")] == []  # a cache of torch's own
+    assert not [p for p in running() if str(folder) in p]
+    assert not (out / "model.safetensors").exists()
+
+
+def running() -> list[str]:
+    """The command lines of all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return lines
+
+
+def test_threads_are_restored_after_a_local_run(toy: Any, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    run_local(RunOptions(str(toy().save(tmp_path / "build")), steps=1, threads=1))
+    assert torch.get_num_threads() == before

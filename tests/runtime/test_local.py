@@ -1,0 +1,256 @@
+"""The local pipeline trains what plain PyTorch trains; asynchronous runs see the weights their policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe.errors import BatchError, PolicyError, RunError
+from fxpipe.runtime.local import LocalPipeline
+
+LR, MOMENTUM = 0.1, 0.9
+SHAPES = [
+    {"forward": (0, 1), "backward": (0, 1)},
+    {"forward": (0, 0, 1), "backward": (0, 1, 1)},  # layer 1: forward on 0, backward on 1
+    {"forward": (0, 1, 1), "backward": (0, 0, 1)},  # the other way round
+    {"forward": (0, 1, 2), "backward": (0, 1, 2), "tied": True},
+    {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True},
+]
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM)
+
+
+def _made(kind: Any, named: Any) -> torch.optim.Optimizer:
+    return kind([p for _, p in named], lr=0.01)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def eager(toy: Any, batches: Any, microbatches: int, optimizer: Callable[..., Any]) -> tuple[list[float], Any, Any]:
+    """Losses, weights and last gradients of ordinary training."""
+    weights = {n: t.clone().requires_grad_() for n, t in toy.initial().items()}
+    made = optimizer(list(weights.items()))
+    scheduler = halving(made)
+    losses = []
+    for x, y in batches:
+        made.zero_grad()
+        total = 0.0
+        for part in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+            loss = toy.loss(weights, part) / microbatches
+            loss.backward()
+            total += loss.item()
+        made.step()
+        scheduler.step()
+        losses.append(total)
+    return losses, weights, {n: w.grad for n, w in weights.items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 4), ("gpipe", 2), ("1f1b", 1)])
+def test_synchronous_is_eager(
+    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], schedule: str, microbatches: int
+) -> None:
+    built = toy(**shape, schedule=schedule, microbatches=microbatches)
+    pipeline = LocalPipeline(built.save(tmp_path / "build"), sgd, halving)
+    losses = [float(pipeline.step(batch)) for batch in batches]
+    expected, weights, gradients = eager(built, batches, microbatches, sgd)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
+    state = pipeline.state_dict()
+    assert int(state.pop("seen")) == len(batches) * microbatches
+    if built.tied:
+        assert torch.equal(state.pop(f"layers.{built.layers - 1}.weight"), state["layers.0.weight"])
+    for name, weight in weights.items():
+        torch.testing.assert_close(state.pop(name), weight.detach(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(pipeline.gradients()[name], gradients[name], rtol=1e-10, atol=1e-14)
+    assert not state
+
+
+def simulate(toy: Any, batches: Any, policy: str, starts: set[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Asynchronous training straight from the definitions: lags, targets, predictions; minibatch after minibatch.
+
+    Lags behind minibatch m, as reader and owner: F sees N−1−min(r, o), B sees max(0, r−o) updates fewer.
+    """
+    n = toy.workers
+    history = [{name: (w, torch.zeros_like(w)) for name, w in toy.initial().items()}]
+
+    def read(phase: str, m: int, reader: int, layer: int) -> torch.Tensor:
+        name = toy.weight(layer)
+        owner = toy.owner(name)
+        if policy == "stash" and phase == "B":
+            homes = [toy.forward[k] for k in range(toy.layers) if toy.weight(k) == name]
+            phase, reader = "F", min(homes, key=lambda w: (abs(w - reader), w))
+        lag = n - 1 - min(reader, owner) if phase == "F" else max(0, reader - owner)
+        version = max(max(s for s in starts if s <= m), m - lag)
+        weight, direction = history[version][name]
+        return weight - (m + owner // 2 - version) * LR * direction if policy == "spectrain" else weight
+
+    losses = []
+    for m, (x, y) in enumerate(batches):
+        h = [x]
+        for k in range(toy.layers):
+            h.append(torch.tanh(h[-1] @ read("F", m, toy.forward[k], k).t()))
+        losses.append(float(((h[-1] - y) ** 2).mean()))
+        g = 2 * (h[-1] - y) / y.numel()
+        gradients: dict[str, Any] = {}
+        for k in reversed(range(toy.layers)):
+            z = g * (1 - h[k + 1] ** 2)
+            name = toy.weight(k)
+            gradients[name] = gradients.get(name, 0) + z.t() @ h[k]
+            g = z @ read("B", m, toy.backward[k], k)
+        update = {}
+        for name, (weight, direction) in history[-1].items():
+            direction = MOMENTUM * direction + gradients[name]
+            update[name] = (weight - LR * direction, direction)
+        history.append(update)
+    return losses, {name: weight for name, (weight, _) in history[-1].items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+@pytest.mark.parametrize("flush_at", [None, 3, 4])
+def test_asynchronous_is_its_definition(
+    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], policy: str, flush_at: int | None
+) -> None:
+    built = toy(**shape, policy=policy)
+    pipeline = LocalPipeline(built.save(tmp_path / "build"), sgd)
+    losses = []
+    for m, batch in enumerate(batches):
+        if m == flush_at:
+            pipeline.flush()
+        losses.append(float(pipeline.step(batch)))
+    pipeline.flush()
+    expected, weights = simulate(built, batches, policy, {0, flush_at or 0})
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
+    state = pipeline.state_dict()
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight, rtol=1e-11, atol=1e-13)
+    # Nothing is left over: no value, no copy, no prediction.
+    assert not pipeline._mailbox.letters
+    for executor in pipeline.executors:
+        assert not executor._saved
+        assert not executor.store._predicted
+
+
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+def test_copies_do_not_pile_up(toy: Any, batches: Any, tmp_path: Path, policy: str) -> None:
+    pipeline = LocalPipeline(toy(**SHAPES[4], policy=policy).save(tmp_path / "build"), sgd)
+    most = 0
+    for step in range(20):
+        pipeline.step(batches[step % 6])
+        kept = sum(len(e.store._copies) + len(e.store._predicted) for e in pipeline.executors)
+        most = max(most, kept) if step < 8 else most
+        assert step < 8 or kept <= most
+    assert len(pipeline._mailbox.letters) < 20
+
+
+def test_spectrain_and_latest_differ(toy: Any, batches: Any, tmp_path: Path) -> None:
+    runs = []
+    for policy in ("latest", "spectrain"):
+        pipeline = LocalPipeline(toy().save(tmp_path / policy), sgd, policy=policy)
+        runs.append(pipeline.run(batches))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0] != runs[1]
+
+
+def test_dropout_depends_on_the_action_and_leaves_the_users_random_state(
+    toy: Any, batches: Any, tmp_path: Path
+) -> None:
+    folder = toy(dropout=True).save(tmp_path / "build")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = LocalPipeline(folder, sgd, seed=1).run(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert LocalPipeline(folder, sgd, seed=1).run(batches) == first
+    assert LocalPipeline(folder, sgd, seed=2).run(batches) != first
+
+
+def test_adam_and_another_optimizer_predict(toy: Any, batches: Any, tmp_path: Path) -> None:
+    folder = toy(**SHAPES[3], policy="spectrain").save(tmp_path / "build")
+    for kind in (torch.optim.AdamW, torch.optim.Rprop):
+        pipeline = LocalPipeline(folder, partial(_made, kind))
+        assert all(loss == loss for loss in pipeline.run(batches))
+
+
+def test_nesterov_may_write_into_gradients(toy: Any, batches: Any, tmp_path: Path) -> None:
+    def nesterov(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM, nesterov=True, foreach=True)
+
+    built = toy(**SHAPES[3], schedule="1f1b")
+    pipeline = LocalPipeline(built.save(tmp_path / "build"), nesterov, halving)
+    losses = pipeline.run(batches)
+    expected, *_ = eager(built, batches, 1, nesterov)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_state_in_flight_is_refused(toy: Any, batches: Any, tmp_path: Path) -> None:
+    pipeline = LocalPipeline(toy().save(tmp_path / "build"), sgd)
+    pipeline.step(batches[0])
+    with pytest.raises(RunError, match=r"in flight[\s\S]*flush"):
+        pipeline.state_dict()
+    with pytest.raises(RunError, match="1f1b"):
+        pipeline.gradients()
+    pipeline.flush()
+    pipeline.flush()
+    assert set(pipeline.state_dict()) == {"layers.0.weight", "layers.1.weight", "seen"}
+
+
+def test_policies_are_checked_and_default_with_the_schedule(toy: Any, tmp_path: Path) -> None:
+    folder = toy(policy="spectrain").save(tmp_path / "build")
+    assert LocalPipeline(folder, sgd).recipe.policy.name == "spectrain"
+    assert LocalPipeline(folder, sgd, schedule="gpipe").recipe.policy.name == "latest"
+    with pytest.raises(PolicyError):
+        LocalPipeline(folder, sgd, schedule="gpipe", policy="stash")
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_anything_runs(toy: Any, batches: Any, tmp_path: Path) -> None:
+    pipeline = LocalPipeline(toy().save(tmp_path / "build"), sgd)
+    with pytest.raises(BatchError, match="captured"):
+        pipeline.step((batches[0][0][:2], batches[0][1][:2]))
+    pipeline.step(batches[0])
+
+
+def test_an_iterable_may_reuse_its_tensor(toy: Any, batches: Any, tmp_path: Path) -> None:
+    folder = toy().save(tmp_path / "build")
+    expected = LocalPipeline(folder, sgd).run(batches)
+    x, y = torch.empty_like(batches[0][0]), torch.empty_like(batches[0][1])
+    pipeline = LocalPipeline(folder, sgd)
+    losses = [float(pipeline.step((x.copy_(a), y.copy_(b)))) for a, b in batches]
+    assert losses == expected
+
+
+def test_a_failing_line_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
+    folder = toy(spoil={1: ("z = g1", "z = g1[:, :2]")}).save(tmp_path / "build")
+    pipeline = LocalPipeline(folder, sgd)
+    assert [p.name for p in pipeline.edited] == ["stage_1.py"]
+    with pytest.raises(RunError) as caught:
+        pipeline.step(batches[0])
+    text = str(caught.value)
+    assert "backward of step 0 (B0) failed on worker 1: RuntimeError" in text
+    number = 1 + (folder / "stage_1.py").read_text().splitlines().index("    z = g1[:, :2] * (1 - h1 ** 2)")
+    assert f"{folder.resolve()}/stage_1.py:{number}: z = g1[:, :2] * (1 - h1 ** 2)" in text
+    with pytest.raises(RunError, match="an earlier step failed"):
+        pipeline.step(batches[0])
+
+
+def test_a_wrong_shape_on_a_wire_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
+    folder = toy(spoil={0: ("comm.send('h0_F0_F1', h0)", "comm.send('h0_F0_F1', h0[:1])")}).save(tmp_path / "build")
+    with pytest.raises(RunError, match=r"h0_F0_F1 is torch.float64\[1, 6\], the plan says"):
+        LocalPipeline(folder, sgd).step(batches[0])
+
+
+def test_a_failing_optimizer_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
+    pipeline = LocalPipeline(
+        toy(schedule="1f1b").save(tmp_path / "build"), lambda named: torch.optim.LBFGS([p for _, p in named])
+    )
+    with pytest.raises(RunError, match=r"update after step 0 failed on worker 1[\s\S]*LBFGS"):
+        pipeline.step(batches[0])

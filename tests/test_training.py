@@ -1,0 +1,114 @@
+"""Training through the runtime equals training in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cached import captured, cuts, lowered
+from small_models import CASES, Case
+from torch import Tensor, nn
+
+from fxpipe.batch import split
+
+STEPS = 5
+Named = list[tuple[str, nn.Parameter]]
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def eager(case: Case, model: nn.Module, batches: list[Any], microbatches: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The trained model and the gradients of its last step."""
+    model = copy.deepcopy(model)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    update = optimizer(trained)
+    for batch in batches:
+        update.zero_grad(set_to_none=True)
+        for part in split(batch, microbatches):
+            (case.loss(model, part) / microbatches).backward()
+        update.step()
+    return model, {n: p.grad for n, p in trained if p.grad is not None}
+
+
+def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / max(expected.norm().item(), scale, 1e-12)).item()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("workers", "shift"), [(2, 0), (2, 1), (2, -1), (3, 1), (3, -1), (4, 0), (4, 1)])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
+def test_synchronous_schedules_equal_eager(name: str, workers: int, shift: int, schedule: str) -> None:
+    microbatches = 2 if workers < 4 else 4
+    case, model, _ = captured(name, microbatches)
+    batches = case.batches(STEPS)
+    build = lowered(name, microbatches, workers=workers, schedule=schedule, **cuts(case, workers, shift))
+    pipeline = build.local(optimizer=optimizer)
+    for batch in batches:
+        pipeline.step(batch)
+    expected, gradients = eager(case, model, batches, microbatches)
+
+    found = pipeline.gradients()
+    assert set(found) == set(gradients)
+    scale = 1e-3 * max(g.norm().item() for g in gradients.values())  # of gradients that are zero but for rounding
+    for parameter, gradient in gradients.items():
+        assert error(found[parameter], gradient, scale) < 1e-5, parameter
+    state, reference = pipeline.state_dict(), expected.state_dict()
+    assert set(state) == set(reference)
+    for entry, tensor in reference.items():
+        assert state[entry].dtype == tensor.dtype
+        assert error(state[entry], tensor, 1e-3) < 1e-5, entry
+    assert not all(torch.equal(tensor, model.state_dict()[k]) for k, tensor in state.items()), "nothing was trained"
+
+
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+@pytest.mark.parametrize("name", ["gpt", "conv"])
+def test_one_asynchronous_worker_is_plain_training(name: str, policy: str) -> None:
+    case, model, _ = captured(name)
+    batches = case.batches(STEPS)
+    pipeline = lowered(name, workers=1).local(optimizer=optimizer, policy=policy)
+    losses = pipeline.run(batches)
+    expected, _ = eager(case, model, batches, 1)
+    state = pipeline.state_dict()
+    for entry, tensor in expected.state_dict().items():
+        assert error(state[entry], tensor, 1e-3) < 1e-6, entry
+    assert len(losses) == STEPS
+
+
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+@pytest.mark.parametrize(("workers", "shift"), [(2, 0), (3, 1), (3, -1), (4, 1)])
+def test_with_a_zero_learning_rate_all_policies_agree(workers: int, shift: int, policy: str) -> None:
+    case, model, _ = captured("gpt")
+    batches = case.batches(6)
+    build = lowered("gpt", workers=workers, **cuts(case, workers, shift))
+    pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0, momentum=0.9), policy=policy)
+    losses = pipeline.run(batches)
+    expected = [case.loss(model, batch).item() for batch in batches]
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+@pytest.mark.parametrize(("workers", "shift"), [(2, 1), (3, -1), (4, 0)])
+def test_asynchronous_training_learns(workers: int, shift: int, policy: str) -> None:
+    case, _, _ = captured("gpt-dropout")
+    batch = case.batches(1)[0]
+    build = lowered("gpt-dropout", workers=workers, **cuts(case, workers, shift))
+    losses = build.local(optimizer=optimizer, policy=policy).run([batch] * 60)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_pipeline_continues_after_a_flush() -> None:
+    case, _, _ = captured("gpt")
+    batches = case.batches(4)
+    build = lowered("gpt", workers=2, **cuts(case, 2, 1))
+    pipeline = build.local(optimizer=optimizer)
+    pipeline.run(batches[:2])
+    first = pipeline.state_dict()
+    pipeline.run(batches[2:])
+    second = pipeline.state_dict()
+    assert any(not torch.equal(first[k], second[k]) for k in first)
+    assert torch.equal(second["head.weight"], second["tok.weight"])
