@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,9 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
     from fxpipe.folder import check_current, check_output, load_plan
 
     if joined:
+        if os.environ["RANK"] == "0":
+            check_current(load_plan(options.build), options.build, options.model_file)
+            check_output(options.out)
         from fxpipe.errors import PeerLost
         from fxpipe.runtime.worker import join
 

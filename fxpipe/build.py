@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,14 +94,7 @@ class Build:
         """
         from fxpipe.runtime.local import LocalPipeline
 
-        def default(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-            return torch.optim.SGD([p for _, p in named], lr=0.01, momentum=0.9)
-
-        if self.folder is not None:
-            return LocalPipeline(self.folder, optimizer or default, schedule=schedule, policy=policy, seed=seed)
-        with tempfile.TemporaryDirectory(prefix="fxpipe-") as scratch:
-            saved = self.save(Path(scratch) / "build")
-            return saved.local(optimizer=optimizer, schedule=schedule, policy=policy, seed=seed)
+        return LocalPipeline.of(self, optimizer, schedule=schedule, policy=policy, seed=seed)
 
 
 def load(folder: str | Path) -> Build:

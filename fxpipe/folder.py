@@ -17,6 +17,22 @@ from fxpipe.plan import Plan
 PLAN, WEIGHTS, COSTS = "plan.json", "weights.safetensors", "costs.json"
 
 
+def read_plan(folder: str | Path) -> Plan:
+    """The plan of a build directory, of which nothing else is looked at.
+
+    Raises:
+        BuildError: there is none, or it was changed, or is of another version.
+    """
+    folder = Path(folder)
+    if not (folder / PLAN).is_file():
+        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
+    return Plan.from_json((folder / PLAN).read_text(encoding="utf-8"), str(folder / PLAN))
+
+
+def _again(folder: Path) -> str:
+    return f"compile the model again: fxpipe compile MODEL -o {folder}"
+
+
 def load_plan(folder: str | Path) -> Plan:
     """The plan of a build directory, once all its files are there and its weights are the ones that were written.
 
@@ -24,10 +40,8 @@ def load_plan(folder: str | Path) -> Plan:
         BuildError: a file is missing or was changed (stages may be), or the build is of another version.
     """
     folder = Path(folder)
-    again = f"compile the model again: fxpipe compile MODEL -o {folder}"
-    if not (folder / PLAN).is_file():
-        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=again)
-    plan = Plan.from_json((folder / PLAN).read_text(encoding="utf-8"), str(folder / PLAN))
+    plan = read_plan(folder)
+    again = _again(folder)
     if plan.fxpipe != fxpipe.__version__:
         raise BuildError(
             f"the build was made by fxpipe {plan.fxpipe}, this is {fxpipe.__version__}", where=str(folder), hint=again

@@ -49,11 +49,6 @@ class EdgeSpec:
     dst_phase: Phase
     tensor: TensorSpec
 
-    @property
-    def channel(self) -> tuple[int, int, str, Phase]:
-        """Edges of one channel travel in the plan's order: a communicator of their own."""
-        return (self.src, self.dst, self.kind, self.dst_phase)
-
 
 @dataclass(frozen=True)
 class ParameterSpec:

@@ -172,6 +172,8 @@ class _Function:
         """By node, the names that are dropped behind it: values with memory that nothing below reads."""
         last: dict[fx.Node, fx.Node] = {}
         for node in self.part.graph.nodes:
+            if node.op == "call_function" and not is_send(node):
+                last[node] = node  # until something reads it
             for source in node.all_input_nodes:
                 last[source] = node
         weights = len(self.part.spec.weights) + len(self.part.spec.buffers)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxpipe.aten import is_random
 from fxpipe.program import Level, Program, info
 from fxpipe.transform import Pass
 
@@ -69,9 +70,9 @@ def _forget_running_statistics(node: fx.Node) -> None:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Erase every call whose value nobody reads."""
+    """Erase every call whose value nobody reads; but what draws random numbers stays, or the next draw would differ."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)
 
 

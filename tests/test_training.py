@@ -85,7 +85,9 @@ def test_with_a_zero_learning_rate_all_policies_agree(workers: int, shift: int, 
     case, model, _ = captured("gpt")
     batches = case.batches(6)
     build = lowered("gpt", workers=workers, **cuts(case, workers, shift))
-    pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0, momentum=0.9), policy=policy)
+    pipeline = build.local(
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0, momentum=0.9), policy=policy
+    )
     losses = pipeline.run(batches)
     expected = [case.loss(model, batch).item() for batch in batches]
     assert losses == pytest.approx(expected, rel=1e-6)

@@ -35,20 +35,6 @@ class Recipe:
     demand: Demand
 
 
-def load_plan(folder: str | Path) -> Plan:
-    """The plan of a build directory.
-
-    Raises:
-        BuildError: there is none, or it cannot be read.
-    """
-    path = Path(folder) / "plan.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BuildError(f"{str(folder)!r} is not a build: it has no plan.json", where=str(path), hint=AGAIN) from error
-    return Plan.from_json(text, str(path))
-
-
 def choose(plan: Plan, schedule: str | None = None, policy: str | None = None) -> Recipe:
     """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.errors import PeerLost
+from fxpipe.errors import PeerLost, RunError
 from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.transport import Transport
@@ -53,6 +53,7 @@ class Wires:
         self.worker = worker
         self.backend = backend
         self.device = device
+        self.ordered = backend == "nccl"
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
         self._groups: dict[Channel, Any] = {}
@@ -132,6 +133,10 @@ class DistTransport(Transport):
         self._in_flight = in_flight
         self._layouts = {e.name: Layout(e.tensor, e.name) for e in plan.edges if worker in (e.src, e.dst)}
         self._channels = {e.name: edge_channel(e) for e in plan.edges}
+        self._order: dict[Channel, deque[str]] = {}
+        for edge in plan.edges:
+            if wires.ordered and edge.src == worker:
+                self._order.setdefault(edge_channel(edge), deque()).append(edge.name)
         first = 1 + len(channels_of(plan, demand))
         self._tags = {e.name: first + i for i, e in enumerate(plan.edges)}
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
@@ -149,6 +154,13 @@ class DistTransport(Transport):
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
+        if order := self._order.get(self._channels[edge.name]):
+            if order[0] != edge.name:
+                raise RunError(
+                    f"worker {self.worker} sends {edge.name} where {order[0]} is due",
+                    hint="over NCCL, an edited stage must keep the order of its sends",
+                )
+            order.rotate(-1)
         layout = self._layouts[edge.name]
         flat = layout.flat(layout(value))
         self._keep(self.wires.isend(flat, edge.dst, self._channels[edge.name], self._tags[edge.name]))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fxpipe.batch import Splitter
 from fxpipe.errors import RunError
-from fxpipe.runtime.assembly import Recipe, choose, load_plan, open_worker
+from fxpipe.folder import read_plan
+from fxpipe.runtime.assembly import Recipe, choose, open_worker
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import cut
 from fxpipe.runtime.final_weights import buffer_worker
@@ -63,7 +64,7 @@ class LocalPipeline:
         keep_gradients: bool = True,
     ) -> None:
         self.folder = Path(folder)
-        self.plan = load_plan(folder)
+        self.plan = read_plan(folder)
         self.recipe: Recipe = choose(self.plan, schedule, policy)
         self.device = torch.device(device or self.plan.device)
         self.report = report

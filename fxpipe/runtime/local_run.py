@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from fxpipe.runtime.assembly import load_plan
+from fxpipe.folder import read_plan
 from fxpipe.runtime.feed import Feed, TrainingTask
 from fxpipe.runtime.final_weights import held, write_final_weights
 from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.record import WEIGHTS, LineProgress, Progress, Record, samples_of, worker_row
+from fxpipe.runtime.progress import Progress, default_progress
+from fxpipe.runtime.record import WEIGHTS, Record, samples_of, worker_row
 from fxpipe.runtime.tasks import task_of, warn_if_edited
 
 
@@ -26,15 +27,15 @@ def run_local(
 
     Args:
         task: the user's hooks; by default the file that options or plan name.
-        progress: by default lines on stderr, if `options.progress`.
+        progress: by default one that fits stderr, if `options.progress`.
 
     Raises:
         FxpipeError: whatever the user can mend.
     """
-    plan = load_plan(options.build)
+    plan = read_plan(options.build)
     task = task or task_of(options, plan)
     if progress is None and options.progress:
-        progress = LineProgress()
+        progress = default_progress()
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
         total = feed.total(options.steps, options.epochs)

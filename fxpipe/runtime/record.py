@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from fxpipe.errors import RunError
 from fxpipe.plan import Plan
 from fxpipe.runtime.executor import Times
+from fxpipe.runtime.progress import Progress
 
 Report = Callable[[int, float, "float | None"], None]
 """Told of a minibatch that is through: its number, its loss, the learning rate of worker 0 if it trains."""
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
-
-
-class Progress(Protocol):
-    """Told of every step; `close` ends the display."""
-
-    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Record:
@@ -114,32 +106,3 @@ def samples_of(plan: Plan) -> int:
     """Samples in a minibatch: dimension 0 of the first tensor of the batch, times the microbatches."""
     shapes = [leaf.tensor.shape for leaf in plan.batch if leaf.tensor is not None and leaf.tensor.shape]
     return (shapes[0][0] if shapes else 1) * plan.microbatches
-
-
-class LineProgress:
-    """A line on stderr every few seconds; on a terminal, one line that is written over."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
-        self._pause = 0.1 if self._terminal else 5.0
-        self._last = 0.0
-        self._open = False
-
-    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
-        now = perf_counter()
-        if now - self._last < self._pause and step < total:
-            return
-        self._last = now
-        text = f"step {step}/{total}  loss {loss:.4f}  {samples_per_second:.1f} samples/s"
-        if self._terminal:
-            self._stream.write(f"\r\x1b[K{text}")
-            self._open = True
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        if self._open:
-            self._stream.write("\n")
-            self._open = False

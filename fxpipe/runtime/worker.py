@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from fxpipe.batch import Splitter
 from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.folder import read_plan
 from fxpipe.plan import Plan
-from fxpipe.runtime.assembly import choose, load_plan, open_worker
+from fxpipe.runtime.assembly import choose, open_worker
 from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_errors
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import Feed, TrainingTask, cut, seed_everything
@@ -28,7 +29,8 @@ from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write
 from fxpipe.runtime.local_run import threads_for
 from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.record import WEIGHTS, LineProgress, Progress, Record, samples_of, worker_row
+from fxpipe.runtime.progress import Progress, default_progress
+from fxpipe.runtime.record import WEIGHTS, Record, samples_of, worker_row
 from fxpipe.runtime.tasks import task_of, warn_if_edited
 from fxpipe.runtime.wire import Layout
 from fxpipe.schedule import check
@@ -50,7 +52,7 @@ def join(
         PeerLost: another worker stopped first; the caller exits quietly.
         FxpipeError: the user's problem, on the worker where it showed.
     """
-    plan = load_plan(options.build)
+    plan = read_plan(options.build)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != plan.workers:
         raise RunError(
@@ -59,7 +61,7 @@ def join(
         )
     task = task or task_of(options, plan)
     if options.progress and progress is None and rank == 0:
-        progress = LineProgress()
+        progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
     device = _device(options.device or plan.device, local_workers)

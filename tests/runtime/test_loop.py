@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.batch import Splitter
-from fxpipe.runtime.assembly import choose, load_plan, open_worker
+from fxpipe.folder import read_plan
+from fxpipe.runtime.assembly import choose, open_worker
 from fxpipe.runtime.distributed import DistTransport
 from fxpipe.runtime.feed import cut
 from fxpipe.runtime.local import LocalPipeline
@@ -60,7 +61,7 @@ class StrictWires:
     """
 
     def __init__(self, hub: Hub, worker: int, by_channel: bool) -> None:
-        self.hub, self.worker, self.by_channel = hub, worker, by_channel
+        self.hub, self.worker, self.ordered = hub, worker, by_channel
 
     def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None) -> Message:
         time.sleep(random.random() * 2e-4)
@@ -71,7 +72,7 @@ class StrictWires:
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
-        return (source, target, channel if self.by_channel or tag is None else tag)
+        return (source, target, channel if self.ordered or tag is None else tag)
 
     def wait(self, message: Message) -> Tensor:
         self.finished(message)
@@ -104,7 +105,7 @@ def test_threads_are_the_local_run(
     mixed = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
     folder = toy(**{**mixed, **options}).save(tmp_path / "build")
     data = (batches * 2)[:STEPS]
-    plan = load_plan(folder)
+    plan = read_plan(folder)
     recipe = choose(plan)
     hub = Hub()
     losses: list[float] = []
