@@ -113,9 +113,7 @@ def load(folder: str | Path) -> Build:
     workers: tuple[WorkerSummary, ...] = ()
     if (folder / COSTS).is_file():
         rows = json.loads((folder / COSTS).read_text())["workers"]
-        workers = tuple(
-            WorkerSummary(**{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}) for r in rows
-        )
+        workers = tuple(WorkerSummary.from_row(row) for row in rows)
     return Build(plan, files, tensors, workers, folder)
 
 

@@ -14,7 +14,7 @@ from fxpipe.batch import split, tensor_spec
 from fxpipe.build import Build
 from fxpipe.folder import WEIGHTS
 from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
-from fxpipe.program import Program
+from fxpipe.program import Buffer, Parameter, Program
 from fxpipe.summary import summarize
 from fxpipe.tracing import Loss, capture
 from fxpipe.transform import Observer, run_passes
@@ -78,7 +78,8 @@ def lower(
     program = run_passes(program, default_passes(options), observers)
     plan = _plan(program, chosen.name, policy_name, microbatches)
     in_flight = schedules.check(chosen, minibatches=2 * workers + 2).in_flight
-    tensors = {p.names[0]: program.values[p.node] for p in (*program.parameters, *program.buffers)}
+    rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
+    tensors = {row.names[0]: program.values[row.node] for row in rows}
     return Build(
         plan=plan,
         files=program.files,

@@ -128,7 +128,7 @@ class _Recorder(TorchFunctionMode):
             torch_checkpoint._checkpoint_without_reentrant_generator,
         )
         torch_checkpoint.CheckpointFunction = Plain  # type: ignore[assignment,misc]
-        torch_checkpoint._checkpoint_without_reentrant_generator = plain  # type: ignore[assignment]
+        torch_checkpoint._checkpoint_without_reentrant_generator = plain
         try:
             yield
         finally:

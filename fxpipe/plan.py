@@ -207,7 +207,8 @@ def _tensor(body: dict[str, Any]) -> TensorSpec:
 
 
 def _part(body: dict[str, Any]) -> PartSpec:
-    return PartSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in body.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
+    return PartSpec(**fields)
 
 
 def _decode(body: dict[str, Any]) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fxpipe.aten import is_view
 from fxpipe.plan import PartSpec, Plan
@@ -35,6 +36,12 @@ class WorkerSummary:
     saved_bytes: int
     in_flight: int
     memory_bytes: int
+
+    @staticmethod
+    def from_row(row: dict[str, Any]) -> WorkerSummary:
+        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        return WorkerSummary(**fields)
 
 
 def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...]) -> list[WorkerSummary]:

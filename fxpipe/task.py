@@ -194,9 +194,10 @@ def source_digests(path: Path) -> dict[str, str]:
     files = {path.resolve()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and "site-packages" not in file:
+        # Modules that torch makes up have a bare name here, "_ops.py", which no working directory may give a meaning.
+        if isinstance(file, str) and file.endswith(".py") and os.path.isabs(file) and "site-packages" not in file:
             resolved = Path(file).resolve()
-            if resolved.is_relative_to(root) and not _is_environment(resolved, root):
+            if resolved.is_relative_to(root) and resolved.is_file() and not _is_environment(resolved, root):
                 files.add(resolved)
     return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
 

@@ -81,7 +81,7 @@ class _Tensors:
         rows: dict[Any, int] = {}
         for group in (model.named_parameters, model.named_buffers):
             for name, tensor in group(remove_duplicate=False):
-                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
                     raise CaptureError(
                         f"{name} is lazy: it has no shape yet",
                         hint="run the model once on a batch inside model(), so that its lazy modules are initialised",
@@ -397,7 +397,7 @@ class _Reader:
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
         target = node.target
-        base = getattr(target, "_opname", None) or getattr(target, "__name__", "value")
+        base: str = getattr(target, "_opname", None) or getattr(target, "__name__", "value")
         stem = identifier(f"{module}.{base}" if module else base)
         node._rename(("d_" if phase == "B" else "") + stem)
 

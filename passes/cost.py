@@ -123,4 +123,4 @@ def _flops(node: fx.Node) -> float:
         return 0.0
     args = fx.map_arg(node.args, value)
     kwargs = fx.map_arg(node.kwargs, value)
-    return float(formula(*args, **kwargs, out_val=value(node)))  # type: ignore[misc]
+    return float(formula(*args, **kwargs, out_val=value(node)))
