@@ -40,7 +40,9 @@ class WorkerSummary:
     @staticmethod
     def from_row(row: dict[str, Any]) -> WorkerSummary:
         """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+        }
         return WorkerSummary(**fields)
 
 

@@ -397,7 +397,7 @@ class _Reader:
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
         target = node.target
-        base: str = getattr(target, "_opname", None) or getattr(target, "__name__", "value")
+        base = str(getattr(target, "_opname", None) or getattr(target, "__name__", "value"))
         stem = identifier(f"{module}.{base}" if module else base)
         node._rename(("d_" if phase == "B" else "") + stem)
 
