@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,10 @@ def run_command(
         raise click.UsageError("--steps and --epochs exclude each other")
     joined = running_under_torchrun()
     if Path(build).suffix == ".py":
-        build, model = _compiled(build, workers, Path(out) / "build", joined), build
+        if joined:
+            raise click.UsageError("under torchrun, compile first and give the build directory")
+        wanted = {"-n": workers, "--schedule": schedule, "--policy": policy, "--threads": threads}
+        build, model = _compiled(build, Path(out) / "build", wanted), build
     options = RunOptions(
         build=build,
         model_file=model,
@@ -90,12 +94,12 @@ def run_command(
     return 0
 
 
-def _compiled(model: str, workers: int, folder: Path, joined: bool) -> str:
+def _compiled(model: str, folder: Path, wanted: dict[str, Any]) -> str:
     from fxpipe.cli.compile import compile_command
 
-    if joined:
-        raise click.UsageError("under torchrun, compile first and give the build directory")
-    compile_command.main([model, "-n", str(workers), "-o", str(folder)], standalone_mode=False)
+    options = [text for name, value in wanted.items() if value is not None for text in (name, str(value))]
+    with redirect_stdout(sys.stderr):  # stdout is for what the run says
+        compile_command.main([model, "-o", str(folder), *options], standalone_mode=False)
     return str(folder)
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from fxpipe.batch import split
+from fxpipe.batch import Splitter, split
 from fxpipe.build import Build
 from fxpipe.tracing import AUTOCAST, Loss
 
@@ -111,8 +110,8 @@ def _emitted(build: Build, batch: Any, seed: int) -> _Step:
     gradients: dict[str, torch.Tensor] = {}
     total = torch.zeros(())
     with torch.random.fork_rng(), torch.no_grad():
-        for j, part in enumerate(split(batch, plan.microbatches)):
-            leaves = dict(zip([leaf.name for leaf in plan.batch], pytree.tree_leaves(part), strict=True))
+        for j, part in enumerate(Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)):
+            leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
             comm = _Comm()
             kept: list[list[Any]] = []
             torch.manual_seed(seed + j)

@@ -89,15 +89,22 @@ class Splitter:
         leaves: the leaves of one microbatch, from the plan.
         spec: the serialised pytree, from the plan.
         microbatches: how many a minibatch is cut into.
+        device: where the tensors are wanted.
     """
 
-    def __init__(self, leaves: Sequence[LeafSpec], spec: str, microbatches: int) -> None:
+    def __init__(
+        self, leaves: Sequence[LeafSpec], spec: str, microbatches: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.leaves = tuple(leaves)
         self.spec = pytree.treespec_loads(spec)
         self.microbatches = microbatches
+        self.device = device
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
         """For each microbatch its tensors and constants, in the plan's order.
+
+        Tensors are copies, since minibatches stay in flight while an iterable may fill the same memory again; and they
+        lie as the captured ones did, since the captured code may rely on strides.
 
         Raises:
             BatchError: names every leaf that differs from the captured one.
@@ -105,12 +112,18 @@ class Splitter:
         values, spec = pytree.tree_flatten(batch)
         if spec != self.spec:
             raise BatchError(
-                f"the batch of step {minibatch} is built differently from the one captured: {spec} for {self.spec}",
+                f"the batch of step {minibatch + 1} is built differently from the one captured: {spec} for {self.spec}",
                 hint="every batch of train_data() must have the same structure; compile again if it changed",
             )
         self._check(values, minibatch)
         parts = [pytree.tree_leaves(part) for part in split(batch, self.microbatches)]
-        return [tuple(part) for part in parts]
+        return [tuple(map(self._placed, self.leaves, part)) for part in parts]
+
+    def _placed(self, leaf: LeafSpec, value: Any) -> Any:
+        if leaf.tensor is None:
+            return value
+        made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
+        return made.copy_(value.detach())
 
     def _check(self, values: Sequence[Any], minibatch: int) -> None:
         wrong = []
@@ -132,6 +145,6 @@ class Splitter:
                 )
         if wrong:
             raise BatchError(
-                f"the batch of step {minibatch} does not fit the captured program: " + "; ".join(wrong),
+                f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
                 hint="a build holds one batch shape: drop the last, smaller batch (drop_last=True) or pad it",
             )

@@ -26,7 +26,8 @@ def read_plan(folder: str | Path) -> Plan:
     folder = Path(folder)
     if not (folder / PLAN).is_file():
         raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
-    return Plan.from_json((folder / PLAN).read_text(encoding="utf-8"), str(folder / PLAN))
+    text = (folder / PLAN).read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 fails the digest
+    return Plan.from_json(text, str(folder / PLAN))
 
 
 def _again(folder: Path) -> str:
@@ -131,17 +132,23 @@ def replacing(folder: Path) -> Iterator[Path]:
     Raises:
         BuildError: the disk says no.
     """
-    parent = folder.resolve().parent
+    target = folder.resolve()
+    parent = target.parent
     fresh = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
         yield fresh
         fresh.chmod(0o755)
         old = fresh.with_name(fresh.name + "-old")
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder.resolve())
+        if target.exists():
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint="choose another -o") from error

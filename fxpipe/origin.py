@@ -8,6 +8,7 @@ While a step is traced, module hooks keep the path, a TorchFunctionMode finds th
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import linecache
 import os
@@ -153,6 +154,12 @@ def user_traceback(error: BaseException) -> str | None:
             found = f"{short(name)}:{traceback.tb_lineno}: {text(name, traceback.tb_lineno)}"
         traceback = traceback.tb_next
     return found
+
+
+def definition(function: Callable[..., Any]) -> str | None:
+    """`file.py:12, in loss`: where a function is defined; None for a callable without code of its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else f"{short(code.co_filename)}:{code.co_firstlineno}, in {code.co_name}"
 
 
 def short(file: str) -> str:

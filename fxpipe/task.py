@@ -61,10 +61,11 @@ class Task:
             )
         return made
 
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The user's loss, errors and all: capture explains them."""
-        result: torch.Tensor = self.module.loss(model, batch)
-        return result
+    @property
+    def loss(self) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """The user's own function: capture explains its errors, and says where it stands."""
+        function: Callable[[nn.Module, Any], torch.Tensor] = self.module.loss
+        return function
 
     def train_data(self) -> Iterable[Any]:
         """A fresh iterable of batches: one epoch."""
@@ -176,7 +177,8 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
-        raise TaskError(f"syntax error: {error.msg}", where=f"{path.name}:{error.lineno}: {error.text}") from error
+        line = (error.text or "").strip()
+        raise TaskError(f"syntax error: {error.msg}", where=f"{path.name}:{error.lineno}: {line}") from error
     except Exception as error:
         del sys.modules[name]
         raise TaskError(

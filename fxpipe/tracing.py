@@ -17,6 +17,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.utils import _pytree as pytree
 
 from fxpipe import origin
-from fxpipe.batch import describe
+from fxpipe.batch import describe, tensor_spec
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.plan import Phase
 from fxpipe.program import (
@@ -66,6 +67,8 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
     # Each leaf gets memory of its own: labels that alias the inputs must not be traced as one tensor.
     inputs = [v.detach().clone() for v in batch_values if isinstance(v, torch.Tensor)]
+    laid_out = iter(inputs)
+    leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in leaves]
     device = _one_device([*tensors.values, *inputs])
     traced = _trace(model, loss, spec, batch_values, tensors, inputs, device, autocast)
     return _Reader(traced, tensors, leaves, inputs).program(pytree.treespec_dumps(spec), device, autocast)
@@ -155,23 +158,26 @@ class _Step(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         with origin.recording(self.model):
-            return _scalar(self.loss(self.model, self.unflatten(inputs)))
+            return _scalar(self.loss(self.model, self.unflatten(inputs)), origin.definition(self.loss))
 
 
-def _scalar(loss: Any) -> torch.Tensor:
+def _scalar(loss: Any, where: str | None) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
             f"loss(model, batch) returned {type(loss).__name__}, not a tensor",
+            where=where,
             hint="return one scalar tensor",
         )
     if loss.numel() != 1 or loss.dim() > 0:
         raise CaptureError(
             f"loss(model, batch) returned a tensor of shape {list(loss.shape)}, not a scalar",
+            where=where,
             hint="reduce it: .mean() or .sum()",
         )
     if not loss.requires_grad:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient",
+            where=where,
             hint="look for .detach(), torch.no_grad() or .item() on the way to the loss",
         )
     return loss

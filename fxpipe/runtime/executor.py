@@ -200,7 +200,7 @@ class Executor:
         if isinstance(error, torch.OutOfMemoryError):
             hint = "use more workers, smaller batches or more microbatches"
         return RunError(
-            f"{name} of step {action.minibatch} ({action}) failed on worker {self.worker}: "
+            f"{name} of step {action.minibatch + 1} ({action}) failed on worker {self.worker}: "
             f"{type(error).__name__}: {error}",
             where=stage_line(error, self.stage.path) or str(self.stage.path),
             hint=hint,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ import torch
 from fxpipe.errors import FxpipeError, TaskError
 
 COUNTING_SECONDS = 30.0
-Split = Callable[[Any, int], list[tuple[Any, ...]]]
 
 
 class TrainingTask(Protocol):
@@ -102,20 +101,6 @@ class Feed:
                 random.setstate(others[0])
                 _set_numpy_state(others[1])
             torch.set_rng_state(outside)
-
-
-def cut(split: Split, batch: Any, minibatch: int, device: torch.device | str) -> list[tuple[Any, ...]]:
-    """The microbatches of a batch: for each its leaves in the plan's order, copied to the device.
-
-    Copied, since minibatches stay in flight while an iterable may fill the same tensor again.
-
-    Raises:
-        BatchError: the batch does not fit the build.
-    """
-    return [
-        tuple(v.detach().to(device, copy=True) if isinstance(v, torch.Tensor) else v for v in leaves)
-        for leaves in split(batch, minibatch)
-    ]
 
 
 def seed_everything(seed: int) -> None:

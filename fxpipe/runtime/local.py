@@ -18,7 +18,6 @@ from fxpipe.errors import RunError
 from fxpipe.folder import read_plan
 from fxpipe.runtime.assembly import Recipe, choose, open_worker
 from fxpipe.runtime.executor import Executor
-from fxpipe.runtime.feed import cut
 from fxpipe.runtime.final_weights import buffer_worker
 from fxpipe.runtime.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.record import Report
@@ -68,7 +67,7 @@ class LocalPipeline:
         self.recipe: Recipe = choose(self.plan, schedule, policy)
         self.device = torch.device(device or self.plan.device)
         self.report = report
-        self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches)
+        self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches, self.device)
         self._mailbox = Mailbox(self.plan)
         self._synchronous = self.recipe.schedule.synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
@@ -138,7 +137,7 @@ class LocalPipeline:
         if not self._rows:
             self._begin()
         minibatch = self.fed
-        for microbatch, leaves in enumerate(cut(self._split, batch, minibatch, self.device)):
+        for microbatch, leaves in enumerate(self._split(batch, minibatch)):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()

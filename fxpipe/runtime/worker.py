@@ -24,7 +24,7 @@ from fxpipe.plan import Plan
 from fxpipe.runtime.assembly import choose, open_worker
 from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_errors
 from fxpipe.runtime.executor import Executor
-from fxpipe.runtime.feed import Feed, TrainingTask, cut, seed_everything
+from fxpipe.runtime.feed import Feed, TrainingTask, seed_everything
 from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
 from fxpipe.runtime.local_run import threads_for
 from fxpipe.runtime.loop import train
@@ -103,7 +103,7 @@ class _Worker:
         self.executor: Executor = open_worker(
             plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device
         )
-        self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches)
+        self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
 
     def run(self) -> dict[str, Any] | None:
         """All actions, then the final weights."""
@@ -135,7 +135,7 @@ class _Worker:
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
         assert self.feed is not None
-        return cut(self.split, self.feed.next_batch(), minibatch, self.device)
+        return self.split(self.feed.next_batch(), minibatch)
 
     def _agree_total(self) -> int:
         box: list[Any] = [None]

@@ -65,7 +65,7 @@ def test_the_first_error_is_the_one_reported(toy: Any, tmp_path: Path, capfd: An
     folder = toy(**MIXED, spoil={1: ("z = g2", "z = g2 @ g2[:2]")}).save(tmp_path / "build")
     with pytest.raises(RunError) as caught:
         launch(RunOptions(str(folder), steps=50), 3)
-    assert "backward of step 0 (B0) failed on worker 1: RuntimeError" in str(caught.value)
+    assert "backward of step 1 (B0) failed on worker 1: RuntimeError" in str(caught.value)
     assert "stage_1.py:" in str(caught.value)
     assert "z = g2 @ g2[:2] * (1" in str(caught.value)
     _, err = capfd.readouterr()

@@ -235,7 +235,7 @@ def test_a_failing_line_is_named(toy: Any, batches: Any, tmp_path: Path) -> None
     with pytest.raises(RunError) as caught:
         pipeline.step(batches[0])
     text = str(caught.value)
-    assert "backward of step 0 (B0) failed on worker 1: RuntimeError" in text
+    assert "backward of step 1 (B0) failed on worker 1: RuntimeError" in text
     number = 1 + (folder / "stage_1.py").read_text().splitlines().index("    z = g1[:, :2] * (1 - h1 ** 2)")
     assert f"{folder.resolve()}/stage_1.py:{number}: z = g1[:, :2] * (1 - h1 ** 2)" in text
     with pytest.raises(RunError, match="an earlier step failed"):
@@ -252,5 +252,5 @@ def test_a_failing_optimizer_is_named(toy: Any, batches: Any, tmp_path: Path) ->
     pipeline = LocalPipeline(
         toy(schedule="1f1b").save(tmp_path / "build"), lambda named: torch.optim.LBFGS([p for _, p in named])
     )
-    with pytest.raises(RunError, match=r"update after step 0 failed on worker 1[\s\S]*LBFGS"):
+    with pytest.raises(RunError, match=r"update after step 1 failed on worker 1[\s\S]*LBFGS"):
         pipeline.step(batches[0])

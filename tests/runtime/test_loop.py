@@ -17,7 +17,6 @@ from fxpipe.batch import Splitter
 from fxpipe.folder import read_plan
 from fxpipe.runtime.assembly import choose, open_worker
 from fxpipe.runtime.distributed import DistTransport
-from fxpipe.runtime.feed import cut
 from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.loop import train
 from fxpipe.schedule import check
@@ -120,7 +119,7 @@ def test_threads_are_the_local_run(
                 executors[worker],
                 executors[worker].transport,
                 recipe.schedule.until(worker, STEPS),
-                (lambda m: cut(split, data[m], m, "cpu")) if first else None,
+                (lambda m: split(data[m], m)) if first else None,
                 (lambda m, loss, lr: losses.append(loss)) if first else None,
             )
             executors[worker].transport.finish()

@@ -1,0 +1,154 @@
+"""How much of two cores a two-worker pipeline turns into training. See README.md beside this file.
+
+Each round runs, one after the other: the pipeline (`async`, `spectrain`, two processes of one thread); and the single
+thread: the same emitted functions with the optimizer step, forward and backward of both stages in turn, in one process
+of one thread, with nothing communicated and nothing predicted. Efficiency is the pipeline's samples/s over twice the
+single thread's; the median over the rounds is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+GOAL = 0.93
+
+
+def compile_build(folder: Path) -> float:
+    """Seconds of `fxpipe compile`, the interpreter's start included."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "fxpipe", "compile", str(HERE / "model.py"), "-n", "2", "-o", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder.parent)
+    return time.perf_counter() - start
+
+
+def pipeline(folder: Path, steps: int) -> dict[str, Any]:
+    """A run's summary; samples/s without the first steps, in which the pipeline fills and memory is first touched."""
+    out = folder.parent / "out"
+    command = [sys.executable, "-m", "fxpipe", "run", str(folder), "--steps", str(steps), "--out", str(out), "--json"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder.parent)
+    summary: dict[str, Any] = json.loads(done.stdout)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    skip = len(lines) // 5
+    seconds = lines[-1]["seconds"] - lines[skip - 1]["seconds"]
+    summary["rate"] = (len(lines) - skip) * batch_size() / seconds
+    return summary
+
+
+def batch_size() -> int:
+    sys.path.insert(0, str(HERE))
+    import model
+
+    return model.BATCH
+
+
+def single_thread(folder: Path, steps: int) -> float:
+    """Samples/s of the emitted functions on one thread, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--single", str(folder), "--steps", str(steps)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
+    )
+    return float(done.stdout)
+
+
+def run_single(folder: Path, steps: int) -> float:
+    """The functions of all stages and the optimizer step, in turn, in this process."""
+    import torch
+
+    import fxpipe
+    from fxpipe.batch import Splitter
+    from fxpipe.task import load_task
+
+    torch.set_num_threads(1)
+    build = fxpipe.load(folder)
+    functions = []
+    for stage in build.plan.stages:
+        scope: dict[str, Any] = {}
+        exec(compile(build.files[stage.file], stage.file, "exec"), scope)
+        functions.append((stage, scope["forward"], scope["backward"]))
+    names = [leaf.name for leaf in build.plan.batch]
+    split = Splitter(build.plan.batch, build.plan.batch_spec, 1)
+    parameters = {p.name: torch.nn.Parameter(build.tensors[p.name]) for p in build.plan.parameters}
+    optimizer = load_task(HERE / "model.py").optimizer(list(parameters.items()))
+    data = load_task(HERE / "model.py").module.train_data()
+
+    class Mail(dict[str, torch.Tensor]):
+        send = dict.__setitem__
+        recv = dict.pop
+
+    def step(batch: Any) -> None:
+        leaves = dict(zip(names, split(batch, 0)[0], strict=True))
+        mail, kept = Mail(), []
+        for stage, forward, _ in functions:
+            weights = [parameters[n] for n in stage.forward.weights]
+            buffers = [build.tensors[n] for n in stage.forward.buffers]
+            kept.append(forward(weights, buffers, [leaves[n] for n in stage.forward.batch], mail)[2])
+        for (stage, _, backward), saved in reversed(list(zip(functions, kept, strict=True))):
+            weights = [parameters[n] for n in stage.backward.weights]
+            buffers = [build.tensors[n] for n in stage.backward.buffers]
+            for name, gradient in zip(stage.backward.gradients, backward(weights, buffers, saved, mail), strict=True):
+                parameters[name].grad = gradient
+        optimizer.step()
+
+    with torch.no_grad():
+        for i in range(max(2, steps // 5)):
+            step(data[i % len(data)])
+        start = time.perf_counter()
+        for i in range(steps):
+            step(data[i % len(data)])
+        return steps * batch_size() / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.single:
+        print(run_single(options.single, options.steps))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "build"
+        seconds = compile_build(folder)
+        print(f"compile  {seconds:.1f} s (with the start of Python and torch)")
+        rows = []
+        for i in range(options.rounds):
+            alone = single_thread(folder, options.steps // 2)
+            summary = pipeline(folder, options.steps)
+            rows.append({"single": alone, "pipeline": summary["rate"], "workers": summary["workers"]})
+            ratio = summary["rate"] / (2 * alone)
+            print(
+                f"round {i + 1}  single {alone:.2f}  pipeline {summary['rate']:.2f} samples/s  efficiency {ratio:.3f}"
+            )
+    report(rows, seconds)
+
+
+def report(rows: list[dict[str, Any]], seconds: float) -> None:
+    efficiency = statistics.median(r["pipeline"] / (2 * r["single"]) for r in rows)
+    print(f"\nefficiency {efficiency:.3f} (median of {len(rows)} rounds; goal {GOAL})")
+    for rank in range(2):
+        parts = {
+            key: statistics.median(r["workers"][rank][key] for r in rows)
+            for key in ("busy", "forward_ms", "backward_ms", "wait_ms")
+        }
+        text = ", ".join(f"{k.removesuffix('_ms')} {v:.2f}" + (" ms" if "_ms" in k else "") for k, v in parts.items())
+        print(f"worker {rank}  {text}")
+    (HERE / "result.json").write_text(
+        json.dumps({"efficiency": efficiency, "compile_seconds": seconds, "rounds": rows}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
