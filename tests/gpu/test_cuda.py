@@ -1,0 +1,80 @@
+"""What needs a CUDA device: stages on it, two workers that share one over gloo, NCCL where there are two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import cuts
+from small_models import CASES
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.agreement import compare_with_eager
+from fxpipe.runtime.launch import launch
+from fxpipe.runtime.local_run import run_local
+from fxpipe.runtime.options import RunOptions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SUPPORT = Path(__file__).parents[1] / "support"
+MODEL = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from small_models import CASES
+
+case = CASES["gpt"]
+loss = case.loss
+
+def model():
+    return case.make().cuda()
+
+def train_data():
+    return [tuple(t.cuda() for t in batch) for batch in case.batches(4)]
+"""
+
+
+def on_cuda(name: str) -> tuple[nn.Module, Any]:
+    case = CASES[name]
+    batch = pytree.tree_map(lambda v: v.cuda() if isinstance(v, torch.Tensor) else v, case.batches(1)[0])
+    return case.make().cuda(), batch
+
+
+@pytest.mark.parametrize("shift", [0, 1, -1])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
+def test_stages_agree_with_eager_on_cuda(name: str, shift: int) -> None:
+    case = CASES[name]
+    model, batch = on_cuda(name)
+    build = fxpipe.compile(model, case.loss, batch, workers=3, **cuts(case, 3, shift))
+    assert build.plan.device == "cuda"
+    assert compare_with_eager(build, model, case.loss, batch).largest < 1e-4
+
+
+def test_measured_costs_come_from_events() -> None:
+    model, batch = on_cuda("gpt")
+    build = fxpipe.compile(model, CASES["gpt"].loss, batch, workers=2)
+    assert all(w.forward_ms > 0 and w.backward_ms > 0 for w in build.workers)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 2), ("async", 1)])
+def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microbatches: int) -> None:
+    """Over NCCL with two devices, over gloo with one that both workers share."""
+    (tmp_path / "model.py").write_text(MODEL)
+    case = CASES["gpt"]
+    model, batch = on_cuda("gpt")
+    build = fxpipe.compile(
+        model, case.loss, batch, workers=2, schedule=schedule, microbatches=microbatches, **cuts(case, 2, 1)
+    )
+    build.save(tmp_path / "build", model_file=tmp_path / "model.py")
+
+    def options(out: str) -> RunOptions:
+        return RunOptions(str(tmp_path / "build"), steps=6, out=str(tmp_path / out))
+
+    local, real = run_local(options("local")), launch(options("real"), 2)
+    assert local["losses"] == pytest.approx(real["losses"], rel=1e-5)  # atomics in embedding's backward

@@ -1,0 +1,111 @@
+"""`fxpipe` as its user meets it: in this process, which is quick, or in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fxpipe.cli.main import main
+
+QUICK = ("--cost", "analytic", "--threads", "1")  # of compile
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """All of stdout, which must be one JSON object."""
+        assert self.code == 0, self
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+
+def fxpipe(*arguments: object) -> Result:
+    """Run a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    assert isinstance(stopped.value.code, int)
+    return Result(stopped.value.code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """Start a command in a process of its own, the leader of a new session."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fxpipe", *map(str, arguments)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def fxpipe_process(*arguments: object, **environment: str) -> Result:
+    """Run a command in a process of its own."""
+    process = start(*arguments, **environment)
+    return finish(process, 120)
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> Result:
+    """Wait for a started command; past `timeout` seconds it is killed and the test fails."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return Result(process.returncode, out, err)
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
+    """Wait until a started run has trained at least one step."""
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and metrics.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes(text: str) -> dict[int, dict[str, str]]:
+    """Processes whose command line holds `text`, by id, each with its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (folder / "cmdline").read_bytes():
+                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                found[int(folder.name)] = dict(e.split("=", 1) for e in entries if "=" in e)
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder: the content of each file, None for a folder. Python's caches do not count."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts
+    }
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Inside, nothing below `folder` is made, changed or removed for good."""
+    before = files(folder)
+    yield
+    assert files(folder) == before
