@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import emit_json, print_table, warn
+from fxpipe.cli.output import emit_json, print_table, warn, working
 
 from fxpipe.policy import POLICIES
 from fxpipe.schedule import SCHEDULES
@@ -52,8 +52,9 @@ def run_command(
     """Train a BUILD directory (or a model file, which is compiled first).
 
     Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line and
-    the final weights as OUT/model.safetensors, under the model's own names. Under torchrun, the same command joins
-    the processes that torchrun started, on one machine or many.
+    the final weights as OUT/model.safetensors, under the model's own names. If the model file defines eval_data() and
+    metrics(model, batch), the final weights are evaluated. Under torchrun, the same command joins the processes that
+    torchrun started, on one machine or many.
 
     \b
     fxpipe run build/ --steps 500
@@ -87,6 +88,9 @@ def run_command(
     summary = _train(options, local, joined)
     if summary is None:  # a worker other than the first, under torchrun
         return 0
+    evaluated = _evaluate(options)
+    if evaluated:
+        summary["evaluation"] = evaluated
     if as_json:
         emit_json(summary)
     else:
@@ -135,6 +139,19 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
     return launch(options, plan.workers)
 
 
+def _evaluate(options: RunOptions) -> dict[str, float]:
+    from fxpipe.evaluate import evaluate
+    from fxpipe.folder import model_path, read_plan
+    from fxpipe.runtime.record import WEIGHTS
+    from fxpipe.task import load_task
+
+    path = model_path(read_plan(options.build), options.build, options.model_file)
+    if path is None or options.out is None:
+        return {}
+    with working("evaluating"):
+        return evaluate(load_task(path), Path(options.out) / WEIGHTS)
+
+
 def _print(summary: dict[str, Any]) -> None:
     losses = summary["losses"]
     tail = losses[-min(len(losses), 20) :]
@@ -153,5 +170,7 @@ def _print(summary: dict[str, Any]) -> None:
         for w in summary["workers"]
     ]
     print_table(["", "busy", "forward", "backward", "wait"], rows)
+    if "evaluation" in summary:
+        click.echo("held out " + ", ".join(f"{name} {value:.4f}" for name, value in summary["evaluation"].items()))
     click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     click.echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")

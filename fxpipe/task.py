@@ -100,6 +100,11 @@ class Task:
         """The user's learning-rate scheduler, stepped once after every update; None where none is defined."""
         return self._call("lr_scheduler", optimizer) if hasattr(self.module, "lr_scheduler") else None
 
+    @property
+    def validates(self) -> bool:
+        """Whether the file defines validation: both eval_data and metrics."""
+        return hasattr(self.module, "eval_data") and hasattr(self.module, "metrics")
+
     def _place(self, hook: str) -> str:
         function = getattr(self.module, hook, None)
         if isinstance(function, FunctionType):

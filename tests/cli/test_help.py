@@ -62,7 +62,7 @@ def test_every_option_is_explained(name: str) -> None:
         (["compile"], "Missing argument 'MODEL'"),
         (["compile", "model.py", "-n", "0"], "0 is not in the range"),
         (["compile", "model.py", "--schedule", "1f2b"], "'1f2b' is not one of"),
-        (["run", "build", "--stesp", "3"], "No such option: --stesp Did you mean --steps?"),
+        (["run", "build", "--stesp", "3"], "--steps"),
         (["run", "build", "--steps", "3", "--epochs", "1"], "--steps and --epochs exclude each other"),
         (["trian"], "No such command 'trian'"),
         ([], "Usage: fxpipe"),
@@ -71,7 +71,7 @@ def test_every_option_is_explained(name: str) -> None:
 def test_a_wrong_request_exits_with_2(arguments: list[str], message: str) -> None:
     result = fxpipe(*arguments)
     assert result.code == 2
-    assert message in result.err.replace("(Did you mean", "Did you mean")
+    assert message in result.err
     assert result.out == ""
 
 

@@ -1,0 +1,40 @@
+"""Validation of a run's final weights: loaded back into the user's own model, in eval mode, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fxpipe.errors import TaskError
+from fxpipe.task import Task, user_frame
+
+
+def evaluate(task: Task, weights: Path) -> dict[str, float]:
+    """The mean over `eval_data()` of every value of `metrics(model, batch)`; empty if the file defines neither.
+
+    Raises:
+        TaskError: a hook failed, or metrics gave something that is not a number.
+    """
+    if not task.validates:
+        return {}
+    model = task.model()
+    model.load_state_dict(load_file(weights))
+    model.eval()
+    totals: dict[str, float] = {}
+    count = 0
+    with torch.no_grad():
+        try:
+            for batch in task.module.eval_data():
+                for name, value in task.module.metrics(model, batch).items():
+                    totals[name] = totals.get(name, 0.0) + float(value)
+                count += 1
+        except Exception as error:
+            raise TaskError(
+                f"validation raised {type(error).__name__}: {error}",
+                where=user_frame(error, task.path) or task.path.name,
+                hint="metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in "
+                f"{weights.name}",
+            ) from error
+    return {name: total / count for name, total in totals.items()}

@@ -1,0 +1,243 @@
+"""What `fxpipe compile` prints and writes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
+from model_files import PARAMETERS, write_model
+
+from fxpipe import agreement
+from fxpipe.folder import read_plan
+from fxpipe.plan import Plan
+from fxpipe.summary import WorkerSummary
+
+BUILD = {"plan.json", "stage_0.py", "stage_1.py", "weights.safetensors", "costs.json"}
+DISTINCT = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model file, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return write_model(tmp_path)
+
+
+def test_the_table(model: Path) -> None:
+    result = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--verify")
+    assert result.code == 0
+    assert result.err == ""
+    lines = [line.strip() for line in result.out.splitlines() if line.strip()]
+    assert lines[0].split() == "forward from backward from F B owns replicas in out memory".split()
+    first, second = lines[2:4]
+    assert first.startswith("worker 0   first (")
+    assert second.startswith("worker 1   blocks.2 (")
+    assert "blocks.1 (" in second
+    assert "units" in second
+    assert second.endswith("KiB")
+    assert lines[4].startswith("async · spectrain · 1 microbatch · balance ")
+    assert lines[5].startswith("against eager PyTorch: loss ")
+    assert lines[6] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
+    assert set(files(model.parent / "build")) == BUILD
+
+
+def test_json(model: Path) -> None:
+    arguments = ("--schedule", "1f1b", "--microbatches", 2, "-o", "here", *QUICK, *DISTINCT)
+    result = fxpipe("compile", "model.py", *arguments, "--verify", "--json")
+    assert result.err == ""
+    said = result.json
+    assert list(said) == [
+        "out",
+        "schedule",
+        "policy",
+        "microbatches",
+        "forward_cuts",
+        "backward_cuts",
+        "workers",
+        "warnings",
+        "verify",
+    ]
+    assert (said["out"], said["schedule"], said["policy"], said["microbatches"]) == ("here", "1f1b", "latest", 2)
+    assert (said["forward_cuts"], said["backward_cuts"], said["warnings"]) == (["blocks.2"], ["blocks.1"], [])
+    assert [list(w) for w in said["workers"]] == [[f.name for f in dataclasses.fields(WorkerSummary)]] * 2
+    assert [w["begins"] for w in said["workers"]] == [["first", "first"], ["blocks.2", "blocks.1"]]
+    assert [w["owned"] for w in said["workers"]] == [4, 10]
+    assert [w["replicas"] for w in said["workers"]] == [2, 0], "blocks.1 runs forward away from its owner"
+    assert set(said["verify"]["gradients"]) == PARAMETERS
+    assert max(said["verify"]["gradients"].values()) < 1e-5
+    assert said["verify"]["loss"] < 1e-6
+    assert "norm.running_mean" in said["verify"]["buffers"]
+    assert "verify" not in fxpipe("compile", "model.py", *arguments, "--json").json
+
+
+def test_verify_in_bf16(model: Path) -> None:
+    result = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--autocast", "bf16", "--verify")
+    assert result.code == 0, result.err
+    assert "torch.bfloat16" in (model.parent / "build" / "stage_0.py").read_text()
+
+
+@pytest.mark.parametrize("error", [1e-3, float("nan")])
+def test_verify_fails_on_a_wrong_stage(model: Path, monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    wrong = agreement.Agreement(0.0, {"head.weight": error}, {})
+    monkeypatch.setattr(agreement, "compare_with_eager", lambda *_, **__: wrong)
+    result = fxpipe("compile", "model.py", *QUICK, "--verify")
+    assert result.code == 1
+    assert "differ from eager PyTorch" in result.err
+    assert "(head.weight)" in result.out
+
+
+def test_a_stage_says_what_it_is(model: Path) -> None:
+    fxpipe("compile", model, *QUICK, *DISTINCT)
+    text = (model.parent / "build" / "stage_1.py").read_text()
+    header = text.split('"""')[1].splitlines()
+    assert header[0] == (
+        "Stage 1 of 2, made by: fxpipe compile model.py -n 2 --fp-cut blocks.2 --bp-cut blocks.1 "
+        "--schedule async --microbatches 1"
+    )
+    fields = {line.split()[0]: line.split(maxsplit=1)[1] for line in header[2:8] if line}
+    assert fields["forward"].endswith(", blocks.2 to loss")
+    assert fields["backward"].endswith(", blocks.1 to loss")
+    assert fields["owns"].startswith("10 parameters, ")
+    assert fields["receives"].endswith(" bytes a microbatch")
+    assert fields["sends"].endswith(" bytes a microbatch")
+    replicas = (model.parent / "build" / "stage_0.py").read_text().split('"""')[1]
+    assert "replicas  blocks.1.weight, blocks.1.bias: 288 bytes" in replicas
+    assert "# blocks.2 · model.py:17: x = F.dropout(" in text
+    assert str(model.parent) not in text
+
+
+@pytest.mark.multiproc
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "elsewhere" / "two"
+    for folder in (one, two):
+        write_model(folder)
+    measured = ("--threads", "1", "-n", "3", "--fp-cut", "blocks.1", "--fp-cut", "blocks.3", "--bp-cut", "first",
+                "--bp-cut", "head")  # fmt: skip
+    measured = (*measured[:7], "--bp-cut", "blocks.0", "--bp-cut", "head")
+    assert fxpipe("compile", one / "model.py", "-o", one / "build", *measured).code == 0
+    other = fxpipe_process("compile", two / "model.py", "-o", two / "build", *measured, PYTHONHASHSEED="7")
+    assert other.code == 0, other.err
+    made = [files(folder / "build") for folder in (one, two)]
+    for found in made:
+        assert found.pop("costs.json")
+    assert made[0].keys() == {*BUILD, "stage_2.py"} - {"costs.json"}
+    assert made[0] == made[1]
+
+
+def test_a_seed_is_another_model(model: Path) -> None:
+    weights = []
+    for seed in (0, 0, 1):
+        fxpipe("compile", "model.py", *QUICK, "--seed", seed)
+        weights.append((model.parent / "build" / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_an_earlier_build_is_replaced_whole(model: Path) -> None:
+    assert fxpipe("compile", "model.py", "-n", 3, *QUICK).code == 0
+    build = model.parent / "build"
+    assert (build / "stage_2.py").exists()
+    (build / "stage_0.py").write_text("# edited\n")
+    assert fxpipe("compile", "model.py", "-n", 2, *QUICK).code == 0
+    assert set(files(build)) == BUILD
+    assert {p.name for p in model.parent.iterdir()} - {"__pycache__"} == {"model.py", "build"}
+    read_plan(build)
+
+
+def test_a_link_to_a_build_stays_a_link(model: Path) -> None:
+    (model.parent / "elsewhere").mkdir()
+    link = model.parent / "build"
+    link.symlink_to("elsewhere")
+    assert fxpipe("compile", "model.py", *QUICK).code == 0
+    assert fxpipe("compile", "model.py", *QUICK).code == 0
+    assert link.is_symlink()
+    assert set(files(model.parent / "elsewhere")) == BUILD
+    assert fxpipe("run", "build", "--local", "--steps", 1).code == 0
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a file"])
+def test_what_is_not_a_build_is_left_alone(model: Path, kind: str) -> None:
+    out = model.parent / "thesis"
+    if kind == "a folder":
+        out.mkdir()
+        (out / "chapter.txt").write_text("one")
+    else:
+        out.write_text("one")
+    with unchanged(model.parent):
+        result = fxpipe("compile", "model.py", "-o", "thesis", *QUICK)
+    assert result.code == 1
+    assert "thesis exists and is not an fxpipe build" in result.err
+    assert "hint: choose another -o" in result.err
+
+
+def test_an_empty_folder_is_taken(model: Path) -> None:
+    (model.parent / "build").mkdir()
+    assert fxpipe("compile", "model.py", *QUICK).code == 0
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize(
+    ("place", "error", "code", "message"),
+    [
+        ((Plan, "to_json"), KeyboardInterrupt(), 130, "interrupted"),
+        ((Path, "write_bytes"), OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
+        ((Path, "chmod"), PermissionError(errno.EACCES, "Permission denied"), 1, "Permission denied"),
+    ],
+)
+def test_a_compile_that_ends_early_leaves_nothing(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    earlier: bool,
+    place: tuple[Any, str],
+    error: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    if earlier:
+        fxpipe("compile", "model.py", *QUICK)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched, unchanged(model.parent):
+        patched.setattr(*place, fail)
+        result = fxpipe("compile", "model.py", "-n", 3, *QUICK)
+    assert result.code == code
+    assert message in result.err
+    assert result.out == ""
+
+
+def test_an_earlier_build_survives_when_the_new_one_cannot_take_its_place(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fxpipe("compile", "model.py", *QUICK)
+    rename = Path.rename
+
+    def fail_for_the_new(path: Path, target: Path) -> Path:
+        if (path / "stage_2.py").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, unchanged(model.parent):
+        patched.setattr(Path, "rename", fail_for_the_new)
+        result = fxpipe("compile", "model.py", "-n", 3, *QUICK)
+    assert result.code == 1
+    assert "build cannot be written: Input/output error" in result.err
+
+
+def test_the_files_a_build_depends_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own imports; not the modules that torch makes up, whose files are bare names."""
+    monkeypatch.syspath_prepend(str(model.parent))
+    (model.parent / "width_of_the_net.py").write_text("WIDTH = 8\n")
+    (model.parent / "_ops.py").write_text("never imported\n")
+    write_model(model.parent, ("import torch\n", "import torch\nfrom width_of_the_net import WIDTH\n"))
+    assert fxpipe("compile", "model.py", *QUICK).code == 0
+    del sys.modules["width_of_the_net"]
+    body = json.loads((model.parent / "build" / "plan.json").read_text())
+    assert sorted(body["sources"]) == ["model.py", "width_of_the_net.py"]
+    assert body["model_file"] == "../model.py"
