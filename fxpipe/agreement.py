@@ -7,6 +7,7 @@ random numbers in eager's own order, so dropout stays on and the masks are the s
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,8 @@ def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
         return 0.0
     found, expected = found.detach().double(), expected.detach().double()
     difference = (found - expected).norm().item()
-    if difference != difference:
-        return 0.0 if torch.equal(found.isnan(), expected.isnan()) else float("inf")
+    if not math.isfinite(difference):
+        return 0.0 if torch.allclose(found, expected, equal_nan=True) else math.inf
     return difference / max(expected.norm().item(), floor, 1e-30)
 
 

@@ -13,10 +13,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -95,6 +95,57 @@ class Build:
         from fxpipe.runtime.local import LocalPipeline
 
         return LocalPipeline.of(self, optimizer, schedule=schedule, policy=policy, seed=seed)
+
+    def join(
+        self,
+        train_data: Callable[[], Iterable[Any]],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        schedule: str | None = None,
+        policy: str | None = None,
+        seed: int = 0,
+        out: str | Path | None = None,
+        device: str | None = None,
+    ) -> dict[str, Any] | None:
+        """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
+
+        Args:
+            train_data: gives an epoch's batches; called on worker 0 alone.
+            steps, epochs: how long; one epoch if neither is given.
+            optimizer, lr_scheduler: made on each worker, from its own named parameters.
+            out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
+
+        Returns:
+            The summary of the run on rank 0, None elsewhere.
+
+        Raises:
+            BuildError: the build was never saved: all processes must load the same directory.
+            RunError: torchrun started another number of processes than the build has workers.
+        """
+        from fxpipe.runtime.options import RunOptions
+        from fxpipe.runtime.tasks import ObjectTask
+        from fxpipe.runtime.worker import join
+        from fxpipe.task import default_optimizer
+
+        if self.folder is None:
+            raise BuildError(
+                "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
+            )
+        options = RunOptions(
+            build=str(self.folder),
+            steps=steps,
+            epochs=epochs,
+            schedule=schedule,
+            policy=policy,
+            seed=seed,
+            out=None if out is None else str(out),
+            device=device,
+            progress=True,
+        )
+        return join(options, ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler))
 
 
 def load(folder: str | Path) -> Build:

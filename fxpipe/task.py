@@ -36,6 +36,11 @@ SIGNATURES = {
 }
 
 
+def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """What trains where the user says nothing."""
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.01, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Task:
     """A user's file, loaded: its hooks as methods, with defaults for the optional ones.
@@ -87,7 +92,7 @@ class Task:
     def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) where none is defined."""
         if not hasattr(self.module, "optimizer"):
-            return torch.optim.SGD([p for _, p in named_parameters], lr=0.01, momentum=0.9)
+            return default_optimizer(named_parameters)
         made = self._call("optimizer", named_parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise TaskError(

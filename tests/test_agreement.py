@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
+import torch
 from cached import captured, cuts, lowered
 from small_models import CASES
 
-from fxpipe.agreement import compare_with_eager
+from fxpipe.agreement import _error, compare_with_eager
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -33,3 +35,19 @@ def test_a_wrong_stage_is_found() -> None:
     assert broken != build.files["stage_0.py"]
     build = dataclasses.replace(build, files={**build.files, "stage_0.py": broken})
     assert compare_with_eager(build, model, case.loss, case.batches(1)[0]).largest > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, math.inf], [1.0, math.inf], 0.0),
+        ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, 2.0], [1.0, math.inf], math.inf),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf),
+        ([1.0, math.nan], [1.0, 2.0], math.inf),
+        ([1.5, math.nan], [1.0, math.nan], math.inf),
+    ],
+)
+def test_what_is_not_finite_agrees_only_with_itself(found: list[float], expected: list[float], error: float) -> None:
+    assert _error(torch.tensor(found), torch.tensor(expected), 0.0) == error

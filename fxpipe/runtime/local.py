@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.batch import Splitter
 from fxpipe.errors import RunError
@@ -23,6 +23,7 @@ from fxpipe.runtime.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.record import Report
 from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
 from fxpipe.schedule.action import Action
+from fxpipe.task import default_optimizer
 
 if TYPE_CHECKING:
     from fxpipe.build import Build
@@ -267,8 +268,3 @@ class LocalPipeline:
             f"the pipeline stands still: {waiting}",
             hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
         )
-
-
-def default_optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """What trains where the user says nothing."""
-    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.01, momentum=0.9)

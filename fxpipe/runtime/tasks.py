@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from fxpipe.errors import TaskError
 from fxpipe.plan import Plan
 from fxpipe.runtime.feed import TrainingTask
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
+
+
+@dataclass(frozen=True)
+class ObjectTask:
+    """The same hooks, given as objects."""
+
+    data: Callable[[], Iterable[Any]]
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None = None
+
+    def train_data(self) -> Iterable[Any]:
+        return self.data()
+
+    def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return self.make_optimizer(named_parameters)
+
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
+        return self.make_scheduler(optimizer) if self.make_scheduler else None
 
 
 def task_of(options: RunOptions, plan: Plan) -> TrainingTask:

@@ -207,7 +207,8 @@ class WeightStore:
         except Exception as error:
             name = type(self.optimizer).__name__
             raise RunError(
-                f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
+                f"the update after step {minibatch + 1} failed on worker {self.worker}: "
+                f"{type(error).__name__}: {error}",
                 where=f"{name}.step()",
                 hint="they are called as optimizer.step() and scheduler.step(), without arguments",
             ) from error

@@ -1,0 +1,88 @@
+"""The Python interface, as the README shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import CASES
+
+import fxpipe
+from fxpipe.errors import BuildError, RunError
+
+
+def test_compile_save_load_and_train(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    model = case.make()
+    build = fxpipe.compile(model, case.loss, case.batches(1)[0], workers=2, cost="analytic")
+    saved = build.save(tmp_path / "build")
+    loaded = fxpipe.load(tmp_path / "build")
+    assert loaded.plan == saved.plan
+    assert loaded.files == build.files
+    assert loaded.workers == build.workers
+    runs = [b.local(policy="stash").run(case.batches(5)) for b in (build, loaded)]
+    assert runs[0] == runs[1]
+
+
+def test_weights_load_back_into_the_model() -> None:
+    case = CASES["conv"]
+    model = case.make()
+    build = fxpipe.compile(model, case.loss, case.batches(1)[0], workers=3, cost="analytic")
+    pipeline = build.local()
+    pipeline.run(case.batches(3))
+    model.load_state_dict(pipeline.state_dict())
+    assert int(model.layers[0][1].num_batches_tracked) == 3
+
+
+def test_state_in_flight_is_refused() -> None:
+    case = CASES["gpt"]
+    pipeline = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic").local()
+    pipeline.step(case.batches(1)[0])
+    with pytest.raises(RunError, match="in flight"):
+        pipeline.state_dict()
+    pipeline.flush()
+    assert pipeline.state_dict()
+
+
+def test_non_contiguous_and_channels_last_batches() -> None:
+    case = CASES["conv"]
+    model = case.make()
+    x, y = case.batches(1)[0]
+    batches = [(x, y), (x.to(memory_format=torch.channels_last), y), (x.transpose(2, 3), y.clone())]
+    build = fxpipe.compile(model, case.loss, batches[0], workers=2, cost="analytic")
+    losses = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0)).run(batches)
+    expected = [case.loss(model, batch).item() for batch in batches]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_unsaved_build_cannot_be_joined() -> None:
+    case = CASES["function"]
+    build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic")
+    with pytest.raises(BuildError, match="only a saved build"):
+        build.join(lambda: case.batches(2))
+
+
+@pytest.mark.multiproc
+def test_join_under_torchrun(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic").save(tmp_path / "build")
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent / "support")!r})
+import fxpipe, torch
+from small_models import CASES
+torch.set_num_threads(1)
+summary = fxpipe.load({str(tmp_path / "build")!r}).join(lambda: CASES["gpt"].batches(6), out={str(tmp_path / "out")!r})
+if summary is not None:
+    print(json.dumps(summary["losses"]))
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == build.local().run(case.batches(6))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
