@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from fxpipe.agreement import Agreement
     from fxpipe.build import Build
 
-TOLERANCE = {None: 1e-4, "bf16": 2e-2}  # of --verify, relative
+# Of --verify, relative. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
+TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 
 
 @click.command("compile")
@@ -43,6 +43,7 @@ TOLERANCE = {None: 1e-4, "bf16": 2e-2}  # of --verify, relative
     show_default=True,
     help="Where the times come from that the cuts balance.",
 )
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where the workers compute. [default: the model's]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
 @click.option("--seed", default=0, show_default=True, help="Seed of the initial weights.")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
@@ -58,6 +59,7 @@ def compile_command(
     microbatches: int | None,
     autocast: str | None,
     cost: Any,
+    device: str | None,
     threads: int | None,
     seed: int,
     verify: bool,
@@ -76,8 +78,10 @@ def compile_command(
     import torch
 
     from fxpipe.agreement import compare_with_eager
+    from fxpipe.batch import to_device
     from fxpipe.folder import check_target
     from fxpipe.lowering import compile
+    from fxpipe.runtime.local_run import threads_for
     from fxpipe.task import load_task, source_digests
 
     check_target(Path(out))
@@ -88,6 +92,8 @@ def compile_command(
         torch.manual_seed(seed)
         made = task.model()
         example = task.example()
+        if device is not None:
+            made, example = to_device(device, made, example)
     for warning in task.warnings:
         warn(warning)
     with working("compiling"):
@@ -103,7 +109,7 @@ def compile_command(
             backward_at=bp_cut,
             autocast=autocast,
             cost=cost,
-            threads=threads or max(1, (os.cpu_count() or 1) // workers),
+            threads=threads_for(threads, workers),
             command=_command(model, workers, fp_cut, bp_cut, schedule, microbatches, autocast),
         )
         build = dataclasses.replace(

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     "-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Stages, for a model file."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. [default: cores / workers]")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where the workers compute. [default: the build's]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(
     build: str,
@@ -46,7 +45,6 @@ def run_command(
     model: str | None,
     workers: int,
     threads: int | None,
-    device: str | None,
     as_json: bool,
 ) -> int:
     """Train a BUILD directory (or a model file, which is compiled first).
@@ -82,19 +80,21 @@ def run_command(
         seed=seed,
         out=out,
         threads=threads,
-        device=device,
         progress=not as_json or sys.stderr.isatty(),
     )
     summary = _train(options, local, joined)
-    if summary is None:  # a worker other than the first, under torchrun
-        return 0
-    evaluated = _evaluate(options)
-    if evaluated:
-        summary["evaluation"] = evaluated
-    if as_json:
-        emit_json(summary)
-    else:
-        _print(summary)
+    if summary is not None:  # else this is a worker other than the first, under torchrun
+        evaluated = _evaluate(options)
+        if evaluated:
+            summary["evaluation"] = evaluated
+        if as_json:
+            emit_json(summary)
+        else:
+            _print(summary)
+    if joined:
+        from fxpipe.runtime.worker import end_process
+
+        end_process(0)
     return 0
 
 
@@ -115,12 +115,12 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
             check_current(load_plan(options.build), options.build, options.model_file)
             check_output(options.out)
         from fxpipe.errors import PeerLost
-        from fxpipe.runtime.worker import join
+        from fxpipe.runtime.worker import end_process, join
 
         try:
             return join(options)
         except PeerLost:
-            sys.exit(1)  # the first error is another worker's, and it says it
+            end_process(1)  # the first error is another worker's, and it says it
     plan = load_plan(options.build)
     check_current(plan, options.build, options.model_file)
     check_output(options.out)
@@ -142,14 +142,14 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
 def _evaluate(options: RunOptions) -> dict[str, float]:
     from fxpipe.evaluate import evaluate
     from fxpipe.folder import model_path, read_plan
-    from fxpipe.runtime.record import WEIGHTS
+    from fxpipe.runtime.record import FINAL_WEIGHTS
     from fxpipe.task import load_task
 
     path = model_path(read_plan(options.build), options.build, options.model_file)
     if path is None or options.out is None:
         return {}
     with working("evaluating"):
-        return evaluate(load_task(path), Path(options.out) / WEIGHTS)
+        return evaluate(load_task(path), Path(options.out) / FINAL_WEIGHTS)
 
 
 def _print(summary: dict[str, Any]) -> None:

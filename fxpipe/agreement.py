@@ -6,7 +6,6 @@ random numbers in eager's own order, so dropout stays on and the masks are the s
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Splitter, split
 from fxpipe.build import Build
+from fxpipe.held import HeldTensors
 from fxpipe.tracing import AUTOCAST, Loss
 
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
@@ -44,9 +45,11 @@ def compare_with_eager(build: Build, model: nn.Module, loss: Loss, batch: Any, *
     eager = _eager(build, model, loss, batch, seed)
     emitted = _emitted(build, batch, seed)
     scale = FLOOR * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
+    gradients = {n: _error(emitted.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
+    gradients |= {n: math.inf for n, g in emitted.gradients.items() if n not in eager.gradients and g.any()}
     return Agreement(
         loss=_error(emitted.loss, eager.loss, 0.0),
-        gradients={n: _error(emitted.gradients[n], g, scale) for n, g in eager.gradients.items()},
+        gradients=gradients,
         buffers={n: _error(emitted.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
     )
 
@@ -58,10 +61,13 @@ class _Step:
     buffers: dict[str, torch.Tensor]
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+def _error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
+    if found is None:
+        return math.inf
     if found.numel() == 0:
         return 0.0
-    found, expected = found.detach().double(), expected.detach().double()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.detach().to(wide), expected.detach().to(wide)
     difference = (found - expected).norm().item()
     if not math.isfinite(difference):
         return 0.0 if torch.allclose(found, expected, equal_nan=True) else math.inf
@@ -69,11 +75,15 @@ def _error(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
 
 
 def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) -> _Step:
-    model = copy.deepcopy(model)
-    model.zero_grad(set_to_none=True)
+    held = HeldTensors(model)
+    given = [v.detach().clone() for v in held.values]
+    for i, v in enumerate(held.values[: held.parameters]):
+        given[i] = nn.Parameter(given[i], requires_grad=v.requires_grad)
+    batch = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, batch)  # the step may change it
     plan = build.plan
     total = torch.zeros(())
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), held.replaced(given):
+        held.hook(given)
         for j, part in enumerate(split(batch, plan.microbatches)):
             torch.manual_seed(seed + j)
             context = torch.autocast(plan.device, AUTOCAST[plan.autocast or "bf16"], enabled=bool(plan.autocast))
@@ -81,14 +91,15 @@ def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) ->
                 value = loss(model, part)
             (value / plan.microbatches).backward()
             total = total + value.detach().cpu() / plan.microbatches
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+        replaced = held.rebound(given)
+    rows = {names[0]: i for i, names in enumerate(held.names)}
     gradients = {}
     for p in plan.parameters:
-        gradient = parameters[p.name].grad
-        if p.trained and gradient is not None:
+        gradient = given[rows[p.name]].grad
+        if gradient is not None and (p.trained or gradient.any()):
             gradients[p.name] = gradient
-    return _Step(total, gradients, {b.name: buffers[b.name] for b in plan.buffers if b.home is not None})
+    new = {b.name: rows[b.name] for b in plan.buffers if b.home is not None}
+    return _Step(total, gradients, {name: replaced.get(row, given[row]) for name, row in new.items()})
 
 
 class _Comm:

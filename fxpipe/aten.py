@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +24,33 @@ _CHEAP = {
     aten._unsafe_view.default,
     aten.repeat.default,
 }
+
+
+# Norms whose statistics (their second and third value) have float32 where low-precision input meets float32 weights.
+_NORMS = {
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+}
+
+
+def true_value(node: fx.Node, traced: Any) -> Any:
+    """A node's fake value, right where torch's own is wrong: dtypes of norms under autocast on a CPU (torch 2.13)."""
+    inputs = [n.meta["val"] for n in node.all_input_nodes]
+    if node.target in (operator.getitem, aten.detach.default, aten.alias.default):
+        return inputs[0][node.args[1]] if is_getitem(node) else inputs[0]
+    tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+    if not tensors or tensors[0].device.type != "cpu" or {v.dtype for v in tensors} == {tensors[0].dtype}:
+        return traced
+    if node.target in _NORMS and tensors[0].dtype.itemsize == 2:
+        return (traced[0], *(v.to(torch.float32) for v in traced[1:3]), *traced[3:])
+    if node.target is aten.native_group_norm_backward.default:
+        return (traced[0].to(inputs[1].dtype), *traced[1:])
+    return traced
 
 
 def is_getitem(node: fx.Node) -> bool:

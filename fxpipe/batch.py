@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
@@ -39,11 +41,36 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
     if wrong:
         raise BatchError(
             "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
-            hint="convert numpy arrays with torch.from_numpy, and other containers to dict, list or tuple",
+            hint="convert numpy arrays with torch.from_numpy, other containers (dataclasses) to dict, list or tuple",
         )
     if not any(leaf.tensor for leaf in leaves):
         raise BatchError("the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors")
     return leaves, values, spec
+
+
+def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """The model and a batch's tensors on a device.
+
+    Raises:
+        BatchError: the device is not there.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
+    moved = pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
+    return model.to(device), moved
+
+
+def dump(spec: pytree.TreeSpec) -> str:
+    """The pytree's shape as text, the same for the same shape in every process; a namedtuple goes by its class name."""
+    stack = [spec]
+    while stack:
+        part = stack.pop()
+        stack += part.children()
+        kind = part.context if part.type is namedtuple else None
+        known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+        if kind is not None and (known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND):
+            pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return pytree.treespec_dumps(spec)
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:
@@ -96,7 +123,8 @@ class Splitter:
         self, leaves: Sequence[LeafSpec], spec: str, microbatches: int, device: torch.device | str = "cpu"
     ) -> None:
         self.leaves = tuple(leaves)
-        self.spec = pytree.treespec_loads(spec)
+        self.spec = spec
+        self._known: pytree.TreeSpec | None = None
         self.microbatches = microbatches
         self.device = device
 
@@ -110,11 +138,14 @@ class Splitter:
             BatchError: names every leaf that differs from the captured one.
         """
         values, spec = pytree.tree_flatten(batch)
-        if spec != self.spec:
-            raise BatchError(
-                f"the batch of step {minibatch + 1} is built differently from the one captured: {spec} for {self.spec}",
-                hint="every batch of train_data() must have the same structure; compile again if it changed",
-            )
+        if spec != self._known:
+            if dump(spec) != self.spec:
+                raise BatchError(
+                    f"the batch of step {minibatch + 1} is built differently from the one captured: "
+                    f"{spec} for {pytree.treespec_loads(self.spec)}",
+                    hint="every batch of train_data() must have the same structure; compile again if it changed",
+                )
+            self._known = spec
         self._check(values, minibatch)
         parts = [pytree.tree_leaves(part) for part in split(batch, self.microbatches)]
         return [tuple(map(self._placed, self.leaves, part)) for part in parts]

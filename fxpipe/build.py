@@ -108,7 +108,6 @@ class Build:
         policy: str | None = None,
         seed: int = 0,
         out: str | Path | None = None,
-        device: str | None = None,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
@@ -125,8 +124,8 @@ class Build:
             BuildError: the build was never saved: all processes must load the same directory.
             RunError: torchrun started another number of processes than the build has workers.
         """
+        from fxpipe.runtime.hooks import ObjectTask
         from fxpipe.runtime.options import RunOptions
-        from fxpipe.runtime.tasks import ObjectTask
         from fxpipe.runtime.worker import join
         from fxpipe.task import default_optimizer
 
@@ -142,7 +141,6 @@ class Build:
             policy=policy,
             seed=seed,
             out=None if out is None else str(out),
-            device=device,
             progress=True,
         )
         return join(options, ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler))

@@ -83,12 +83,6 @@ class PeerLost(RunError):
     """Another worker went away: never the first error, only its echo."""
 
 
-class Usage(FxpipeError):
-    """The request itself makes no sense."""
-
-    exit_code = 2
-
-
 def near(name: str, known: Iterable[str], limit: int = 3) -> str:
     """`", did you mean 'blocks.4'?"` for a misspelt name, or an empty string."""
     names = list(known)

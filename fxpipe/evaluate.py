@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from fxpipe.errors import TaskError
-from fxpipe.task import Task, user_frame
+from fxpipe.task import Task, place_in
 
 
 def evaluate(task: Task, weights: Path) -> dict[str, float]:
@@ -33,7 +33,7 @@ def evaluate(task: Task, weights: Path) -> dict[str, float]:
         except Exception as error:
             raise TaskError(
                 f"validation raised {type(error).__name__}: {error}",
-                where=user_frame(error, task.path) or task.path.name,
+                where=place_in(error, task.path) or task.path.name,
                 hint="metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in "
                 f"{weights.name}",
             ) from error

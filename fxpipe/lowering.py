@@ -15,6 +15,7 @@ from fxpipe.build import Build
 from fxpipe.folder import WEIGHTS
 from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
 from fxpipe.program import Buffer, Parameter, Program
+from fxpipe.runtime.demand import Demand
 from fxpipe.summary import summarize
 from fxpipe.tracing import Loss, capture
 from fxpipe.transform import Observer, run_passes
@@ -84,7 +85,7 @@ def lower(
         plan=plan,
         files=program.files,
         tensors={name: t.detach().clone() for name, t in tensors.items()},
-        workers=tuple(summarize(program, plan, in_flight)),
+        workers=tuple(summarize(program, plan, in_flight, Demand(plan, chosen, policies.make(policy_name)))),
         warnings=program.warnings,
     )
 

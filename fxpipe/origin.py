@@ -23,6 +23,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.errors import CaptureError
+
 KEY = "fxpipe_origin"
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
@@ -78,6 +80,12 @@ class _Recorder(TorchFunctionMode):
         if frame is not None:
             self.place = (frame.f_code.co_filename, frame.f_lineno)
             self.mark()
+        if func is torch.Tensor.data.__set__:  # the tracer does not see it
+            raise CaptureError(
+                "the step assigns to the .data of a tensor",
+                where=f"{short(self.place[0])}:{self.place[1]}: {text(*self.place)}",
+                hint="write `with torch.no_grad(): tensor.copy_(new)` instead",
+            )
         return func(*args, **(kwargs or {}))
 
     def mark(self) -> None:
@@ -117,7 +125,9 @@ class _Recorder(TorchFunctionMode):
         class Plain:
             @staticmethod
             def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-                with recorder.region():
+                # The reentrant form gives no gradient at all, not even to weights, unless an argument requires one.
+                needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+                with recorder.region(), torch.set_grad_enabled(needed and torch.is_grad_enabled()):
                     return function(*args)
 
         def plain(*args: Any, **kwargs: Any) -> Iterator[None]:

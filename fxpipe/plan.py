@@ -16,7 +16,7 @@ from fxpipe.errors import BuildError
 
 FORMAT = 1
 Phase = Literal["F", "B"]
-EdgeKind = Literal["input", "activation", "saved", "gradient", "weight"]
+EdgeKind = Literal["input", "activation", "saved", "gradient"]  # replicas of weights follow from `parameters`
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class BatchInput:
-    """A leaf of the batch; `node` is None for a plain constant and for a tensor that nothing reads."""
+    """A leaf of the batch; `node` is None for a plain constant."""
 
     node: str | None
     leaf: LeafSpec
@@ -123,7 +123,7 @@ class Program:
         values: the model's own tensors by placeholder name: parameters, buffers, constants.
         example: the example batch's tensors by placeholder name.
         batch_spec: the serialised pytree of a batch.
-        units: the module path each unit starts in, once `cost` has numbered them.
+        units: the module path each unit starts in, once `units` has numbered them.
         wires: the edge each Send/Recv node stands for, by node name, once `comm` has run.
         stages: each worker's two graphs, once `split` has run.
         files: the emitted source by file name, once `codegen` has run.
@@ -197,6 +197,11 @@ def info(node: fx.Node) -> NodeInfo:
     """The node's record; only calls have one."""
     record: NodeInfo = node.meta[INFO]
     return record
+
+
+def unit_name(path: str) -> str:
+    """A unit's module path; code outside modules, the loss function's among it, has none."""
+    return path or "(no module)"
 
 
 def value(node: fx.Node) -> Any:

@@ -7,14 +7,17 @@ from typing import Any
 
 from fxpipe.aten import is_view
 from fxpipe.plan import PartSpec, Plan
-from fxpipe.program import Program, info, size_of
+from fxpipe.program import Program, info, size_of, unit_name
+from fxpipe.runtime.demand import Demand
 
 
 @dataclass(frozen=True)
 class WorkerSummary:
-    """One worker. Times are milliseconds a microbatch, as `cost` has them; bytes are a microbatch's.
+    """One worker. Times are milliseconds a microbatch, as `cost` has them.
 
     Attributes:
+        begins: the module paths where its forward and its backward begin.
+        bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
         owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
         memory_bytes: weights, their gradients, replicas, and the saved values of all microbatches in flight. What the
@@ -46,11 +49,12 @@ class WorkerSummary:
         return WorkerSummary(**fields)
 
 
-def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...]) -> list[WorkerSummary]:
+def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...], demand: Demand) -> list[WorkerSummary]:
     """The table's rows, for a program that has been through every pass.
 
     Args:
         in_flight: microbatches that each worker holds at most, from the schedule's check.
+        demand: who reads which weights, for the bytes of replicas.
     """
     seconds: dict[tuple[int, str], float] = {}
     for node in program:
@@ -58,6 +62,7 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...]) -> list[
         key = (record.worker or 0, record.phase)
         seconds[key] = seconds.get(key, 0.0) + (record.seconds or 0.0)
     sizes = {p.name: p.tensor.bytes for p in plan.parameters}
+    traffic = _Traffic(plan, demand, sizes)
     rows = []
     for rank, stage in enumerate(plan.stages):
         owned = [p.name for p in plan.owned(rank)]
@@ -76,8 +81,8 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...]) -> list[
                 owned_bytes=owned_bytes,
                 replicas=len(copies),
                 replica_bytes=replica_bytes,
-                bytes_in=sum(e.tensor.bytes for e in plan.edges if e.dst == rank),
-                bytes_out=sum(e.tensor.bytes for e in plan.edges if e.src == rank),
+                bytes_in=traffic.arriving[rank],
+                bytes_out=traffic.leaving[rank],
                 saved_bytes=saved,
                 in_flight=in_flight[rank],
                 memory_bytes=2 * owned_bytes + replica_bytes + saved * in_flight[rank],
@@ -86,10 +91,27 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...]) -> list[
     return rows
 
 
+class _Traffic:
+    """Bytes that every worker receives and sends for one minibatch, in the steady state."""
+
+    def __init__(self, plan: Plan, demand: Demand, sizes: dict[str, int]) -> None:
+        self.arriving = [0] * plan.workers
+        self.leaving = [0] * plan.workers
+        for edge in plan.edges:
+            self._add(edge.src, edge.dst, edge.tensor.bytes * plan.microbatches)
+        steady = 4 * plan.workers  # a version that no warm-up reads
+        for owner in range(plan.workers):
+            for reader in demand.readers(owner):
+                for message in demand.messages(owner, reader, steady, 0, None):
+                    self._add(owner, reader, sum(sizes[name] for name in message.names))
+
+    def _add(self, source: int, target: int, count: int) -> None:
+        self.leaving[source] += count
+        self.arriving[target] += count
+
+
 def _name(plan: Plan, bounds: tuple[int, int]) -> str:
-    if bounds[0] == bounds[1]:
-        return "nothing"
-    return plan.units[bounds[0]] or "loss"
+    return unit_name(plan.units[bounds[0]]) if bounds[0] < bounds[1] else "nothing"
 
 
 def _saved_bytes(program: Program, rank: int) -> int:

@@ -122,11 +122,11 @@ class Task:
         except Exception as error:
             raise TaskError(
                 f"{hook}() raised {type(error).__name__}: {error}",
-                where=user_frame(error, self.path) or self._place(hook),
+                where=place_in(error, self.path) or self._place(hook),
             ) from error
 
 
-def user_frame(error: BaseException, path: Path) -> str | None:
+def place_in(error: BaseException, path: Path) -> str | None:
     """`model.py:12: the line` of the deepest frame of `error` that lies in `path`; None without one."""
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
@@ -153,7 +153,7 @@ def load_task(path: str | Path) -> Task:
     missing = [name for name in REQUIRED if not callable(getattr(module, name, None))]
     if missing:
         lines = [SIGNATURES[name] for name in missing]
-        guesses = [f"{g!r} for {name!r}" for name in missing for g in difflib.get_close_matches(name, unknown, 1, 0.6)]
+        guesses = [f"{g!r} to {name!r}" for name in missing for g in difflib.get_close_matches(name, unknown, 1, 0.6)]
         raise TaskError(
             f"{path.name} does not define {', '.join(missing)}",
             where=str(path),
@@ -192,7 +192,7 @@ def _import(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise TaskError(
-            f"importing it raised {type(error).__name__}: {error}", where=user_frame(error, path) or path.name
+            f"importing it raised {type(error).__name__}: {error}", where=place_in(error, path) or path.name
         ) from error
     return module
 

@@ -14,21 +14,27 @@ to each node.
 from __future__ import annotations
 
 import contextlib
+import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._higher_order_ops.effects import with_effects
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxpipe import origin
-from fxpipe.batch import describe, tensor_spec
+from fxpipe import origin, recurrent
+from fxpipe.aten import true_value
+from fxpipe.batch import describe, dump, tensor_spec
 from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.held import HeldTensors
 from fxpipe.plan import Phase
 from fxpipe.program import (
     INFO,
@@ -39,8 +45,11 @@ from fxpipe.program import (
     Output,
     Parameter,
     Program,
+    info,
     value,
 )
+
+_EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that order side effects
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,68 +71,16 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
     if not model.training:
         model.train()
     leaves, batch_values, spec = describe(batch)
-    tensors = _Tensors(model)
+    tensors = HeldTensors(model)
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
     # Each leaf gets memory of its own: labels that alias the inputs must not be traced as one tensor.
     inputs = [v.detach().clone() for v in batch_values if isinstance(v, torch.Tensor)]
     laid_out = iter(inputs)
     leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in leaves]
-    device = _one_device([*tensors.values, *inputs])
+    device = _one_device([*tensors.values[: tensors.registered], *inputs])
     traced = _trace(model, loss, spec, batch_values, tensors, inputs, device, autocast)
-    return _Reader(traced, tensors, leaves, inputs).program(pytree.treespec_dumps(spec), device, autocast)
-
-
-class _Tensors:
-    """The model's parameters and buffers, each storage once, with all of its names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.names: list[tuple[str, ...]] = []
-        self.values: list[torch.Tensor] = []
-        self.parameters = 0
-        rows: dict[Any, int] = {}
-        for group in (model.named_parameters, model.named_buffers):
-            for name, tensor in group(remove_duplicate=False):
-                if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-                    raise CaptureError(
-                        f"{name} is lazy: it has no shape yet",
-                        hint="run the model once on a batch inside model(), so that its lazy modules are initialised",
-                    )
-                key = _identity(tensor)
-                if key in rows:
-                    self.names[rows[key]] += (name,)
-                    continue
-                rows[key] = len(self.values)
-                self.names.append((name,))
-                self.values.append(tensor)
-            if group == model.named_parameters:
-                self.parameters = len(self.values)
-        self._refuse_overlaps()
-        persistent = set(model.state_dict(keep_vars=True))
-        self.persistent = [any(n in persistent for n in names) for names in self.names]
-
-    @property
-    def trained(self) -> list[bool]:
-        return [v.requires_grad for v in self.values[: self.parameters] if v.requires_grad]
-
-    def _refuse_overlaps(self) -> None:
-        owners: dict[int, str] = {}
-        for names, tensor in zip(self.names[: self.parameters], self.values, strict=False):
-            if tensor.numel() == 0:
-                continue
-            other = owners.setdefault(tensor.untyped_storage().data_ptr(), names[0])
-            if other != names[0]:
-                raise CaptureError(
-                    f"parameters {other} and {names[0]} are different views of the same memory",
-                    hint="tie them as one nn.Parameter, or give each memory of its own",
-                )
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same memory, seen the same way."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return id(tensor)
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    return _Reader(traced, tensors, leaves, inputs).program(dump(spec), device, autocast)
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> str:
@@ -145,20 +102,6 @@ class _Bare(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.function(*args)
-
-
-class _Step(nn.Module):
-    """The training step as a module, so that functional_call can reach the model's tensors."""
-
-    def __init__(self, model: nn.Module, loss: Loss, unflatten: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.unflatten = unflatten
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        with origin.recording(self.model):
-            return _scalar(self.loss(self.model, self.unflatten(inputs)), origin.definition(self.loss))
 
 
 def _scalar(loss: Any, where: str | None) -> torch.Tensor:
@@ -188,46 +131,93 @@ def _trace(
     loss: Loss,
     spec: pytree.TreeSpec,
     batch_values: Sequence[Any],
-    tensors: _Tensors,
+    tensors: HeldTensors,
     inputs: Sequence[torch.Tensor],
     device: str,
     autocast: str | None,
-) -> fx.GraphModule:
-    def unflatten(traced: Sequence[torch.Tensor]) -> Any:
-        rest = iter(traced)
-        return pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in batch_values], spec)
+) -> _Traced:
+    count = len(tensors.values)
+    replaced: list[int] = []
+    lost: list[int] = []
 
-    step = _Step(model, loss, unflatten)
-    names = ["model." + n[0] for n in tensors.names]
+    def step(*args: torch.Tensor) -> list[torch.Tensor]:
+        """The loss, and the new values of tensors that the step has replaced."""
+        held, rest = args[:count], iter(args[count:])
+        batch = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in batch_values], spec)
+        with tensors.replaced(held):
+            tensors.hook(held)
+            with _autocast(device, autocast), origin.recording(model):
+                value = _scalar(loss(model, batch), origin.definition(loss))
+            new = tensors.rebound(held)
+        fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
+        lost[:] = [row for row in new if row not in fits]
+        replaced[:] = [row for row in new if row in fits]
+        if any(value is a for a in args):
+            value = value.clone()  # a loss that is a parameter
+        return [value, *(new[row].detach().clone() for row in replaced)]
 
-    def function(*args: torch.Tensor) -> Any:
-        given = dict(zip(names, args, strict=False))
-        with _autocast(device, autocast):
-            return torch.func.functional_call(step, given, args[len(names) :], tie_weights=True)
-
-    args = (*tensors.values, *inputs)
-    with contextlib.ExitStack() as stack, warnings.catch_warnings(), _tracing():
+    # Tensors from elsewhere (a teacher's weights, class weights) are constants of the graph.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    args = [fake.from_tensor(t) for t in (*tensors.inputs, *inputs)]
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(), _tracing() as drew:
         warnings.simplefilter("ignore")  # the tracer's own; the user's came out when the model was made
         try:
-            traced = aot_export_joint_with_descriptors(stack, _Bare(function), args)
+            traced = aot_export_joint_with_descriptors(stack, _Bare(step), tuple(args))
         except FxpipeError:
             raise
         except Exception as error:
             raise _explain(error) from error
-        module: fx.GraphModule = traced.graph_module
-        return module
+    notes = []
+    if drew():
+        notes.append(
+            "the step draws random numbers from Python or numpy: those drawn at capture are used in every step; "
+            "draw with torch, or in train_data()"
+        )
+    if tensors.hooked:
+        notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
+    for change in tensors.changed:
+        notes.append(f"the step changes the attribute {change}: every step sees the value from before capture")
+    return _Traced(traced.graph_module, tuple(replaced), tuple(lost), tuple(notes))
+
+
+def _same_type(new: Any, old: torch.Tensor) -> bool:
+    return isinstance(new, torch.Tensor) and new.shape == old.shape and new.dtype == old.dtype
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing() -> Iterator[Callable[[], bool]]:
+    """Tells afterwards whether Python's or numpy's random generator was used; leaves all of them as they were."""
     session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
-    rng = torch.get_rng_state()
+    rng, others = torch.get_rng_state(), _other_generators()
+    drew = False
     try:
-        # Models ask is_compiling() to leave out data-dependent checks.
-        with fx_traceback.preserve_node_meta(), session():
-            yield
+        # Models ask is_compiling() to leave out data-dependent checks. What the user compiled runs as plain code.
+        with (
+            fx_traceback.preserve_node_meta(),
+            session(),
+            torch.compiler.set_stance("force_eager"),
+            recurrent.trainable(),
+        ):
+            yield lambda: drew
     finally:
         torch.set_rng_state(rng)
+        drew = _restore_generators(others)
+
+
+def _other_generators() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def _restore_generators(before: tuple[Any, Any]) -> bool:
+    """Whether they had been used."""
+    now = _other_generators()
+    drew = now[0] != before[0]
+    random.setstate(before[0])
+    if before[1] is not None:
+        drew |= repr(now[1][2:]) != repr(before[1][2:]) or bool((now[1][1] != before[1][1]).any())
+        sys.modules["numpy"].random.set_state(before[1])
+    return drew
 
 
 def _autocast(device: str, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -238,7 +228,8 @@ def _autocast(device: str, autocast: str | None) -> contextlib.AbstractContextMa
 
 CAUSES = (
     (
-        r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero",
+        r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero"
+        r"|DynamicOutputShape",
         "the step depends on the values of a tensor: one graph cannot hold `if tensor`, .item() or a shape from data",
         "compute both branches and choose with torch.where, or move the decision into train_data()",
     ),
@@ -246,6 +237,16 @@ CAUSES = (
         r"numpy|\.numpy\(\)|SymInt.*numpy",
         "the step leaves torch for numpy",
         "use torch functions instead, or do it in train_data()",
+    ),
+    (
+        r"mutating a non-functional tensor|expected to have an entirely functional graph",
+        "the step changes a tensor in place that is no part of the model",
+        "keep it in a buffer of the model (register_buffer)",
+    ),
+    (
+        r"view input mutations",
+        "two buffers share memory, and the step changes one of them in place",
+        "give each buffer memory of its own: .clone() it before register_buffer",
     ),
     (
         r"sparse",
@@ -269,13 +270,28 @@ def _explain(error: Exception) -> CaptureError:
     )
 
 
+class _Traced(NamedTuple):
+    """The joint graph, and what became of the tensors the step has replaced.
+
+    `replaced`: their rows, in the order of the outputs behind the loss; `lost`: rows whose new value has another shape
+    or dtype, or is no tensor.
+    """
+
+    graph_module: fx.GraphModule
+    replaced: tuple[int, ...]
+    lost: tuple[int, ...]
+    warnings: tuple[str, ...]
+
+
 class _Reader:
     """Turns the traced graph into a Program: flat, named after modules, each node with its record."""
 
     def __init__(
-        self, traced: fx.GraphModule, tensors: _Tensors, leaves: Sequence[Any], inputs: Sequence[torch.Tensor]
+        self, traced: _Traced, tensors: HeldTensors, leaves: Sequence[Any], inputs: Sequence[torch.Tensor]
     ) -> None:
-        self.traced = traced
+        self.traced = traced.graph_module
+        self.replaced = traced.replaced
+        self.lost = traced.lost
         self.tensors = tensors
         self.leaves = leaves
         self.inputs = inputs
@@ -284,8 +300,9 @@ class _Reader:
         self.values: dict[str, torch.Tensor] = {}
         self.example: dict[str, torch.Tensor] = {}
         self.constants: list[Buffer] = []
-        self.warnings: list[str] = []
+        self.warnings: list[str] = list(traced.warnings)
         self.tangents: list[fx.Node] = []
+        self.tokens: set[fx.Node] = set()
 
     def program(self, batch_spec: str, device: str, autocast: str | None) -> Program:
         nodes = list(self.traced.graph.nodes)
@@ -293,6 +310,8 @@ class _Reader:
         forward = {n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"}
         origins = self._forward_origins(nodes, forward)
         for node in nodes:
+            if self._is_effect(node):
+                continue
             if node.op == "call_function":
                 self._call(node, "F" if node in forward else "B", origins)
             elif node.op == "get_attr":
@@ -300,11 +319,18 @@ class _Reader:
             elif node.op not in ("placeholder", "output"):
                 raise CaptureError(f"capture met a {node.op} node, {node}", hint=origin.version_hint())
         count = len(self.tensors.values)
+        while self.tangents:
+            self._tangent(self.tangents.pop())
+        self._refuse_lost(slots)
         outputs = self._outputs(nodes[-1], slots)
         parameters, buffers = [], []
         for i, names in enumerate(self.tensors.names):
-            node_name = self.mapped[slots[i]].name
-            if i < self.tensors.parameters:
+            placeholder = self.mapped[slots[i]]
+            node_name = placeholder.name
+            if i >= self.tensors.registered and not placeholder.users:
+                self.graph.erase_node(placeholder)  # an attribute that the step does not read
+                del self.values[node_name]
+            elif i < self.tensors.parameters:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
                 if self.tensors.values[i].requires_grad and not trained:
                     self.warnings.append(f"parameter {names[0]} gets no gradient: it is kept as it is")
@@ -336,15 +362,22 @@ class _Reader:
         for node in nodes:
             if node.op != "placeholder":
                 continue
-            index = getattr(node.meta.get("desc"), "idx", None)
-            if index is None:
+            kind = type(node.meta.get("desc")).__name__
+            if kind == "PlainAOTInput":
+                by_index[node.meta["desc"].idx] = node
+            elif kind == "TangentAOTInput":
                 tangents.append(node)
-            else:
-                by_index[index] = node
-        slots = [by_index[i] for i in range(len(by_index))]
         names = [n[0] for n in self.tensors.names] + [leaf.name for leaf in self.leaves if leaf.tensor]
+        missing = [name for i, name in enumerate(names) if i not in by_index]
+        if missing:
+            raise CaptureError(
+                f"{', '.join(missing)} share memory with each other, and the step changes some of it in place",
+                hint="give each buffer memory of its own: .clone() it before register_buffer",
+            )
+        slots = [by_index[i] for i in range(len(by_index))]
         for i, (node, name) in enumerate(zip(slots, names, strict=True)):
             made = self.graph.placeholder(identifier(name))
+            made.target = made.name  # two names may make one identifier
             made.meta["val"] = node.meta["val"]
             self.mapped[node] = made
             if i < len(self.tensors.values):
@@ -353,6 +386,14 @@ class _Reader:
                 self.example[made.name] = self.inputs[i - len(self.tensors.values)]
         self.tangents = tangents
         return slots
+
+    def _refuse_lost(self, slots: Sequence[fx.Node]) -> None:
+        for row in self.lost:
+            if row < self.tensors.registered or self.mapped[slots[row]].users:
+                raise CaptureError(
+                    f"the step replaces {self.tensors.names[row][0]} by something of another shape or dtype",
+                    hint="a build holds one shape: give the tensor its final shape and dtype from the start",
+                )
 
     def _tangent(self, node: fx.Node) -> None:
         """The gradient of the loss with respect to itself: the constant 1."""
@@ -389,7 +430,7 @@ class _Reader:
         self._rename(made, phase, known.module)
         _strip_device_index(made)
         source = f"{origin.short(known.file)}:{known.line}" if known.file else None
-        made.meta = {"val": node.meta.get("val"), "seq_nr": node.meta.get("seq_nr")}
+        made.meta = {"val": true_value(made, node.meta.get("val")), "seq_nr": node.meta.get("seq_nr")}
         made.meta[INFO] = NodeInfo(
             phase,
             module=known.module,
@@ -406,6 +447,19 @@ class _Reader:
         base = str(getattr(target, "_opname", None) or getattr(target, "__name__", "value"))
         stem = identifier(f"{module}.{base}" if module else base)
         node._rename(("d_" if phase == "B" else "") + stem)
+
+    def _is_effect(self, node: fx.Node) -> bool:
+        """Whether a node only carries or orders side effects: torch threads a token through operators that check."""
+        if node.target is with_effects:
+            operator = node.args[1]
+            if operator is not torch.ops.aten._linalg_check_errors.default:
+                raise CaptureError(
+                    f"the step calls {operator}, which has side effects", hint="leave it out of the step"
+                )
+            self.tokens.add(node)
+        elif node.op == "call_function" and node.args and node.args[0] in self.tokens:
+            self.tokens.add(node)
+        return node in self.tokens
 
     def _constant(self, node: fx.Node) -> None:
         found: Any = self.traced
@@ -428,14 +482,29 @@ class _Reader:
         batch_start = len(self.tensors.values)
         for made, desc in zip(pytree.tree_leaves(node.args[0]), node.meta["desc"], strict=True):
             kind = type(desc).__name__
-            if made is None or not isinstance(made, fx.Node):
+            if made is None or not isinstance(made, fx.Node) or kind in _EFFECTS:
                 continue
-            if kind == "PlainAOTOutput":
+            if kind == "PlainAOTOutput" and desc.idx == 0:
                 outputs.append(Output("loss"))
+            elif kind == "PlainAOTOutput":
+                row = self.replaced[desc.idx - 1]
+                if row >= self.tensors.registered and not self.mapped[slots[row]].users:
+                    continue  # kept for the user to look at (`self.attention = …`): no state
+                outputs.append(Output("buffer", self.mapped[slots[row]].name))
             elif kind == "GradAOTOutput":
-                outputs.append(Output("gradient", self.mapped[slots[desc.grad_of.idx]].name))
+                index = desc.grad_of.idx
+                if index >= self.tensors.parameters:
+                    continue  # the step itself asked for the gradient of its batch
+                if value(made).layout != torch.strided:
+                    raise CaptureError(
+                        f"the gradient of {self.tensors.names[index][0]} is sparse, which a pipeline cannot send",
+                        hint="build the embedding with sparse=False",
+                    )
+                outputs.append(Output("gradient", self.mapped[slots[index]].name))
             elif kind == "InputMutationAOTOutput":
                 index = desc.mutated_input.idx
+                if index in self.replaced:
+                    continue  # changed in place, then replaced
                 if index >= batch_start:
                     self.warnings.append("the step changes its batch in place; the change stays inside the step")
                     continue
@@ -445,6 +514,11 @@ class _Reader:
                         hint="only the optimizer may change parameters; keep such a value in a buffer",
                     )
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
+                if info(self.mapped[made]).region is not None:
+                    self.warnings.append(
+                        f"buffer {self.tensors.names[index][0]} changes inside a torch.utils.checkpoint region: it is "
+                        "updated once a step; eager PyTorch updates it again when it recomputes the region"
+                    )
             else:
                 raise CaptureError(f"capture met an output of kind {kind}", hint=origin.version_hint())
             nodes.append(self.mapped[made])

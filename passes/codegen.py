@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpipe.plan import EdgeSpec
 from fxpipe.printer import argument_text, call_text, heading, type_text
-from fxpipe.program import Level, Program, info, size_of, value
+from fxpipe.program import Level, Program, info, size_of, unit_name, value
 from fxpipe.stage import Part, Stage
 from fxpipe.transform import Pass
 from fxpipe.wire import is_recv, is_send
@@ -89,7 +89,7 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
     first, end = bounds
     if first == end:
         return "nothing"
-    return f"units {first} to {end - 1}, {program.units[first] or 'loss'} to {program.units[end - 1] or 'loss'}"
+    return f"units {first} to {end - 1}, {unit_name(program.units[first])} to {unit_name(program.units[end - 1])}"
 
 
 class _Function:

@@ -10,6 +10,7 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxpipe import wire
+from fxpipe.aten import is_view
 from fxpipe.batch import tensor_spec
 from fxpipe.plan import EdgeKind, EdgeSpec, Phase
 from fxpipe.program import INFO, Level, NodeInfo, Program, info, size_of, value
@@ -22,7 +23,7 @@ class Comm(Pass):
 
     A value goes straight to each worker that reads it, once: sent as soon as it exists, received where it is first
     needed. If that worker's forward reads it, its backward keeps what forward received. A value without a dense
-    layout (expanded, sliced) is made contiguous by its sender.
+    layout (expanded, sliced) is made contiguous by its sender; a view of a weight is copied.
 
     Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
                                                             h_recv = recv(h_send, peer=0)  # w1
@@ -50,8 +51,8 @@ class _Wiring:
             name: (info(new).worker or 0) if new.op == "call_function" else 0 for name, new in program.updates().items()
         }
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
-        calls = list(program)
-        self.first = {w: next(n for n in calls if info(n).worker == w) for w in {info(n).worker for n in calls}}
+        self.parameters = {p.node for p in program.parameters}
+        self.first = next(iter(program))
 
     def place_of(self, node: fx.Node) -> tuple[int, Phase] | None:
         """The worker and phase where a value is at home; None for what every worker has or nobody computes."""
@@ -90,7 +91,7 @@ class _Wiring:
             dst_phase=dst_phase,
             tensor=tensor_spec(value(sent)),
         )
-        send = self._insert_after(sent, src, wire.send, (sent,), f"{node.name}_send_{dst}")
+        send = self._insert_after(sent, wire.send, (sent,), f"{node.name}_send_{dst}")
         send.meta[INFO] = self._record(node, src_phase, src)
         with self.graph.inserting_before(users[0]):
             recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{dst}")
@@ -108,15 +109,14 @@ class _Wiring:
         return "activation" if dst_phase == "F" else "saved"
 
     def _dense(self, node: fx.Node, home: tuple[int, Phase]) -> fx.Node:
-        """The value in a layout that can travel as one run of memory; made once."""
-        if is_non_overlapping_and_dense_or_false(value(node)):
+        """The value in a layout that can travel as one run of memory, and in memory of its own; made once."""
+        if is_non_overlapping_and_dense_or_false(value(node)) and not self._is_weight(node):
             return node
         for user in node.users:
             if user.meta.get("made_dense"):
                 return user
         clone = self._insert_after(
             node,
-            home[0],
             torch.ops.aten.clone.default,
             (node,),
             f"{node.name}_dense",
@@ -127,10 +127,15 @@ class _Wiring:
         clone.meta[INFO] = self._record(node, home[1], home[0])
         return clone
 
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Whether the value lies in a parameter's memory, which the optimizer writes while it may be on its way."""
+        while node.op == "call_function" and is_view(node):
+            node = node.all_input_nodes[0]
+        return node.name in self.parameters
+
     def _insert_after(
         self,
         node: fx.Node,
-        worker: int,
         target: object,
         args: tuple[fx.Node, ...],
         name: str,
@@ -138,7 +143,7 @@ class _Wiring:
     ) -> fx.Node:
         anchor = node
         if node.op == "placeholder":
-            with self.graph.inserting_before(self.first[worker]):
+            with self.graph.inserting_before(self.first):  # before every reader, whatever worker that is on
                 return self.graph.create_node("call_function", target, args, kwargs, name=name)  # type: ignore[arg-type]
         while anchor.next.meta.get("val") is not None and anchor.next.target is wire.send:
             anchor = anchor.next  # several destinations: in their own order

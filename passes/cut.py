@@ -63,8 +63,9 @@ class Cut(Pass):
                     hint="use fewer workers",
                 )
             return Cuts((0, *inner, count), (0, *inner, count))
-        forward = self._pinned(program, self.forward_at or self.backward_at, "--fp-cut")
-        backward = self._pinned(program, self.backward_at or self.forward_at, "--bp-cut")
+        asked = (("--fp-cut", self.forward_at), ("--bp-cut", self.backward_at))
+        pinned = [self._pinned(program, paths, option) for option, paths in asked if paths]
+        forward, backward = pinned[0], pinned[-1]
         for position in forward:
             if position in glued:
                 raise CutError(

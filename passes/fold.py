@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpipe.aten import is_random
-from fxpipe.program import Level, Program, info
+from fxpipe.aten import is_random, is_view
+from fxpipe.program import Level, Program, info, value
 from fxpipe.transform import Pass
 
 aten = torch.ops.aten
@@ -41,6 +41,8 @@ class Fold(Pass):
             if same is not None:
                 node.replace_all_uses_with(same)
                 program.graph.erase_node(node)
+            elif node.target is aten.as_strided.default:
+                _stride_over_base(node)
             elif node.target is aten.native_batch_norm_backward.default:
                 _forget_running_statistics(node)
         remove_dead(program.graph)
@@ -60,6 +62,20 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         assert isinstance(twice, fx.Node)
         return twice
     return None
+
+
+def _stride_over_base(node: fx.Node) -> None:
+    """as_strided counts in its input's memory: let it read the whole of it, not a slice that may travel as a copy."""
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    if offset is None:
+        offset = value(base).storage_offset()
+    while base.op == "call_function" and is_view(base):
+        base = base.all_input_nodes[0]
+    if isinstance(value(base), torch.Tensor):
+        node.args = (base, *node.args[1:3], offset)
+        node.kwargs = {}
 
 
 def _forget_running_statistics(node: fx.Node) -> None:

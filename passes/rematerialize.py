@@ -119,6 +119,7 @@ class _Copier:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.made: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
+        self.original: dict[fx.Node, fx.Node] = {}  # by copy: readers of a node may read a copy by now
 
     def copy(
         self, source: fx.Node, reader: fx.Node, phase: Phase, worker: int, wanted: Callable[[fx.Node], bool]
@@ -130,20 +131,24 @@ class _Copier:
             if (node, worker, phase) in self.made:
                 stack.pop()
                 continue
+            inputs = [self.original.get(n, n) for n in node.all_input_nodes]
             needed = [
-                n
-                for n in node.all_input_nodes
-                if n.op == "call_function" and wanted(n) and (n, worker, phase) not in self.made
+                n for n in inputs if n.op == "call_function" and wanted(n) and (n, worker, phase) not in self.made
             ]
             if needed:
                 stack.extend(needed)
                 continue
             stack.pop()
             with self.graph.inserting_before(reader):
-                made = self.graph.node_copy(node, lambda n: self.made.get((n, worker, phase), n))
+                made = self.graph.node_copy(node, lambda n: self._input(n, worker, phase))
             made._rename(f"{node.name}_again")
             record = copy.copy(node.meta[INFO])
             record.phase, record.worker, record.region = phase, worker, None
             made.meta[INFO] = record
             self.made[node, worker, phase] = made
+            self.original[made] = node
         return self.made[source, worker, phase]
+
+    def _input(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node:
+        original = self.original.get(node, node)
+        return self.made.get((original, worker, phase), original)

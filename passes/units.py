@@ -67,11 +67,23 @@ def _forward(nodes: list[fx.Node]) -> list[str]:
     for node in reversed(nodes):
         if node in sources:
             readers = [info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"]
-            info(node).unit = min(readers, default=-1)
+            info(node).unit = min((u for u in readers if u >= 0), default=-1)
     for node in nodes:
-        if info(node).unit < 0:  # a source that only backward reads
-            info(node).unit = 0
+        if is_getitem(node):  # a tuple never crosses workers, its elements do
+            info(node).unit = info(node.all_input_nodes[0]).unit
+        if (
+            info(node).unit < 0
+        ):  # a source that no other forward node reads: a buffer's new value stays with its readers
+            info(node).unit = max((_last_reader(n) for n in node.all_input_nodes), default=0)
     return units
+
+
+def _last_reader(node: fx.Node) -> int:
+    """The unit of a call; of a placeholder the last unit whose forward reads it."""
+    if node.op == "call_function":
+        return max(info(node).unit, 0)
+    readers = [info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"]
+    return max([0, *readers])
 
 
 def _backward(backward: list[fx.Node], nodes: list[fx.Node], count: int, last: int) -> None:
@@ -85,8 +97,8 @@ def _backward(backward: list[fx.Node], nodes: list[fx.Node], count: int, last: i
         inputs = [info(n).unit for n in node.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]
         inputs = [u for u in inputs if u >= 0]
         own = None if node.meta.get("accumulates") else unit_of.get(node.meta.get("seq_nr", -1))
-        if is_getitem(node) and inputs:
-            own = inputs[0]
+        if is_getitem(node):
+            own = inputs[0] if inputs else None
         if own is None and not inputs:
             undecided.append(node)
             continue
@@ -94,3 +106,6 @@ def _backward(backward: list[fx.Node], nodes: list[fx.Node], count: int, last: i
     for node in reversed(undecided):
         readers = [info(n).unit for n in node.users if n.op == "call_function"]
         info(node).unit = max(readers, default=last)
+    for node in undecided:
+        if is_getitem(node):
+            info(node).unit = info(node.all_input_nodes[0]).unit

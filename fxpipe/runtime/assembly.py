@@ -17,10 +17,10 @@ from fxpipe.policy.base import Policy
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.final_weights import buffer_worker
-from fxpipe.runtime.stage import load_stage
+from fxpipe.runtime.layout import Layout
+from fxpipe.runtime.loaded_stage import load_stage
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler, WeightStore
-from fxpipe.runtime.wire import Layout
 from fxpipe.schedule.base import Schedule
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"

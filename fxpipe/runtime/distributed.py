@@ -22,8 +22,8 @@ from torch import Tensor
 from fxpipe.errors import PeerLost, RunError
 from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.demand import Demand
+from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.wire import Layout
 
 Work = Any
 Channel = tuple[Any, ...]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.plan import EdgeSpec, Phase, Plan
-from fxpipe.runtime.stage import Stage, stage_line
+from fxpipe.runtime.loaded_stage import LoadedStage, stage_line
 from fxpipe.runtime.transport import Comm, Transport
 from fxpipe.runtime.weights import WeightStore
 from fxpipe.schedule.action import Action
@@ -43,7 +44,7 @@ class Executor:
         self,
         plan: Plan,
         worker: int,
-        stage: Stage,
+        stage: LoadedStage,
         store: WeightStore,
         buffers: dict[str, Tensor],
         transport: Transport,
@@ -132,14 +133,10 @@ class Executor:
         batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
         if part.random:
             self._reseed(action)
-        try:
+        with self._explaining(action):
             loss, new, saved = self.stage.forward(weights, buffers, batch, self._comm)
             self._check(len(new), len(part.updates), "new buffer values")
             self._check(len(saved), len(part.saved), "saved values")
-        except FxpipeError:
-            raise
-        except Exception as error:
-            raise self._explained(error, action) from error
         for name, value in zip(self._updates, new, strict=True):
             self.buffers[name] = value
         self._saved[action.minibatch, action.microbatch] = saved
@@ -154,13 +151,9 @@ class Executor:
         saved = self._saved.pop((action.minibatch, action.microbatch))
         if part.random:
             self._reseed(action)
-        try:
+        with self._explaining(action):
             gradients = self.stage.backward(weights, buffers, saved, self._comm)
             self._check(len(gradients), len(part.gradients), "gradients")
-        except FxpipeError:
-            raise
-        except Exception as error:
-            raise self._explained(error, action) from error
         del weights
         self.store.sum.add(gradients, self._comm.sent)
         del gradients
@@ -193,6 +186,20 @@ class Executor:
     def _check(self, found: int, expected: int, what: str) -> None:
         if found != expected:
             raise ValueError(f"returned {found} {what}, the plan has {expected}")
+
+    @contextmanager
+    def _explaining(self, action: Action) -> Iterator[None]:
+        """Errors of the stage's code come out as RunError with their place; our own get their place."""
+        try:
+            yield
+        except PeerLost:
+            raise
+        except FxpipeError as error:
+            place = stage_line(error, self.stage.path)
+            error.where = error.where or f"{action} on worker {self.worker}" + (f", {place}" if place else "")
+            raise
+        except Exception as error:
+            raise self._explained(error, action) from error
 
     def _explained(self, error: Exception, action: Action) -> RunError:
         name = "forward" if action.phase == "F" else "backward"

@@ -139,7 +139,7 @@ def _empty() -> TaskError:
 
 
 def _place(error: Exception, task: TrainingTask) -> str | None:
-    from fxpipe.task import user_frame
+    from fxpipe.task import place_in
 
     path = getattr(task, "path", None)
-    return user_frame(error, path) if path is not None else None
+    return place_in(error, path) if path is not None else None

@@ -20,7 +20,7 @@ from fxpipe.runtime.assembly import Recipe, choose, open_worker
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.final_weights import buffer_worker
 from fxpipe.runtime.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.record import Report
+from fxpipe.runtime.record import OnStep
 from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
 from fxpipe.schedule.action import Action
 from fxpipe.task import default_optimizer
@@ -59,14 +59,13 @@ class LocalPipeline:
         schedule: str | None = None,
         policy: str | None = None,
         seed: int = 0,
-        device: torch.device | str | None = None,
-        report: Report | None = None,
+        report: OnStep | None = None,
         keep_gradients: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
         self.recipe: Recipe = choose(self.plan, schedule, policy)
-        self.device = torch.device(device or self.plan.device)
+        self.device = torch.device(self.plan.device)
         self.report = report
         self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches, self.device)
         self._mailbox = Mailbox(self.plan)

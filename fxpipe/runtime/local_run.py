@@ -13,11 +13,11 @@ import torch
 from fxpipe.folder import read_plan
 from fxpipe.runtime.feed import Feed, TrainingTask
 from fxpipe.runtime.final_weights import held, write_final_weights
+from fxpipe.runtime.hooks import task_of, warn_if_edited
 from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
-from fxpipe.runtime.record import WEIGHTS, Record, samples_of, worker_row
-from fxpipe.runtime.tasks import task_of, warn_if_edited
+from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of, worker_row
 
 
 def run_local(
@@ -43,7 +43,7 @@ def run_local(
         try:
             pipeline = LocalPipeline(
                 options.build, task.optimizer, task.lr_scheduler, options.schedule, options.policy,
-                options.seed, options.device, record.step, keep_gradients=False,
+                options.seed, record.step, keep_gradients=False,
             )  # fmt: skip
             for executor in pipeline.executors:
                 warn_if_edited(executor.stage)
@@ -55,7 +55,7 @@ def run_local(
             record.close()
         if record.out is not None:
             executors = pipeline.executors
-            write_final_weights(Path(record.out) / WEIGHTS, plan, lambda t: held(executors[t.worker], t))
+            write_final_weights(Path(record.out) / FINAL_WEIGHTS, plan, lambda t: held(executors[t.worker], t))
         rows = [worker_row(e.worker, e.times, record.seconds) for e in pipeline.executors]
     return record.summary(rows)
 

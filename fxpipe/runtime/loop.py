@@ -11,7 +11,7 @@ from torch import Tensor
 from fxpipe.plan import Plan
 from fxpipe.runtime.distributed import DistTransport
 from fxpipe.runtime.executor import Executor
-from fxpipe.runtime.record import Report
+from fxpipe.runtime.record import OnStep
 from fxpipe.schedule.action import Action
 
 LOOKAHEAD = 4
@@ -24,7 +24,7 @@ def train(
     transport: DistTransport,
     actions: Iterator[Action],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
-    report: Report | None = None,
+    report: OnStep | None = None,
 ) -> None:
     """Run all actions of one worker.
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.plan import EdgeSpec, Plan
+from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.wire import Layout
 
 
 class Mailbox:

@@ -19,7 +19,6 @@ class RunOptions:
         seed: of the data, `random`, numpy and the random numbers in the stages.
         out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
         threads: CPU threads a worker; None shares the cores among the local workers.
-        device: `cpu` or `cuda`; None means the plan's.
         progress: show progress on stderr.
         exchange: set by `launch`: the folder in which workers leave errors and the summary for it.
     """
@@ -33,7 +32,6 @@ class RunOptions:
     seed: int = 0
     out: str | None = None
     threads: int | None = None
-    device: str | None = None
     progress: bool = False
     exchange: str | None = None
 

@@ -14,10 +14,10 @@ from fxpipe.plan import Plan
 from fxpipe.runtime.executor import Times
 from fxpipe.runtime.progress import Progress
 
-Report = Callable[[int, float, "float | None"], None]
+OnStep = Callable[[int, float, "float | None"], None]
 """Told of a minibatch that is through: its number, its loss, the learning rate of worker 0 if it trains."""
 METRICS = "metrics.jsonl"
-WEIGHTS = "model.safetensors"
+FINAL_WEIGHTS = "model.safetensors"
 
 
 class Record:

@@ -14,8 +14,8 @@ from fxpipe.plan import ParameterSpec, Phase, Plan
 from fxpipe.policy.predict import Predictor
 from fxpipe.runtime.demand import PHASES, Demand, Message, Reading
 from fxpipe.runtime.gradients import GradientSum
+from fxpipe.runtime.layout import Pack
 from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.wire import Pack
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]

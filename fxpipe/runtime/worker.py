@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,13 @@ from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_e
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import Feed, TrainingTask, seed_everything
 from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
+from fxpipe.runtime.hooks import task_of, warn_if_edited
+from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.local_run import threads_for
 from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
-from fxpipe.runtime.record import WEIGHTS, Record, samples_of, worker_row
-from fxpipe.runtime.tasks import task_of, warn_if_edited
-from fxpipe.runtime.wire import Layout
+from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of, worker_row
 from fxpipe.schedule import check
 
 TIMEOUT = timedelta(minutes=30)
@@ -64,7 +65,7 @@ def join(
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
-    device = _device(options.device or plan.device, local_workers)
+    device = _device(plan.device, local_workers)
     with peer_errors(rank):
         dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
@@ -130,7 +131,7 @@ class _Worker:
         with peer_errors(self.rank):
             dist.all_gather_object(rows, row)
         if self.options.out is not None:
-            self._final_weights(Path(self.options.out) / WEIGHTS)
+            self._final_weights(Path(self.options.out) / FINAL_WEIGHTS)
         return None if record is None else record.summary(rows)
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
@@ -172,7 +173,7 @@ class _Worker:
         return value
 
 
-def main(text: str) -> int:
+def main(text: str) -> NoReturn:
     """A worker under `launch`: its error or its summary is left in the exchange folder."""
     options = RunOptions.from_json(text)
     assert options.exchange is not None
@@ -195,10 +196,21 @@ def main(text: str) -> int:
     else:
         if summary is not None:
             (exchange / "summary.json").write_text(json.dumps(summary))
-        return 0
+        end_process(0)
+    end_process(1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without tearing the interpreter down.
+
+    Threads of gloo may still hold Python objects: one that lets go of them while the interpreter ends takes the
+    process down with SIGABRT, and threads of a broken process group would be waited for.
+    """
+    if code == 0:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # without waiting for threads of a broken process group
+    os._exit(code)
 
 
 def _leave(exchange: Path, rank: str, error: dict[str, Any]) -> None:
@@ -219,7 +231,7 @@ def _device(name: str, local_workers: int) -> torch.device:
     if name != "cuda":
         return torch.device(name)
     if not torch.cuda.is_available():
-        raise RunError("the run wants CUDA, but torch sees no CUDA device", hint="--device cpu, or a build for the CPU")
+        raise RunError("the run wants CUDA, but torch sees no CUDA device", hint="compile the model with --device cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -227,4 +239,4 @@ def _device(name: str, local_workers: int) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1])

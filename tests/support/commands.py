@@ -46,10 +46,10 @@ def fxpipe(*arguments: object) -> Result:
     return Result(stopped.value.code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """Start a command in a process of its own, the leader of a new session."""
+def start_module(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """Start `python -m` in a process of its own, the leader of a new session."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fxpipe", *map(str, arguments)],
+        [sys.executable, "-m", *map(str, arguments)],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -60,8 +60,7 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 def fxpipe_process(*arguments: object, **environment: str) -> Result:
     """Run a command in a process of its own."""
-    process = start(*arguments, **environment)
-    return finish(process, 120)
+    return finish(start_module("fxpipe", *arguments, **environment), 120)
 
 
 def finish(process: subprocess.Popen[str], timeout: float) -> Result:

@@ -41,7 +41,8 @@ def optimizer(named_parameters):
     return torch.optim.SGD([p for _, p in named_parameters], lr=0.05, momentum=0.9)
 """
 STEPS = 5  # batches in train_data()
-PARAMETERS = {f"{m}.{p}" for m in ("first", *(f"blocks.{i}" for i in range(4)), "norm", "head") for p in ("weight", "bias")}  # fmt: skip
+MODULES = ("first", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head")
+PARAMETERS = {f"{module}.{name}" for module in MODULES for name in ("weight", "bias")}
 
 
 def write_model(folder: Path, *edits: tuple[str, str], name: str = "model.py") -> Path:

@@ -1,7 +1,7 @@
 """Stage 0 of 2, made by: fxpipe.compile(...)
 
 forward   units 0 to 1, embed to norm
-backward  units 0 to 5, embed to loss
+backward  units 0 to 5, embed to (no module)
 owns      5 parameters, 224 bytes
 receives  328 bytes a microbatch
 sends     144 bytes a microbatch

@@ -1,7 +1,7 @@
 """Stage 1 of 2, made by: fxpipe.compile(...)
 
-forward   units 2 to 8, hidden to loss
-backward  units 6 to 8, head to loss
+forward   units 2 to 8, hidden to (no module)
+backward  units 6 to 8, head to (no module)
 owns      0 parameters, 0 bytes
 replicas  embed.weight, hidden.weight, hidden.bias: 192 bytes
 receives  144 bytes a microbatch

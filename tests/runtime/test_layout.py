@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import RunError
 from fxpipe.plan import TensorSpec
-from fxpipe.runtime.wire import ALIGNMENT, Layout, Pack, contiguous_stride, is_dense
+from fxpipe.runtime.layout import ALIGNMENT, Layout, Pack, contiguous_stride, is_dense
 
 
 def spec(tensor: torch.Tensor) -> TensorSpec:

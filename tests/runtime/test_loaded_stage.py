@@ -9,7 +9,7 @@ import pytest
 
 from fxpipe.errors import BuildError
 from fxpipe.plan import PartSpec, StageSpec
-from fxpipe.runtime.stage import load_stage
+from fxpipe.runtime.loaded_stage import load_stage
 
 SOURCE = """\
 def forward(weights, buffers, batch, comm):

@@ -22,7 +22,7 @@ _serial = itertools.count()
 
 
 @dataclass(frozen=True)
-class Stage:
+class LoadedStage:
     """A stage ready to run: its two functions, its file, and whether someone edited it since it was emitted."""
 
     path: Path
@@ -31,7 +31,7 @@ class Stage:
     edited: bool
 
 
-def load_stage(path: str | Path, spec: StageSpec) -> Stage:
+def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
     """Import an emitted stage under its real file name (tracebacks and debuggers show it); writes no bytecode.
 
     Raises:
@@ -59,7 +59,7 @@ def load_stage(path: str | Path, spec: StageSpec) -> Stage:
         )
     module = _execute(tree, path)
     edited = hashlib.sha256(source).hexdigest() != spec.digest
-    return Stage(path, module.forward, module.backward, edited)
+    return LoadedStage(path, module.forward, module.backward, edited)
 
 
 def stage_line(error: BaseException, path: Path) -> str | None:

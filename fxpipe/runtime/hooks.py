@@ -14,8 +14,8 @@ from torch import nn
 from fxpipe.errors import TaskError
 from fxpipe.plan import Plan
 from fxpipe.runtime.feed import TrainingTask
+from fxpipe.runtime.loaded_stage import LoadedStage
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
 
 
@@ -55,7 +55,7 @@ def task_of(options: RunOptions, plan: Plan) -> TrainingTask:
     return load_task(Path(options.build) / plan.model_file)
 
 
-def warn_if_edited(stage: Stage) -> None:
+def warn_if_edited(stage: LoadedStage) -> None:
     """One line on stderr for a stage that is no longer as it was emitted."""
     if stage.edited:
         print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)

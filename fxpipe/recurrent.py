@@ -1,0 +1,68 @@
+"""Right what torch's tracing decompositions of RNN, LSTM and GRU get wrong for training.
+
+Both are defects of `torch._decomp.decompositions` (torch 2.11 to 2.13), seen by nobody who traces for inference:
+
+- `_rnn_helper` tests `num_layers < i - 1`, which is never true: the dropout between layers silently disappears.
+- `select_one_layer_lstm_function` looks only at the input: an LSTM that reads the data directly becomes
+  `mkldnn_rnn_layer` in inference mode, which has no backward.
+
+When torch has mended them, these replacements compute the same and can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decompositions
+
+
+@contextlib.contextmanager
+def trainable() -> Iterator[None]:
+    """While it lasts, recurrent layers are traced as they train."""
+    helper: Any = getattr(decompositions, "_rnn_helper", None)
+    select: Any = getattr(decompositions, "select_one_layer_lstm_function", None)
+    if helper is not None:
+        decompositions._rnn_helper = _layer_by_layer(helper)
+    if select is not None:
+        decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if helper is not None:
+            decompositions._rnn_helper = helper
+        if select is not None:
+            decompositions.select_one_layer_lstm_function = select  # type: ignore[attr-defined]
+
+
+def _layer_by_layer(helper: Callable[..., Any]) -> Callable[..., Any]:
+    """`helper`, asked for one layer at a time, with the dropout between them."""
+
+    def layers(
+        input: torch.Tensor,
+        hidden: Sequence[Any],
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer_fn: Callable[..., Any],
+    ) -> tuple[torch.Tensor, list[Any]]:
+        value = input.transpose(0, 1) if batch_first else input
+        directions = 2 if bidirectional else 1
+        finals: list[Any] = []
+        for layer in range(num_layers):
+            mine = slice(layer * directions, (layer + 1) * directions)
+            value, final = helper(
+                value, hidden[mine], params[mine], has_biases, 1, 0.0, train, bidirectional, False, layer_fn
+            )
+            finals += final
+            if dropout and train and layer < num_layers - 1:
+                value = torch.dropout(value, dropout, train=True)
+        return (value.transpose(0, 1) if batch_first else value), finals
+
+    return layers

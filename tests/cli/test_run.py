@@ -1,0 +1,185 @@
+"""What `fxpipe run` prints and leaves, in processes and in one process: the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK, Result, finish, fxpipe, fxpipe_process, start_module
+from model_files import PARAMETERS, STEPS, write_model
+from safetensors.torch import load_file
+
+from fxpipe.folder import read_plan
+
+BUFFERS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+TRAINED = 7  # steps: more than one epoch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model.py and its build for two workers."""
+    made = tmp_path_factory.mktemp("run")
+    result = fxpipe("compile", write_model(made), "-o", made / "build", "--fp-cut", "blocks.2", *QUICK)
+    assert result.code == 0, result.err
+    return made
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Result:
+    """A run in two processes."""
+    arguments = ("--steps", TRAINED, "--seed", 3, "--threads", 1)
+    return fxpipe_process("run", folder / "build", *arguments, "--out", folder / "real", "--json")
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Result:
+    """The same run in this process."""
+    arguments = ("--steps", TRAINED, "--seed", 3, "--threads", 1)
+    return fxpipe("run", folder / "build", *arguments, "--out", folder / "local", "--json", "--local")
+
+
+@pytest.mark.multiproc
+def test_json(real: Result, folder: Path) -> None:
+    assert real.err == ""
+    said = real.json
+    assert set(said) == {"steps", "losses", "seconds", "samples_per_second", "workers", "out"}
+    assert said["steps"] == len(said["losses"]) == TRAINED
+    assert all(math.isfinite(loss) for loss in said["losses"])
+    assert said["samples_per_second"] == pytest.approx(TRAINED * 4 / said["seconds"])
+    assert [set(w) for w in said["workers"]] == [{"rank", "busy", "forward_ms", "backward_ms", "wait_ms"}] * 2
+    assert [w["rank"] for w in said["workers"]] == [0, 1]
+    assert all(0 < w["busy"] <= 1 and w["forward_ms"] > 0 and w["backward_ms"] > 0 for w in said["workers"])
+    assert said["out"] == str(folder / "real")
+
+
+@pytest.mark.multiproc
+def test_processes_and_one_process_agree_to_the_last_bit(real: Result, local: Result, folder: Path) -> None:
+    assert local.json["losses"] == real.json["losses"]
+    assert set(local.json) == set(real.json)
+    weights = [(folder / out / "model.safetensors").read_bytes() for out in ("real", "local")]
+    assert weights[0] == weights[1]
+    lines = [[json.loads(s) for s in (folder / out / "metrics.jsonl").open()] for out in ("real", "local")]
+    for one, other in zip(*lines, strict=True):
+        assert {k: one[k] for k in ("step", "loss", "lr")} == {k: other[k] for k in ("step", "loss", "lr")}
+
+
+@pytest.mark.multiproc
+def test_torchrun_starts_the_same_command(local: Result, folder: Path, tmp_path: Path) -> None:
+    arguments = ("--steps", TRAINED, "--seed", 3, "--threads", 1, "--out", tmp_path / "out", "--json")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", sys.executable)
+    result = finish(start_module(*torchrun, "-m", "fxpipe", "run", folder / "build", *arguments), 120)
+    assert result.json["losses"] == local.json["losses"]
+    weights = [out / "model.safetensors" for out in (tmp_path / "out", folder / "local")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_metrics(local: Result, folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "local" / "metrics.jsonl").open()]
+    assert [list(line) for line in lines] == [["step", "loss", "lr", "seconds", "samples_per_second"]] * TRAINED
+    assert [line["step"] for line in lines] == list(range(1, TRAINED + 1))
+    assert [line["loss"] for line in lines] == local.json["losses"]
+    assert {line["lr"] for line in lines} == {0.05}
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert {p.name for p in (folder / "local").iterdir()} == {"metrics.jsonl", "model.safetensors"}
+
+
+def test_the_model_takes_the_weights(local: Result, folder: Path) -> None:
+    assert local.code == 0
+    weights = load_file(folder / "local" / "model.safetensors")
+    assert set(weights) == PARAMETERS | BUFFERS
+    model = runpy.run_path(str(folder / "model.py"))["model"]()
+    model.load_state_dict(weights, strict=True)
+    assert int(model.norm.num_batches_tracked) == TRAINED
+    before = load_file(folder / "build" / "weights.safetensors")
+    assert [n for n in PARAMETERS if torch.equal(weights[n], before[n])] == []
+
+
+def test_the_summary_for_people(folder: Path, tmp_path: Path) -> None:
+    result = fxpipe("run", folder / "build", "--local", "--out", tmp_path / "out")
+    assert result.code == 0
+    lines = [line.strip() for line in result.out.splitlines() if line.strip()]
+    assert lines[0].startswith(f"{STEPS} steps in "), "one epoch, unless something else is asked for"
+    assert "samples/s · loss" in lines[0]
+    assert lines[1].split() == ["busy", "forward", "backward", "wait"]
+    assert [line.split("  ")[0] for line in lines[3:5]] == ["worker 0", "worker 1"]
+    assert lines[5] == f"metrics  {tmp_path / 'out' / 'metrics.jsonl'}"
+    assert lines[6] == f"weights  {tmp_path / 'out' / 'model.safetensors'}"
+    assert f"step {STEPS}/{STEPS}" in result.err
+    assert "step" not in result.out.replace("steps", "")
+
+
+def test_how_long_to_train(folder: Path, tmp_path: Path) -> None:
+    def steps(*arguments: object) -> int:
+        said = fxpipe("run", folder / "build", "--local", "--json", "--out", tmp_path, *arguments).json
+        return int(said["steps"])
+
+    assert steps() == STEPS
+    assert steps("--epochs", 2) == 2 * STEPS
+    assert steps("--steps", 3) == 3
+
+
+def test_seed_schedule_and_policy(folder: Path, tmp_path: Path) -> None:
+    def losses(*arguments: object) -> Any:
+        return fxpipe("run", folder / "build", "--local", "--json", "--out", tmp_path, *arguments).json["losses"]
+
+    default = losses("--epochs", 2)
+    assert losses("--epochs", 2) == default
+    assert losses("--epochs", 2, "--seed", 1) != default
+    assert losses("--epochs", 2, "--policy", "stash") != default
+    assert losses("--epochs", 2, "--schedule", "gpipe") != default
+
+
+def test_another_schedule_than_the_builds(folder: Path, tmp_path: Path) -> None:
+    result = fxpipe("run", folder / "build", "--local", "--schedule", "1f1b", "--json", "--out", tmp_path)
+    assert result.json["steps"] == STEPS
+    assert result.err.startswith("warning: the build has one microbatch, so 1f1b runs its workers one after the other")
+    assert "compile with --schedule 1f1b --microbatches 4" in result.err
+
+
+@pytest.fixture
+def stage(folder: Path, tmp_path: Path) -> Path:
+    """The last stage of a build of one's own, to be edited."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "build" / "stage_1.py"
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_an_edited_stage_runs_with_a_warning(stage: Path, tmp_path: Path, local: Result, factor: int) -> None:
+    text, edits = re.subn(r"^    return (\w+), ", rf"    return {factor} * \1, ", stage.read_text(), flags=re.M)
+    assert edits == 1
+    stage.write_text(text)
+    arguments = ("--steps", TRAINED, "--seed", 3, "--threads", 1, "--local", "--json")
+    result = fxpipe("run", tmp_path / "build", *arguments, "--out", tmp_path / "out")
+    assert result.err == f"warning: {stage} was edited since it was compiled; running it as it is\n"
+    assert result.json["losses"] == [factor * loss for loss in local.json["losses"]]
+
+
+def test_an_edited_stage_that_no_longer_fits_is_refused(stage: Path, tmp_path: Path) -> None:
+    text = stage.read_text()
+    assert text.count('comm.recv("batch_y")') == 1
+    stage.write_text(text.replace('comm.recv("batch_y")', "None"))
+    result = fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "out")
+    assert result.code == 1
+    assert "stage_1.py does not match its plan: forward no longer receives batch_y" in result.err
+    assert "hint: undo the edit" in result.err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_model_file_is_compiled_first(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    arguments = ("run", tmp_path / "model.py", "-n", 2, "--steps", 2, "--local", "--threads", 1)
+    said = fxpipe(*arguments, "--out", tmp_path / "out", "--schedule", "1f1b", "--json").json
+    assert said["steps"] == 2
+    assert len(said["workers"]) == 2
+    plan = read_plan(tmp_path / "out" / "build")
+    assert (plan.workers, plan.schedule, plan.policy, plan.microbatches) == (2, "1f1b", "latest", 2)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"build", "metrics.jsonl", "model.safetensors"}
