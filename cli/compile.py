@@ -78,6 +78,7 @@ def compile_command(
     import torch
 
     from fxpipe.agreement import compare_with_eager
+    from fxpipe.allocator import reuse_freed_memory
     from fxpipe.batch import to_device
     from fxpipe.folder import check_target
     from fxpipe.lowering import compile
@@ -85,6 +86,7 @@ def compile_command(
     from fxpipe.task import load_task, source_digests
 
     check_target(Path(out))
+    reuse_freed_memory()
     if microbatches is None:
         microbatches = 1 if schedule == "async" else workers
     with working("reading the model"):

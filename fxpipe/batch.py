@@ -66,9 +66,11 @@ def dump(spec: pytree.TreeSpec) -> str:
     while stack:
         part = stack.pop()
         stack += part.children()
-        kind = part.context if part.type is namedtuple else None
+        if part.type is not namedtuple:
+            continue
+        kind: type = part.context
         known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-        if kind is not None and (known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND):
+        if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
             pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return pytree.treespec_dumps(spec)
 

@@ -27,6 +27,7 @@ from fxpipe.errors import CaptureError
 
 KEY = "fxpipe_origin"
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 class Origin(NamedTuple):
@@ -80,7 +81,7 @@ class _Recorder(TorchFunctionMode):
         if frame is not None:
             self.place = (frame.f_code.co_filename, frame.f_lineno)
             self.mark()
-        if func is torch.Tensor.data.__set__:  # the tracer does not see it
+        if func == _SET_DATA:  # the tracer does not see it
             raise CaptureError(
                 "the step assigns to the .data of a tensor",
                 where=f"{short(self.place[0])}:{self.place[1]}: {text(*self.place)}",

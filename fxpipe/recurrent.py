@@ -27,14 +27,14 @@ def trainable() -> Iterator[None]:
     if helper is not None:
         decompositions._rnn_helper = _layer_by_layer(helper)
     if select is not None:
-        decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm  # type: ignore[attr-defined]
+        decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
     try:
         yield
     finally:
         if helper is not None:
             decompositions._rnn_helper = helper
         if select is not None:
-            decompositions.select_one_layer_lstm_function = select  # type: ignore[attr-defined]
+            decompositions.select_one_layer_lstm_function = select
 
 
 def _layer_by_layer(helper: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-SLACK = 1.03  # how much worse than the best bottleneck a cut may be if less crosses it
+SLACK = 1.01  # how much worse than the best bottleneck a cut may be if less crosses it
 
 
 def balanced(
     seconds: Sequence[float], crossing: Sequence[int], workers: int, forbidden: set[int]
 ) -> tuple[int, ...] | None:
-    """Positions that cut the units into `workers` non-empty runs whose slowest is within 3% of the least possible.
+    """Positions that cut the units into `workers` non-empty runs whose slowest is within 1% of the least possible.
 
     Among the positions that keep that bound, each cut takes the one that the fewest bytes cross.
 

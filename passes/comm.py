@@ -23,7 +23,7 @@ class Comm(Pass):
 
     A value goes straight to each worker that reads it, once: sent as soon as it exists, received where it is first
     needed. If that worker's forward reads it, its backward keeps what forward received. A value without a dense
-    layout (expanded, sliced) is made contiguous by its sender; a view of a weight is copied.
+    layout (expanded, sliced) is copied by its sender; a view of a weight is copied.
 
     Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
                                                             h_recv = recv(h_send, peer=0)  # w1
@@ -115,14 +115,10 @@ class _Wiring:
         for user in node.users:
             if user.meta.get("made_dense"):
                 return user
-        clone = self._insert_after(
-            node,
-            torch.ops.aten.clone.default,
-            (node,),
-            f"{node.name}_dense",
-            memory_format=torch.contiguous_format,
-        )
-        clone.meta["val"] = torch.ops.aten.clone.default(value(node), memory_format=torch.contiguous_format)
+        # Dimensions keep their order in memory: operators choose their output's layout by it, and a view that was
+        # captured behind them may need just that layout.
+        clone = self._insert_after(node, torch.ops.aten.clone.default, (node,), f"{node.name}_dense")
+        clone.meta["val"] = torch.ops.aten.clone.default(value(node))
         clone.meta["made_dense"] = True
         clone.meta[INFO] = self._record(node, home[1], home[0])
         return clone

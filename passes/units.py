@@ -30,7 +30,9 @@ class Units(Pass):
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         nodes = list(program)
-        units = _forward([n for n in nodes if info(n).phase == "F"])
+        placeholders = program.placeholders
+        buffers = {new: placeholders[name] for name, new in program.updates().items()}
+        units = _forward([n for n in nodes if info(n).phase == "F"], buffers)
         _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
         for node in nodes:
             record = info(node)
@@ -48,7 +50,7 @@ def is_source(node: fx.Node, sources: set[fx.Node]) -> bool:
     )
 
 
-def _forward(nodes: list[fx.Node]) -> list[str]:
+def _forward(nodes: list[fx.Node], buffers: dict[fx.Node, fx.Node]) -> list[str]:
     units: list[str] = []
     sources: set[fx.Node] = set()
     for node in nodes:
@@ -71,10 +73,10 @@ def _forward(nodes: list[fx.Node]) -> list[str]:
     for node in nodes:
         if is_getitem(node):  # a tuple never crosses workers, its elements do
             info(node).unit = info(node.all_input_nodes[0]).unit
-        if (
-            info(node).unit < 0
-        ):  # a source that no other forward node reads: a buffer's new value stays with its readers
-            info(node).unit = max((_last_reader(n) for n in node.all_input_nodes), default=0)
+        if info(node).unit < 0:  # a source that no forward node reads: a buffer's new value stays with its readers
+            near = [n for n in node.all_input_nodes if n.op == "call_function" or node not in buffers]
+            near += [buffers[node]] if node in buffers else []
+            info(node).unit = max((_last_reader(n) for n in near), default=0)
     return units
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ class Predictor:
     applied needs the gradient, which is gone: the buffer stands for it, as in SpecTrain and PipeOptim.
     `maximize` needs nothing: torch negates the gradient before it enters the state.
 
-    Nothing is changed in place: neither a live parameter nor the optimizer's state.
+    Nothing is changed in place: neither a live parameter nor the optimizer's state. A prediction lies in memory of
+    its own, taken from what `give_back` has returned: new memory for it in every step would cost more (page faults)
+    than the prediction itself.
 
     Args:
         optimizer: holds the state that is read; it may load another one at any time.
@@ -47,10 +49,11 @@ class Predictor:
         }
         self._trained = [p for p in self.parameters if id(p) in self._group]
         self._update: dict[int, Tensor] = {}  # last-update: W_t − W_t−1 by parameter's id
+        self._spare: dict[int, list[Tensor]] = defaultdict(list)  # memory for predictions, by parameter's id
 
     @torch.no_grad()
     def predict(self, steps: int, subset: Sequence[int] | None = None) -> list[Tensor]:
-        """The parameters (those of these indices) `steps` updates ahead, as new tensors.
+        """The parameters (those of these indices) `steps` updates ahead, in memory that nobody else reads.
 
         With steps = 0, for a frozen parameter and before a parameter's first update: the live parameter
         itself.
@@ -67,6 +70,17 @@ class Predictor:
             for place, predicted in zip(places, ahead, strict=True):
                 wanted[place] = predicted
         return wanted
+
+    def give_back(self, predicted: Sequence[Tensor], subset: Sequence[int]) -> None:
+        """Nobody reads these results of `predict(steps, subset)` any more: their memory may be used again."""
+        for tensor, index in zip(predicted, subset, strict=True):
+            parameter = self.parameters[index]
+            if tensor is not parameter:
+                self._spare[id(parameter)].append(tensor)
+
+    def _memory(self, parameter: Tensor) -> Tensor:
+        spare = self._spare[id(parameter)]
+        return spare.pop() if spare else torch.empty_like(parameter, requires_grad=False)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -94,12 +108,16 @@ class Predictor:
         return self.optimizer.state.get(parameter, {}).get(key) is not None
 
     def _ahead(self, steps: int, group: dict[str, Any], weights: list[Tensor]) -> Sequence[Tensor]:
+        out = [self._memory(weight) for weight in weights]
         if self.rule == "last-update":
-            return torch._foreach_add(weights, self._last_updates(weights), alpha=steps)
+            _add(out, weights, self._last_updates(weights), steps)
+            return out
         states = [self.optimizer.state[weight] for weight in weights]
         if self.rule == "momentum":
-            return _momentum(steps, group, weights, states)
-        return _adam(steps, group, weights, states)
+            _momentum(out, steps, group, weights, states)
+        else:
+            _adam(out, steps, group, weights, states)
+        return out
 
 
 def _rule(optimizer: torch.optim.Optimizer) -> Rule:
@@ -112,26 +130,37 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     return "last-update"
 
 
+def _add(out: list[Tensor], weights: list[Tensor], directions: list[Tensor], factor: float) -> None:
+    """out = weights + factor·directions: one pass over CPU memory, two fused kernels on a GPU."""
+    if weights[0].device.type == "cpu":
+        for o, w, d in zip(out, weights, directions, strict=True):
+            torch.add(w, d, alpha=factor, out=o)
+        return
+    torch._foreach_copy_(out, weights)
+    torch._foreach_add_(out, directions, alpha=factor)
+
+
 def _momentum(
-    steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]
-) -> Sequence[Tensor]:
+    out: list[Tensor], steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]
+) -> None:
     """W − steps·lr·buf."""
-    buffers = [state["momentum_buffer"] for state in states]
-    return torch._foreach_add(weights, buffers, alpha=-steps * float(group["lr"]))
+    _add(out, weights, [state["momentum_buffer"] for state in states], -steps * float(group["lr"]))
 
 
-def _adam(steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]) -> Sequence[Tensor]:
+def _adam(
+    out: list[Tensor], steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]
+) -> None:
     """W·(1 − steps·lr·decay) − steps·lr·m̂/(√v̂+ε), where m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ)."""
     reach = steps * float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     updates = [float(state["step"]) for state in states]  # a parameter without gradients lags behind
     second = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
-    scale = cast(list[Tensor], torch._foreach_sqrt([state[second] for state in states]))
-    torch._foreach_div_(scale, [(1 - beta2**t) ** 0.5 for t in updates])
-    torch._foreach_add_(scale, float(group["eps"]))
+    torch._foreach_copy_(out, [state[second] for state in states])
+    torch._foreach_sqrt_(out)
+    torch._foreach_div_(out, [(1 - beta2**t) ** 0.5 for t in updates])
+    torch._foreach_add_(out, float(group["eps"]))
+    torch._foreach_reciprocal_(out)
+    torch._foreach_mul_(out, [state["exp_avg"] for state in states])
+    torch._foreach_mul_(out, [-reach / (1 - beta1**t) for t in updates])
     decay = float(group["weight_decay"]) if group["decoupled_weight_decay"] else 0.0
-    ahead = cast(list[Tensor], torch._foreach_mul(weights, 1 - reach * decay))
-    torch._foreach_addcdiv_(
-        ahead, [state["exp_avg"] for state in states], scale, [-reach / (1 - beta1**t) for t in updates]
-    )
-    return ahead
+    torch._foreach_add_(out, weights, alpha=1 - reach * decay)

@@ -32,6 +32,7 @@ class Layout:
         Raises:
             RunError: another shape or dtype than the plan's.
         """
+        tensor = tensor.resolve_conj().resolve_neg()  # lazy views of complex numbers are no plain memory
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise RunError(
                 f"{self.name} is {tensor.dtype}{list(tensor.shape)}, the plan says {self.dtype}{list(self.shape)}",

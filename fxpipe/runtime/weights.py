@@ -104,7 +104,7 @@ class WeightStore:
         assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
         self.start, self.stop = start, stop
         self._copies.clear()
-        self._predicted.clear()
+        self._forget_all()
         for part in self._parts.values():
             part.held, part.tuple = -1, ()
         owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
@@ -158,7 +158,7 @@ class WeightStore:
             key = self._key(reading, minibatch)
             if self._lives(reading, key[1]):
                 if (phase, reading.lag) not in self._owner_lags:
-                    self._predicted.pop(key[2], None)
+                    self._forget(key[2])
                 continue
             copy = self._copies[key]
             copy.uses -= 1
@@ -180,7 +180,7 @@ class WeightStore:
             if not self.keep_gradients:
                 for parameter in self._live:
                     parameter.grad = None
-        self._predicted.clear()
+        self._forget_all()
         self.version += 1
         self._send_replicas()
 
@@ -264,6 +264,16 @@ class WeightStore:
             found.update(zip(missing, values, strict=True))
         return found
 
+    def _forget(self, ahead: int) -> None:
+        """Predictions that nobody reads any more; their memory serves the next ones."""
+        found = self._predicted.pop(ahead, {})
+        if found and self.predictor is not None:
+            self.predictor.give_back(list(found.values()), [self._index[name] for name in found])
+
+    def _forget_all(self) -> None:
+        for ahead in list(self._predicted):
+            self._forget(ahead)
+
     def _messages(self, owner: int, version: int) -> list[Message]:
         return self.demand.messages(owner, self.worker, version, self.start, self.stop)
 
@@ -273,7 +283,7 @@ class WeightStore:
                 tensors = self._predict(message.names, message.ahead)
                 block = self._pack(message.names).pack([tensors[name] for name in message.names])
                 self.transport.send_weights(reader, message.version, message.ahead, block)
-        self._predicted.clear()
+        self._forget_all()
 
     def _keep_past(self) -> None:
         """Before the live version goes: copies for those own actions that will still read it."""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from fxpipe.allocator import reuse_freed_memory
 from fxpipe.batch import Splitter
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.folder import read_plan
@@ -53,6 +54,7 @@ def join(
         PeerLost: another worker stopped first; the caller exits quietly.
         FxpipeError: the user's problem, on the worker where it showed.
     """
+    reuse_freed_memory()
     plan = read_plan(options.build)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != plan.workers:

@@ -1,0 +1,25 @@
+"""The C allocator of a process that trains: freed memory stays in the process and is used again.
+
+By default glibc gives the top of the heap back to the system when a step has freed its values, and the next step pays
+for page faults on the same memory again. Called once, at the start of a process that is ours: workers, and `compile`,
+so that costs are measured as the workers will have them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_LARGEST = 32 << 20  # what glibc accepts for the second
+
+
+def reuse_freed_memory() -> bool:
+    """Keep freed memory for this process's lifetime; False where the C library is not glibc."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    except (OSError, AttributeError):
+        return False
