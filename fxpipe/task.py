@@ -54,7 +54,7 @@ class Task:
     warnings: tuple[str, ...] = ()
 
     def model(self) -> nn.Module:
-        """A new model, in train mode.
+        """A new model, as the user's hook makes it.
 
         Raises:
             TaskError: the hook raised, or gave something that is not a module.

@@ -45,10 +45,10 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
     """The joint graph of `loss(model, batch)` and its gradients, at level CAPTURED.
 
     Args:
-        model: any module, in train mode (its submodules as the user left them); it is not changed.
+        model: any module; put in train mode if it is not (its submodules stay as the user left them).
         loss: gives a scalar tensor.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
-        autocast: 'bf16' to run the step under torch.autocast.
+        autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
 
     Raises:
         CaptureError: with the user's line, when the step cannot be one graph.

@@ -1,10 +1,10 @@
 """The law of the program, per level; run between passes.
 
-CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value; nothing is stranded;
-          forward never reads backward.
+CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value; every placeholder stands
+          in a table; forward never reads backward.
 COSTED    every node has a unit, bytes and time.
-PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; every gradient
-          lies on its parameter's owner; a buffer that is updated is read on the worker that updates it.
+PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
+          buffer that is updated only on the worker that updates it.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype.
 
 Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.

@@ -1,0 +1,39 @@
+"""The examples compile, agree with eager PyTorch and learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import fxpipe
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def compiled(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    return fxpipe("compile", EXAMPLES / name, "-o", folder, "--verify", "--json", *options).json["verify"]
+
+
+@pytest.mark.multiproc
+def test_digits_reaches_its_accuracy(tmp_path: Path) -> None:
+    verified = compiled("digits.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
+    assert max(verified["gradients"].values()) < 1e-5
+    assert max(verified["buffers"].values()) < 1e-5
+    summary = fxpipe("run", tmp_path / "build", "--epochs", "4", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["accuracy"] > 0.95
+
+
+def test_gpt_compiles_for_four_workers_with_distinct_cuts(tmp_path: Path) -> None:
+    pins = [f"--fp-cut=blocks.{i}" for i in (2, 4, 6)] + [f"--bp-cut=blocks.{i}" for i in (1, 4, 7)]
+    verified = compiled("gpt.py", tmp_path / "build", "-n", "4", "--cost", "analytic", *pins)
+    assert verified["loss"] < 1e-6
+    assert max(verified["gradients"].values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_gpt_learns_the_standard_library(tmp_path: Path) -> None:
+    compiled("gpt.py", tmp_path / "build", "-n", "2")
+    summary = fxpipe("run", tmp_path / "build", "--steps", "1500", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["loss"] < 2.0
