@@ -59,6 +59,10 @@ class CutError(FxpipeError):
     """The cuts asked for are impossible."""
 
 
+class ProfileError(FxpipeError):
+    """A profile for the planner cannot be read."""
+
+
 class VerifyError(FxpipeError):
     """A program breaks the law of its level: a defect of a pass."""
 
