@@ -33,7 +33,7 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 @click.option(
     "--microbatches",
     type=click.IntRange(min=1),
-    help="Parts of a minibatch. [default: 1 for async, else the number of workers]",
+    help="Parts of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
 )
 @click.option("--autocast", type=click.Choice(["bf16"]), help="Run the step under torch.autocast.")
 @click.option(
@@ -79,7 +79,7 @@ def compile_command(
 
     from fxpipe.agreement import compare_with_eager
     from fxpipe.allocator import reuse_freed_memory
-    from fxpipe.batch import to_device
+    from fxpipe.batch import default_microbatches, to_device
     from fxpipe.folder import check_target
     from fxpipe.lowering import compile
     from fxpipe.runtime.local_run import threads_for
@@ -87,8 +87,6 @@ def compile_command(
 
     check_target(Path(out))
     reuse_freed_memory()
-    if microbatches is None:
-        microbatches = 1 if schedule == "async" else workers
     with working("reading the model"):
         task = load_task(model)
         torch.manual_seed(seed)
@@ -98,6 +96,8 @@ def compile_command(
             made, example = to_device(device, made, example)
     for warning in task.warnings:
         warn(warning)
+    if microbatches is None:
+        microbatches = 1 if schedule == "async" else default_microbatches(example, workers)
     with working("compiling"):
         build = compile(
             made,

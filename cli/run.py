@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from contextlib import redirect_stdout
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
 @click.option("--out", type=click.Path(), default="out", show_default=True, help="Where metrics and weights go.")
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
-@click.option(
-    "-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Stages, for a model file."
-)
+@click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. [default: cores / workers]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(
@@ -43,7 +42,7 @@ def run_command(
     seed: int,
     out: str,
     model: str | None,
-    workers: int,
+    workers: int | None,
     threads: int | None,
     as_json: bool,
 ) -> int:
@@ -68,8 +67,10 @@ def run_command(
     if Path(build).suffix == ".py":
         if joined:
             raise click.UsageError("under torchrun, compile first and give the build directory")
-        wanted = {"-n": workers, "--schedule": schedule, "--policy": policy, "--threads": threads}
+        wanted = {"-n": workers or 2, "--schedule": schedule, "--policy": policy, "--threads": threads}
         build, model = _compiled(build, Path(out) / "build", wanted), build
+    elif workers is not None:
+        raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
     options = RunOptions(
         build=build,
         model_file=model,
@@ -84,6 +85,9 @@ def run_command(
     )
     summary = _train(options, local, joined)
     if summary is not None:  # else this is a worker other than the first, under torchrun
+        first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
+        if first is not None:
+            warn(f"the loss is not finite from step {first} on: lower the learning rate, or look at that batch")
         evaluated = _evaluate(options)
         if evaluated:
             summary["evaluation"] = evaluated

@@ -98,6 +98,13 @@ def split(batch: Any, microbatches: int) -> list[Any]:
     return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
 
 
+def default_microbatches(batch: Any, workers: int) -> int:
+    """How many microbatches keep `workers` busy: the least divisor of the batch that is no less, else the largest."""
+    size = _batch_size(describe(batch)[0])
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    return min((d for d in divisors if d >= workers), default=size)
+
+
 def _batch_size(leaves: Sequence[LeafSpec]) -> int:
     sizes = {leaf.name: leaf.tensor.shape[0] for leaf in leaves if leaf.tensor and leaf.tensor.shape}
     if not sizes:

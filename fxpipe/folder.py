@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from fxpipe.errors import BuildError
 from fxpipe.plan import Plan
 
 PLAN, WEIGHTS, COSTS = "plan.json", "weights.safetensors", "costs.json"
+_OWN = re.compile(r"plan\.json|weights\.safetensors|costs\.json|stage_\d+\.py|__pycache__")
 
 
 def read_plan(folder: str | Path) -> Plan:
@@ -75,8 +77,9 @@ def check_current(plan: Plan, folder: str | Path, given: str | Path | None = Non
         return
     root = path.resolve().parent
     changed = []
+    own = Path(plan.model_file).name if plan.model_file else path.name
     for name, digest in plan.sources.items():
-        file = root / name
+        file = path if name == own else root / name
         if not file.is_file():
             changed.append(f"{name} is gone")
         elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -95,10 +98,17 @@ def check_target(folder: Path) -> None:
     """Refuse, before any work is done, a folder that a build could not be written to.
 
     Raises:
-        BuildError: it holds something that is not a build, or cannot be created.
+        BuildError: it holds something that is not a build, or a build and files beside it, or cannot be created.
     """
     if folder.exists() and not (folder / PLAN).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BuildError(f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it yourself")
+    if folder.is_dir():
+        foreign = sorted(entry.name for entry in folder.iterdir() if not _OWN.fullmatch(entry.name))
+        if foreign:
+            raise BuildError(
+                f"{folder} is a build, but it holds {', '.join(foreign[:5])} as well, which a new build would delete",
+                hint="move that out of the build, or choose another -o",
+            )
     _check_creatable(folder.resolve().parent, folder, "-o")
 
 

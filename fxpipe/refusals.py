@@ -10,12 +10,20 @@ import torch
 from fxpipe import origin
 from fxpipe.errors import CaptureError
 
+_USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
+
 CAUSES = (
+    (
+        r"mirrored meta",
+        "the step calls backward() itself",
+        "return the loss: the backward pass is captured with it",
+    ),
     (
         r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero"
         r"|DynamicOutputShape",
         "the step depends on the values of a tensor: one graph cannot hold `if tensor`, .item() or a shape from data",
-        "compute both branches and choose with torch.where, or move the decision into train_data()",
+        "compute both branches and choose with torch.where, or move the decision into train_data(); if the line only "
+        "calls a module, the test is inside it: attention masks need is_causal=True beside the mask",
     ),
     (
         r"numpy|\.numpy\(\)|SymInt.*numpy",
@@ -48,10 +56,14 @@ def explain(error: Exception) -> CaptureError:
         if re.search(pattern, said):
             return CaptureError(cause, where=where, hint=cure)
     first = said.strip().splitlines()[0][:300]
+    if isinstance(error, _USER_ERRORS):
+        return CaptureError(f"the step raised {first}", where=where)
     return CaptureError(
         f"tracing the step failed: {first}",
         where=where,
-        hint="if the step runs in eager mode, this is something fxpipe cannot capture yet; " + origin.version_hint(),
+        hint="if the step fails in eager mode too, mend that first; if not, fxpipe cannot capture it yet ("
+        + origin.version_hint()
+        + ")",
     )
 
 

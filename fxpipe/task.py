@@ -166,6 +166,8 @@ def load_task(path: str | Path) -> Task:
                 f"{path.name} defines {guess}(), which is not a hook; is {name}() meant?"
                 for guess in difflib.get_close_matches(name, unknown, 1, 0.75)
             ]
+    if hasattr(module, "eval_data") != hasattr(module, "metrics"):
+        warnings.append(f"{path.name} defines only one of eval_data() and metrics(): nothing will be evaluated")
     return Task(path, module, tuple(warnings))
 
 

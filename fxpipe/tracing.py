@@ -15,6 +15,7 @@ to each node.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 import warnings
@@ -151,6 +152,9 @@ def _same_type(new: Any, old: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def _tracing() -> Iterator[Callable[[], bool]]:
     """Tells afterwards whether Python's or numpy's random generator was used; leaves all of them as they were."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports what is raised to us, and explained, anyway
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     rng, others = torch.get_rng_state(), _other_generators()
     drew = False
@@ -164,6 +168,7 @@ def _tracing() -> Iterator[Callable[[], bool]]:
         ):
             yield lambda: drew
     finally:
+        log.setLevel(level)
         torch.set_rng_state(rng)
         drew = _restore_generators(others)
 

@@ -12,6 +12,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.aten import is_view
+from fxpipe.errors import CaptureError
+from fxpipe.printer import heading
 from fxpipe.program import Level, Program, info, size_of, value
 from fxpipe.transform import Pass
 
@@ -82,6 +84,7 @@ class _Clock(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, cuda: bool) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # an error here is the user's, and says so
         self.cuda = cuda
         self.seconds: dict[str, Any] = {}
 
@@ -91,14 +94,25 @@ class _Clock(fx.Interpreter):
         if self.cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            result = super().run_node(n)
+            result = self._run(n)
             end.record()
             self.seconds[n.name] = (start, end)
             return result
         before = time.perf_counter()
-        result = super().run_node(n)
+        result = self._run(n)
         self.seconds[n.name] = time.perf_counter() - before
         return result
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            return super().run_node(node)
+        except Exception as error:
+            record = info(node)
+            raise CaptureError(
+                f"the step fails on the first batch: {type(error).__name__}: {str(error).splitlines()[0]}",
+                where=heading(record) or str(node),
+                hint="eager PyTorch would fail here too: look at the batch, its dtypes and the range of its values",
+            ) from error
 
     def take(self) -> dict[str, float]:
         """The last run's seconds by node name."""

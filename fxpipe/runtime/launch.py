@@ -40,7 +40,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="fxpipe_run_") as exchange, _quiet(), _signals_restored():
         options = dataclasses.replace(options, exchange=exchange)
-        arguments = ("-P", "-m", "fxpipe.runtime.worker", options.to_json())
+        arguments = ("-P", "-m", "fxpipe.runtime.child", options.to_json())
         try:
             elastic_launch(_config(workers), sys.executable)(*arguments)
         except SignalException as error:

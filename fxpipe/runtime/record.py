@@ -39,6 +39,7 @@ class Record:
         if self.out is not None:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / FINAL_WEIGHTS).unlink(missing_ok=True)  # an earlier run's, beside this one's metrics
                 self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
             except OSError as error:
                 raise RunError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, TaskError
 from fxpipe.plan import ParameterSpec, Phase, Plan
 from fxpipe.policy.predict import Predictor
 from fxpipe.runtime.demand import PHASES, Demand, Message, Reading
@@ -82,7 +82,13 @@ class WeightStore:
         storages = {p.untyped_storage().data_ptr() for p in self.parameters.values()}
         self.sum = GradientSum(self._live, order, storages)
         self.optimizer = make_optimizer([(n, self.parameters[n]) for n in self.trained]) if self.trained else None
+        self._refuse_foreign_parameters()
         self.scheduler = make_scheduler(self.optimizer) if self.optimizer and make_scheduler else None
+        if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
+            raise TaskError(
+                f"lr_scheduler() returned {type(self.scheduler).__name__}, which has no step()",
+                hint="return a torch.optim.lr_scheduler, or None",
+            )
         predicts = demand.policy.needs_prediction and self.optimizer is not None
         self.predictor = Predictor(self.optimizer, self._live) if predicts else None  # type: ignore[arg-type]
         self._readers = demand.readers(worker)
@@ -202,16 +208,32 @@ class WeightStore:
             self.optimizer.step()
             if self.predictor:
                 self.predictor.observe()
+        except Exception as error:
+            raise self._update_failed(error, minibatch, self.optimizer) from error
+        try:
             if self.scheduler is not None:
                 self.scheduler.step()
         except Exception as error:
-            name = type(self.optimizer).__name__
-            raise RunError(
-                f"the update after step {minibatch + 1} failed on worker {self.worker}: "
-                f"{type(error).__name__}: {error}",
-                where=f"{name}.step()",
-                hint="they are called as optimizer.step() and scheduler.step(), without arguments",
-            ) from error
+            raise self._update_failed(error, minibatch, self.scheduler) from error
+
+    def _update_failed(self, error: Exception, minibatch: int, what: object) -> RunError:
+        return RunError(
+            f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
+            where=f"{type(what).__name__}.step()",
+            hint="it is called once after every update, without arguments",
+        )
+
+    def _refuse_foreign_parameters(self) -> None:
+        """An optimizer over other tensors would train nothing here, and nobody would notice."""
+        if self.optimizer is None:
+            return
+        own = {id(parameter) for parameter in self._live}
+        foreign = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise TaskError(
+                f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
+                hint="build it from named_parameters: [p for _, p in named_parameters]",
+            )
 
     def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
         stage = plan.stages[self.worker]

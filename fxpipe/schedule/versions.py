@@ -77,8 +77,8 @@ class Versions:
         for owner, (version, other) in enumerate(zip(versions, first, strict=True)):
             if version != other:
                 raise ScheduleError(
-                    f"schedule '{schedule.name}': {action} on worker {reader} sees version {version} "
-                    f"of worker {owner}'s weights, its minibatch's first microbatch sees version {other}",
+                    f"schedule '{schedule.name}' takes one microbatch a minibatch for now: with more, {action} on "
+                    f"worker {reader} sees version {version} of worker {owner}'s weights, the first one {other}",
                     hint="accumulation without a flush is not supported yet: use 1 microbatch, or 1f1b",
                 )
 
