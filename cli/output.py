@@ -58,7 +58,5 @@ def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> Non
         table.add_column(header, justify="left" if i < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(soft_wrap=False)
-    if not sys.stdout.isatty():
-        console = Console(width=160)
-    console.print(table)
+    width = Console().width if sys.stdout.isatty() else 0
+    Console(width=max(width, 160)).print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words

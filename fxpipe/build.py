@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,9 @@ class Build:
         warnings: what capture wants the user to know.
     """
 
-    plan: Plan
-    files: Mapping[str, str]
-    tensors: Mapping[str, torch.Tensor]
+    plan: Plan = field(repr=False)
+    files: Mapping[str, str] = field(repr=False)
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
     workers: tuple[WorkerSummary, ...] = ()
     folder: Path | None = None
     warnings: tuple[str, ...] = ()

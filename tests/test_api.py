@@ -66,6 +66,14 @@ def test_an_unsaved_build_cannot_be_joined() -> None:
         build.join(lambda: case.batches(2))
 
 
+def test_joining_needs_torchrun(tmp_path: Path) -> None:
+    case = CASES["function"]
+    build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic").save(tmp_path / "build")
+    assert len(repr(build)) < 2000
+    with pytest.raises(RunError, match="not started by torchrun"):
+        build.join(lambda: case.batches(2))
+
+
 @pytest.mark.multiproc
 def test_join_under_torchrun(tmp_path: Path) -> None:
     case = CASES["gpt"]

@@ -32,20 +32,20 @@ class BarProgress:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:.1f} samples/s"),
+            TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("", total=None, loss=float("nan"), rate=0.0)
+        self._task = self._bar.add_task("", total=None, text="starting")
         self._rate = _Smoothed()
         self._bar.start()
 
     def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
         rate = self._rate(samples_per_second)
-        self._bar.update(self._task, completed=step, total=total, loss=loss, rate=rate)
+        self._bar.update(self._task, completed=step, total=total, text=_text(loss, rate))
 
     def close(self) -> None:
         self._bar.stop()
@@ -66,11 +66,15 @@ class LineProgress:
         if now - self._last < self._pause and step < total:
             return
         self._last = now
-        self._stream.write(f"step {step}/{total}  loss {loss:.4f}  {rate:.1f} samples/s\n")
+        self._stream.write(f"step {step}/{total}  {_text(loss, rate)}\n")
         self._stream.flush()
 
     def close(self) -> None:
         """Nothing is left open."""
+
+
+def _text(loss: float, rate: float) -> str:
+    return f"loss {loss:.4f}  {rate:.1f} samples/s"
 
 
 class _Smoothed:

@@ -54,6 +54,11 @@ def join(
         PeerLost: another worker stopped first; the caller exits quietly.
         FxpipeError: the user's problem, on the worker where it showed.
     """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise RunError(
+            "this process was not started by torchrun: it has no RANK and WORLD_SIZE",
+            hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
+        )
     reuse_freed_memory()
     plan = read_plan(options.build)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
