@@ -16,6 +16,7 @@ from fxpipe.policy import POLICIES
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
+    from fxpipe.plan import Plan
     from fxpipe.runtime.options import RunOptions
 
 
@@ -112,22 +113,18 @@ def _compiled(model: str, folder: Path, wanted: dict[str, Any]) -> str:
 
 
 def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | None:
-    from fxpipe.folder import check_current, check_output, load_plan
+    from fxpipe.errors import PeerLost
 
     if joined:
         if os.environ["RANK"] == "0":
-            check_current(load_plan(options.build), options.build, options.model_file)
-            check_output(options.out)
-        from fxpipe.errors import PeerLost
+            _checked_plan(options)
         from fxpipe.runtime.worker import end_process, join
 
         try:
             return join(options)
         except PeerLost:
             end_process(1)  # the first error is another worker's, and it says it
-    plan = load_plan(options.build)
-    check_current(plan, options.build, options.model_file)
-    check_output(options.out)
+    plan = _checked_plan(options)
     overlaps = options.schedule in (None, "async", plan.schedule)
     if not overlaps and plan.microbatches == 1 and plan.workers > 1:
         warn(
@@ -141,6 +138,16 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
     from fxpipe.runtime.launch import launch
 
     return launch(options, plan.workers)
+
+
+def _checked_plan(options: RunOptions) -> Plan:
+    """The build's plan, once the build is whole and current and the output can be written."""
+    from fxpipe.folder import check_current, check_output, load_plan
+
+    plan = load_plan(options.build)
+    check_current(plan, options.build, options.model_file)
+    check_output(options.out)
+    return plan
 
 
 def _evaluate(options: RunOptions) -> dict[str, float]:

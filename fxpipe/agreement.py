@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.batch import Splitter, split
 from fxpipe.build import Build
 from fxpipe.held import HeldTensors
-from fxpipe.tracing import AUTOCAST, Loss
+from fxpipe.tracing import Loss, autocasting
 
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
 
@@ -86,8 +86,7 @@ def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) ->
         held.hook(given)
         for j, part in enumerate(split(batch, plan.microbatches)):
             torch.manual_seed(seed + j)
-            context = torch.autocast(plan.device, AUTOCAST[plan.autocast or "bf16"], enabled=bool(plan.autocast))
-            with context:
+            with autocasting(plan.device, plan.autocast):
                 value = loss(model, part)
             (value / plan.microbatches).backward()
             total = total + value.detach().cpu() / plan.microbatches

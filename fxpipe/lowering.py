@@ -73,11 +73,11 @@ def lower(
     from fxpipe.passes import Options, default_passes
 
     chosen = schedules.make(schedule, workers, microbatches)
-    policy_name = policy or policies.default_for(chosen)
-    policies.make(policy_name).check(chosen)
+    chosen_policy = policies.make(policy or policies.default_for(chosen))
+    chosen_policy.check(chosen)
     options = Options(workers, tuple(forward_at), tuple(backward_at), cost, threads, command)
     program = run_passes(program, default_passes(options), observers)
-    plan = _plan(program, chosen.name, policy_name, microbatches)
+    plan = _plan(program, chosen.name, chosen_policy.name, microbatches)
     in_flight = schedules.check(chosen, minibatches=2 * workers + 2).in_flight
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     tensors = {row.names[0]: program.values[row.node] for row in rows}
@@ -85,7 +85,7 @@ def lower(
         plan=plan,
         files=program.files,
         tensors={name: t.detach().clone() for name, t in tensors.items()},
-        workers=tuple(summarize(program, plan, in_flight, Demand(plan, chosen, policies.make(policy_name)))),
+        workers=tuple(summarize(program, plan, in_flight, Demand(plan, chosen, chosen_policy))),
         warnings=program.warnings,
     )
 

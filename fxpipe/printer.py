@@ -93,15 +93,16 @@ def print_program(program: Program) -> str:
 
 def _lines(program: Program) -> Iterator[str]:
     yield f"# {program.level.name}: {len(program.graph.nodes)} nodes, {len(program.units)} units"
+    types = {name: type_text(node.meta["val"]) for name, node in program.placeholders.items()}
     for p in program.parameters:
         kind = "parameter" if p.trained else "frozen parameter"
-        yield f"{p.node} = {kind}({', '.join(map(repr, p.names))})  # {_type(program, p.node)}"
+        yield f"{p.node} = {kind}({', '.join(map(repr, p.names))})  # {types[p.node]}"
     for b in program.buffers:
         kind = "constant" if b.constant else "buffer"
-        yield f"{b.node} = {kind}({', '.join(map(repr, b.names))})  # {_type(program, b.node)}"
+        yield f"{b.node} = {kind}({', '.join(map(repr, b.names))})  # {types[b.node]}"
     for i in program.batch:
         if i.node:
-            yield f"{i.node} = {i.leaf.name}  # {_type(program, i.node)}"
+            yield f"{i.node} = {i.leaf.name}  # {types[i.node]}"
     last = ""
     for node in program:
         record = info(node)
@@ -112,10 +113,6 @@ def _lines(program: Program) -> Iterator[str]:
         yield _line(program, node)
     names = [f"{o.kind} {o.target}".strip() for o in program.outputs]
     yield "# outputs: " + ", ".join(f"{n.name} ({k})" for n, k in zip(program.output_nodes, names, strict=True))
-
-
-def _type(program: Program, name: str) -> str:
-    return type_text(program.placeholder_values[name])
 
 
 def _line(program: Program, node: fx.Node) -> str:

@@ -156,11 +156,6 @@ class Program:
         return (n for n in self.graph.nodes if n.op == "call_function")
 
     @property
-    def placeholder_values(self) -> dict[str, Any]:
-        """Fake value by placeholder name."""
-        return {n.name: n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"}
-
-    @property
     def placeholders(self) -> dict[str, fx.Node]:
         return {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
 

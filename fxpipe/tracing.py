@@ -111,7 +111,7 @@ def _trace(
         batch = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in batch_values], spec)
         with tensors.replaced(held):
             tensors.hook(held)
-            with _autocast(device, autocast), origin.recording(model):
+            with autocasting(device, autocast), origin.recording(model):
                 value = scalar(loss(model, batch), origin.definition(loss))
             new = tensors.rebound(held)
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
@@ -189,7 +189,8 @@ def _restore_generators(before: tuple[Any, Any]) -> bool:
     return drew
 
 
-def _autocast(device: str, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
+def autocasting(device: str, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
+    """The context a step runs in: torch.autocast, or none."""
     if autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(device, AUTOCAST[autocast])

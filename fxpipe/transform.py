@@ -52,6 +52,8 @@ def run_passes(program: Program, passes: Sequence[Pass], observers: Sequence[Obs
         start = time.perf_counter()
         program = step(program)
         seconds = time.perf_counter() - start
+        if program.level < step.provides:
+            raise VerifyError(f"pass {step.name} left a program at {program.level.name}, not {step.provides.name}")
         try:
             verify(program)
         except VerifyError as error:
