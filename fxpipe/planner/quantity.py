@@ -1,0 +1,60 @@
+"""Quantities as people write them: `10Gbit`, `200GB/s`, `50us`, `80GiB`, `400T`."""
+
+from __future__ import annotations
+
+import re
+
+from fxpipe.errors import ProfileError
+
+_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*"
+_SIZE = re.compile(_NUMBER + r"(?P<prefix>Ki|Mi|Gi|Ti|[kKMGTP]?)(?P<unit>bit|B|)(?P<rate>/s|ps|)\s*")
+_SECONDS = re.compile(_NUMBER + r"(?P<unit>ms|us|µs|ns|s|)\s*")
+
+
+def bandwidth(text: str | float) -> float:
+    """Bytes a second: `10Gbit` (1.25e9), `200GB/s`, `1.5GiB/s`, or a plain number of bytes."""
+    found = _parts(_SIZE, text, "a bandwidth", "10Gbit, 200GB/s")
+    return _positive(_size(found) / (8 if found["unit"] == "bit" else 1), text)
+
+
+def memory(text: str | float) -> float:
+    """Bytes: `80GiB`, `16GB`, or a plain number."""
+    found = _parts(_SIZE, text, "a size of memory", "80GiB, 16GB")
+    if found["rate"] or found["unit"] == "bit":
+        raise ProfileError(f"{text!r} is no size of memory", hint="write it as 80GiB or 16GB")
+    return _positive(_size(found), text)
+
+
+def seconds(text: str | float) -> float:
+    """Seconds: `50us`, `1.5ms`, or a plain number."""
+    found = _parts(_SECONDS, text, "a time", "50us, 1.5ms")
+    return float(found["number"]) * _TIME[found["unit"] or "s"]
+
+
+def rate(text: str | float) -> float:
+    """A plain rate with a prefix: `400T` FLOP/s, or a number."""
+    found = _parts(_SIZE, text, "a rate", "400T, 4e14")
+    if found["unit"] or found["rate"]:
+        raise ProfileError(f"{text!r} is no rate", hint="write it as 400T or 4e14")
+    return _positive(_size(found), text)
+
+
+def _parts(pattern: re.Pattern[str], text: str | float, what: str, examples: str) -> re.Match[str]:
+    found = pattern.fullmatch(repr(text) if isinstance(text, (int, float)) else text)
+    if found is None:
+        raise ProfileError(f"{text!r} is not {what}", hint=f"write it as {examples}")
+    return found
+
+
+def _size(found: re.Match[str]) -> float:
+    prefix = found["prefix"]
+    return float(found["number"]) * (_BINARY[prefix] if prefix in _BINARY else _PREFIX[prefix])
+
+
+def _positive(value: float, text: str | float) -> float:
+    if not value > 0:
+        raise ProfileError(f"{text!r} is not above zero")
+    return value
