@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.output import emit_json, note, print_table, size, warn, working
 
 from fxpipe.policy import POLICIES
@@ -15,6 +16,8 @@ from fxpipe.schedule import SCHEDULES
 if TYPE_CHECKING:
     from fxpipe.agreement import Agreement
     from fxpipe.build import Build
+    from fxpipe.plan import Plan
+    from fxpipe.simulator.result import Simulation
 
 # Of --verify, relative. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
 TOLERANCE = {None: 1e-4, "bf16": 1e-1}
@@ -24,6 +27,13 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 @click.argument("model", type=click.Path(dir_okay=False))
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Number of stages.")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
+@click.option(
+    "--cuts",
+    type=click.Choice(["auto", "same", "bidirectional", "three-way"]),
+    default="auto",
+    show_default=True,
+    help="What the planner may choose; auto: bidirectional where that gains more than 2%.",
+)
 @click.option("--fp-cut", multiple=True, metavar="PATH", help="Cut forward before this module; once for each boundary.")
 @click.option("--bp-cut", multiple=True, metavar="PATH", help="Cut backward before this module; default: as forward.")
 @click.option(
@@ -36,39 +46,38 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
     help="Parts of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
 )
 @click.option("--autocast", type=click.Choice(["bf16"]), help="Run the step under torch.autocast.")
-@click.option(
-    "--cost",
-    type=click.Choice(["measured", "analytic"]),
-    default="measured",
-    show_default=True,
-    help="Where the times come from that the cuts balance.",
-)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where the workers compute. [default: the model's]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
 @click.option("--seed", default=0, show_default=True, help="Seed of the initial weights.")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
+@click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@cost_options
 def compile_command(
     model: str,
     workers: int,
     out: str,
+    cuts: Any,
     fp_cut: tuple[str, ...],
     bp_cut: tuple[str, ...],
     schedule: str,
     policy: str | None,
     microbatches: int | None,
     autocast: str | None,
-    cost: Any,
     device: str | None,
     threads: int | None,
     seed: int,
     verify: bool,
+    save_profile: str | None,
     as_json: bool,
+    costs: CostOptions,
 ) -> int:
     """Cut the training step of MODEL into stages and write them as Python.
 
     Captures forward, loss and backward as one graph, chooses where forward and backward are cut, and writes
-    stage_0.py, stage_1.py, … with their sends and receives to the build directory.
+    stage_0.py, stage_1.py, … with their sends and receives to the build directory. Cuts are planned for the times
+    that are measured here, or computed for a device that is not (--device-spec), and for the links between the workers
+    (--bandwidth and --latency, or --links with what `fxpipe doctor --links` measured).
 
     \b
     fxpipe compile examples/gpt.py -n 2 -o build/ --verify
@@ -82,10 +91,14 @@ def compile_command(
     from fxpipe.batch import default_microbatches, to_device
     from fxpipe.folder import check_target
     from fxpipe.lowering import compile
+    from fxpipe.measured_costs import NODE_COSTS
     from fxpipe.runtime.local_run import threads_for
+    from fxpipe.simulator.forecast import forecast
+    from fxpipe.stage_times import StageTime, measure_stages
     from fxpipe.task import load_task, source_digests
 
     check_target(Path(out))
+    choice = costs.choice(workers)
     reuse_freed_memory()
     with working("reading the model"):
         task = load_task(model)
@@ -98,7 +111,8 @@ def compile_command(
         warn(warning)
     if microbatches is None:
         microbatches = 1 if schedule == "async" else default_microbatches(example, workers)
-    with working("compiling"):
+    with working("compiling") as say:
+        say("capturing, costing and cutting")
         build = compile(
             made,
             task.loss,
@@ -109,14 +123,29 @@ def compile_command(
             policy=policy,
             forward_at=fp_cut,
             backward_at=bp_cut,
+            cuts=cuts,
             autocast=autocast,
-            cost=cost,
+            cost=choice.cost,
+            device=choice.device,
+            links=choice.links,
+            speeds=choice.speeds,
+            memory=choice.memory,
+            optimizer=task.optimizer,
             threads=threads_for(threads, workers),
-            command=_command(model, workers, fp_cut, bp_cut, schedule, microbatches, autocast),
+            known_costs=Path(out) / NODE_COSTS,
+            command=_command(model, workers, cuts, fp_cut, bp_cut, schedule, microbatches, autocast),
         )
+        times: tuple[StageTime, ...] = ()
+        if choice.cost == "measured":
+            say("timing the stages")
+            times = measure_stages(build, example, optimizer=task.optimizer, threads=threads_for(threads, workers))
+            build = dataclasses.replace(build, times=times)
+        simulation = forecast(build)
         build = dataclasses.replace(
             build, plan=dataclasses.replace(build.plan, sources=source_digests(Path(model)))
         ).save(out, model_file=model)
+    if save_profile is not None and build.profile is not None:
+        Path(save_profile).write_text(build.profile.to_json())
     for warning in build.warnings:
         warn(warning)
     agreement = None
@@ -126,9 +155,9 @@ def compile_command(
     limit = TOLERANCE[autocast]
     failed = agreement is not None and not agreement.largest <= limit
     if as_json:
-        emit_json(_as_json(build, out, agreement))
+        emit_json(_as_json(build, out, agreement, simulation))
     else:
-        _print(build, out, agreement)
+        _print(build, out, agreement, simulation)
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
     return 1 if failed else 0
@@ -137,6 +166,7 @@ def compile_command(
 def _command(
     model: str,
     workers: int,
+    cuts: str,
     fp_cut: tuple[str, ...],
     bp_cut: tuple[str, ...],
     schedule: str,
@@ -145,36 +175,49 @@ def _command(
 ) -> str:
     """The command that makes this build again, without the paths that differ from machine to machine."""
     parts = ["fxpipe compile", Path(model).name, f"-n {workers}"]
+    parts += [] if cuts == "auto" else [f"--cuts {cuts}"]
     parts += [f"--fp-cut {p}" for p in fp_cut] + [f"--bp-cut {p}" for p in bp_cut]
     parts += [f"--schedule {schedule}", f"--microbatches {microbatches}"]
     parts += [f"--autocast {autocast}"] if autocast else []
     return " ".join(parts)
 
 
-def _print(build: Build, out: str, agreement: Agreement | None) -> None:
+def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> None:
+    from fxpipe.runtime.record import samples_of
+
     plan = build.plan
-    rows = [
-        [
-            f"worker {w.rank}",
-            f"{w.begins[0]} ({w.forward_units[1] - w.forward_units[0]} units)",
-            f"{w.begins[1]} ({w.backward_units[1] - w.backward_units[0]} units)",
-            f"{w.forward_ms:.1f} ms",
-            f"{w.backward_ms:.1f} ms",
-            f"{w.owned} · {size(w.owned_bytes)}",
-            f"{w.replicas} · {size(w.replica_bytes)}" if w.replicas else "–",
-            size(w.bytes_in),
-            size(w.bytes_out),
-            size(w.memory_bytes),
-        ]
-        for w in build.workers
-    ]
-    headers = ["", "forward from", "backward from", "F", "B", "owns", "replicas", "in", "out", "memory"]
+    rows = []
+    for w in build.workers:
+        time = build.times[w.rank] if build.times else None
+        backward = w.backward_ms + w.weight_ms if time is None else 1e3 * time.backward
+        rows.append(
+            [
+                f"worker {w.rank}",
+                f"{w.begins[0]} ({w.forward_units[1] - w.forward_units[0]} units)",
+                f"{w.begins[1]} ({w.backward_units[1] - w.backward_units[0]} units)",
+                f"{w.forward_ms if time is None else 1e3 * time.forward:.1f} ms",
+                f"{backward:.1f} ms",
+                "–" if time is None else f"{1e3 * time.update:.1f} ms",
+                f"{w.owned} · {size(w.owned_bytes)}",
+                f"{w.replicas} · {size(w.replica_bytes)}" if w.replicas else "–",
+                size(w.bytes_in),
+                size(w.bytes_out),
+                size(w.memory_bytes),
+            ]
+        )
+    headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "replicas", "in", "out", "memory"]
     print_table(headers, rows, left=3)
-    step = [w.forward_ms + w.backward_ms for w in build.workers]
-    balance = sum(step) / len(step) / max(step) if max(step) else 1.0
     click.echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
-        f"balance {balance:.2f} · {len(plan.edges)} edges"
+        f"{len(plan.edges)} edges"
+    )
+    if build.partitions:
+        *others, chosen = build.partitions
+        text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
+        click.echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
+    click.echo(
+        f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
+        f"bubble {100 * simulation.bubble:.0f} %"
     )
     if agreement is not None:
         name, error = agreement.worst_gradient
@@ -185,18 +228,33 @@ def _print(build: Build, out: str, agreement: Agreement | None) -> None:
     click.echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
 
 
-def _as_json(build: Build, out: str, agreement: Agreement | None) -> dict[str, Any]:
+def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
     plan = build.plan
+    from fxpipe.runtime.record import samples_of
+
+    samples = samples_of(plan)
     result: dict[str, Any] = {
         "out": out,
         "schedule": plan.schedule,
         "policy": plan.policy,
         "microbatches": plan.microbatches,
-        "forward_cuts": [plan.units[s.forward_units[0]] for s in plan.stages[1:]],
-        "backward_cuts": [plan.units[s.backward_units[0]] for s in plan.stages[1:]],
+        "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
+        "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
+        "partitions": {p.mode: p.efficiency for p in build.partitions},
+        "cuts": build.partitions[-1].mode if build.partitions else "pinned",
+        "forecast": {
+            "samples_per_second": simulation.samples_per_second(samples),
+            "milliseconds": 1e3 * simulation.seconds_per_minibatch,
+            "bubble": simulation.bubble,
+        },
         "workers": [dataclasses.asdict(w) for w in build.workers],
         "warnings": list(build.warnings),
     }
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)
     return result
+
+
+def _unit(plan: Plan, position: int) -> str | None:
+    """The module path behind a cut; None for a cut at the end."""
+    return plan.units[position] if position < len(plan.units) else None

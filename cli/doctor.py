@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import platform
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import emit_json, working
+from fxpipe.cli.output import emit_json, note, print_table, size, working
 
 import fxpipe
+from fxpipe.errors import BuildError
+
+if TYPE_CHECKING:
+    from fxpipe.link_test import LinkReport
 
 
 @click.command("doctor")
+@click.option("--links", is_flag=True, help="Measure messages between processes of this machine instead.")
+@click.option("-n", "--workers", type=click.IntRange(min=2), help="Processes, for --links. [default: 2]")
+@click.option("-o", "--out", type=click.Path(dir_okay=False), help="Write the links, for --links of compile and plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(as_json: bool) -> int:
+def doctor_command(links: bool, workers: int | None, out: str | None, as_json: bool) -> int:
     """Show versions, devices and transports, and run a tiny self-test.
 
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
+    With --links, processes send messages to each other as workers would: over gloo, and over NCCL where every
+    process has a CUDA device.
+
     \b
     fxpipe doctor
     fxpipe doctor --json
+    fxpipe doctor --links -o links.toml
     """
+    if links:
+        return _links(workers or 2, out, as_json)
+    if workers is not None or out is not None:
+        raise click.UsageError("-n and -o go with --links")
     with working("looking around"):
         report = _report()
     if as_json:
@@ -33,6 +51,76 @@ def doctor_command(as_json: bool) -> int:
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             click.echo(f"{key:<12} {text or 'none'}")
     return 0 if report["self-test"] == "passed" else 1
+
+
+def _links(workers: int, out: str | None, as_json: bool) -> int:
+    from fxpipe.folder import check_output
+    from fxpipe.link_test import measure_links, transports
+    from fxpipe.planner.device import links_toml
+
+    if out is not None:
+        check_output(Path(out).resolve().parent)  # before any work is done
+    reports = []
+    for transport in transports(workers):
+        with working(f"measuring {transport}"):
+            reports.append(measure_links(workers, transport))
+    chosen = reports[-1]  # what workers would use here
+    if out is not None:
+        comment = f"{chosen.transport} between {workers} processes of one machine, measured by `fxpipe doctor --links`"
+        try:
+            Path(out).resolve().parent.mkdir(parents=True, exist_ok=True)
+            Path(out).write_text(links_toml(chosen.links, comment), encoding="utf-8")
+        except OSError as error:
+            raise BuildError(f"{out} cannot be written: {error.strerror}", hint="choose another -o") from error
+    if as_json:
+        emit_json({"workers": workers, "transports": [_links_row(report) for report in reports], "out": out})
+        return 0
+    for report in reports:
+        _print_links(report)
+    if out is not None:
+        note(f"wrote {out}: the links of {chosen.transport}")
+    return 0
+
+
+def _links_row(report: LinkReport) -> dict[str, Any]:
+    from fxpipe.link_test import SIZES
+
+    return {
+        "transport": report.transport,
+        "bandwidth": _without_infinity(report.links.bandwidth),
+        "latency": report.links.latency,
+        "copy": report.links.copy,
+        "sizes": list(SIZES),
+        "pairs": [dataclasses.asdict(pair) for pair in report.pairs],
+    }
+
+
+def _without_infinity(value: Any) -> Any:
+    """JSON has no infinity: what a worker needs to reach itself is null."""
+    if isinstance(value, tuple):
+        return [_without_infinity(entry) for entry in value]
+    return value if math.isfinite(value) else None
+
+
+def _print_links(report: LinkReport) -> None:
+    from fxpipe.link_test import SIZES
+
+    rows = [
+        [
+            f"{pair.source} → {pair.target}",
+            f"{pair.latency * 1e6:.0f} µs",
+            *(f"{rate / 1e9:.2f} GB/s" for rate in pair.bandwidth),
+            f"{pair.copy * 1e9:.2f} ns/B",
+        ]
+        for pair in report.pairs
+    ]
+    print_table([report.transport, "latency", *map(size, SIZES), "processor"], rows)
+    links = report.links
+    if not isinstance(links.bandwidth, tuple) and not isinstance(links.latency, tuple):
+        click.echo(
+            f"{report.transport}: {links.bandwidth / 1e9:.2f} GB/s · latency {links.latency * 1e6:.0f} µs · "
+            f"{links.copy * 1e9:.2f} ns a byte of each end's processor"
+        )
 
 
 def _report() -> dict[str, Any]:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
+
+from fxpipe.planner.quantity import size
+
+__all__ = ["emit_json", "note", "print_table", "size", "warn", "working"]
+
+QUIET = 1.0
+"""Seconds between two lines of progress in a pipe."""
 
 
 def emit_json(data: Any) -> None:
@@ -26,25 +34,28 @@ def note(message: str) -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say on stderr what takes a while; a spinner on a terminal, nothing in a pipe."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what takes a while: a spinner on a terminal; in a pipe a line now and then, after the first second.
+
+    Gives a function that is told what is being done.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not sys.stderr.isatty():
-        yield
+    if sys.stderr.isatty():
+        with console.status(what) as status:
+            yield status.update
         return
-    with console.status(what):
-        yield
+    begin = last = time.monotonic()
 
+    def say(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - begin > 1 and now - last > QUIET:
+            note(f"{what}: {text}")
+            last = now
 
-def size(count: float) -> str:
-    """`1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    yield say
 
 
 def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:

@@ -2,94 +2,292 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import emit_json, print_table, working
+from fxpipe.cli.cost_options import CostChoice, CostOptions, cost_options
+from fxpipe.cli.output import emit_json, print_table, size, warn, working
+
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
+from fxpipe.policy import POLICIES
+from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
-    from fxpipe.planner.balance import Balance
+    from fxpipe.planner.partition import Partition
     from fxpipe.planner.profile import Profile
+    from fxpipe.planner.worker_cost import Workers
+    from fxpipe.schedule.base import Schedule
+    from fxpipe.simulator.result import Simulation
+
+MODES = ("same", "bidirectional", "three-way")
 
 
 @click.command("plan")
-@click.argument("profile", type=click.Path(dir_okay=False))
+@click.argument("target", type=click.Path(dir_okay=False))
 @click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Number of stages.")
-@click.option("--speed", help="Speed of each worker relative to the measured device, as 1,1,0.5,0.5. [default: all 1]")
-@click.option("--no-communication", is_flag=True, help="The pure balance of times: needed until links are planned too.")
+@click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
+@click.option(
+    "--schedule", type=click.Choice(sorted(SCHEDULES)), default="async", show_default=True, help="Order of the actions."
+)
+@click.option("--policy", type=click.Choice(sorted(POLICIES)), help="Which weights a pass sees. [default: by schedule]")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Parts of a minibatch. [default: as `compile`]")
+@click.option("--autocast", type=click.Choice(["bf16"]), help="Run a model's step under torch.autocast.")
+@click.option("--no-communication", is_flag=True, help="The pure balance: messages cost nothing.")
+@click.option(
+    "--weight-fraction",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Of a profile that knows only backward: the part of it that is W.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan_command(profile: str, workers: int, speed: str | None, no_communication: bool, as_json: bool) -> int:
-    """Compare shared cuts with independent forward and backward cuts on a PROFILE.
+@cost_options
+def plan_command(
+    target: str,
+    workers: int,
+    cuts: tuple[str, ...],
+    schedule: str,
+    policy: str | None,
+    microbatches: int | None,
+    autocast: str | None,
+    no_communication: bool,
+    weight_fraction: float,
+    threads: int | None,
+    as_json: bool,
+    costs: CostOptions,
+) -> int:
+    """Compare the best cuts of three kinds, and simulate what they would do.
 
-    PROFILE is fxpipe's JSON or one of PipeDream's published graph files. Both optima are exact for the model of
-    fxpipe/planner/balance.py: the slowest worker's forward and backward time. Efficiency is the ideal time (all work
+    TARGET is a model file, an fxpipe profile (JSON, `fxpipe compile --save-profile`), or one of PipeDream's published
+    graph files. Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (forward and backward
+    apart), or `three-way` (input and weight gradients apart, too). Each is the best there is for the cost model of
+    fxpipe/planner/worker_cost.py, or is shown with the bound that it may miss. Efficiency is the ideal time (all work
     divided by the workers' speeds) over the slowest worker's.
 
     \b
-    fxpipe plan vgg16.txt -n 4 --no-communication
-    fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --no-communication --json
+    fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
+    fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
+    fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
+    fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
     """
-    from fxpipe.planner.balance import bidirectional_cuts, same_cuts
-    from fxpipe.planner.profile import read_profile
+    from fxpipe.planner.advice import advised_partitions
+    from fxpipe.planner.setting import Setting
+    from fxpipe.schedule import make
 
-    if not no_communication:
-        raise click.UsageError("communication is not planned yet: ask for the pure balance with --no-communication")
-    speeds = _speeds(speed, workers)
-    read = read_profile(profile)
-    forward = [u.forward_ms for u in read.units]
-    backward = [u.backward_ms for u in read.units]
-    with working("planning"):
-        found = {
-            "same": same_cuts(forward, backward, speeds),
-            "bidirectional": bidirectional_cuts(forward, backward, speeds),
-        }
-    ideal = read.total_ms / sum(speeds)
+    if no_communication and (costs.bandwidth or costs.latency or costs.links):
+        raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
+    choice = costs.choice(workers)
+    with working("planning") as say:
+        if target.endswith(".py"):
+            if weight_fraction:
+                raise click.UsageError("--weight-fraction is for profiles; of a model, W is known")
+            three_way = not cuts or "three-way" in cuts
+            subject = _profile_model(target, workers, microbatches, schedule, autocast, threads, choice, three_way, say)
+        else:
+            subject = _read_profile(target, microbatches, weight_fraction, costs)
+        default_links = NCCL_NODE if subject.device == "cuda" else GLOO_LOOPBACK
+        links = Links() if no_communication else choice.links or default_links
+
+        setting = Setting(
+            schedule, policy, subject.microbatches, links, choice.speeds, choice.memory, subject.optimizer_bytes
+        )
+        found: dict[str, Partition] = {}
+        for profile, modes in subject.profiles(cuts or MODES):
+            found.update(advised_partitions(profile, setting, workers, modes, say))
+        order = make(schedule, workers, subject.microbatches)
+        simulated = {}
+        for mode, partition in found.items():
+            say(f"{mode}: simulating")
+            simulated[mode] = _simulate(subject, partition, setting.workers(workers), order)
     if as_json:
-        emit_json({"ideal_ms": ideal, **{mode: _as_json(read, b, ideal) for mode, b in found.items()}})
+        emit_json(_as_json(subject, found, simulated, cuts or MODES))
     else:
-        _print(read, found, ideal, speeds)
+        _print(subject, found, simulated, links, workers, cuts or MODES)
     return 0
 
 
-def _speeds(text: str | None, workers: int) -> list[float]:
-    if text is None:
-        return [1.0] * workers
-    try:
-        speeds = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise click.UsageError(f"--speed {text}: give numbers with commas between them") from None
-    if len(speeds) != workers:
-        raise click.UsageError(f"--speed gives {len(speeds)} speeds for {workers} workers")
-    return speeds
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a profile that leaves W with B, and one for three-way cuts, which may be the same."""
+
+    whole: Profile
+    apart: Profile
+    microbatches: int
+    samples: int | None
+    optimizer_bytes: float
+    device: str = "cpu"
+
+    def profiles(self, modes: tuple[str, ...]) -> list[tuple[Profile, list[str]]]:
+        """Which profile serves which modes."""
+        if self.apart is self.whole:
+            return [(self.whole, list(modes))]
+        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.apart)]
+        return [(profile, wanted) for profile, wanted in groups if wanted]
+
+    def of(self, mode: str) -> Profile:
+        """The profile of a mode."""
+        return self.apart if mode == "three-way" else self.whole
 
 
-def _as_json(profile: Profile, balance: Balance, ideal: float) -> dict[str, Any]:
-    return {
-        "forward_cuts": list(balance.forward[1:-1]),
-        "backward_cuts": list(balance.backward[1:-1]),
-        "bottleneck_ms": balance.bottleneck,
-        "efficiency": ideal / balance.bottleneck if balance.bottleneck else 1.0,
+def _read_profile(path: str, microbatches: int | None, weight_fraction: float, costs: CostOptions) -> Subject:
+    from fxpipe.planner.pipedream import read_profile
+    from fxpipe.planner.setting import MOMENTUM
+
+    if costs.device_spec or costs.cost:
+        raise click.UsageError("--cost and --device-spec are for models; a profile has its own times")
+    profile = read_profile(path)
+    if weight_fraction:
+        profile = profile.split_backward(weight_fraction)
+    return Subject(profile, profile, microbatches or 1, None, MOMENTUM)
+
+
+def _profile_model(
+    path: str,
+    workers: int,
+    microbatches: int | None,
+    schedule: str,
+    autocast: str | None,
+    threads: int | None,
+    choice: CostChoice,
+    three_way: bool,
+    say: Callable[[str], None],
+) -> Subject:
+    from fxpipe.passes.model_profile import profile_model
+
+    from fxpipe.allocator import reuse_freed_memory
+    from fxpipe.batch import default_microbatches
+    from fxpipe.runtime.local_run import threads_for
+    from fxpipe.task import load_task
+
+    reuse_freed_memory()
+    task = load_task(path)
+    for warning in task.warnings:
+        warn(warning)
+    model, batch = task.model(), task.example()
+    if microbatches is None:
+        microbatches = 1 if schedule == "async" else default_microbatches(batch, workers)
+    found = profile_model(
+        model,
+        task.loss,
+        batch,
+        workers=workers,
+        microbatches=microbatches,
+        autocast=autocast,
+        optimizer=task.optimizer,
+        cost=choice.cost,
+        device=choice.device,
+        threads=threads_for(threads, workers),
+        three_way=three_way,
+        say=say,
+    )
+    return Subject(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)
+
+
+def _simulate(subject: Subject, partition: Partition, workers: Workers, schedule: Schedule) -> Simulation:
+    from fxpipe.simulator.of_partition import scenario_of_partition
+    from fxpipe.simulator.simulate import simulate
+
+    minibatches = 4 if schedule.synchronous else 4 * workers.count + 8
+    scenario = scenario_of_partition(subject.of(partition.mode), partition, workers, schedule)
+    return simulate(schedule, scenario, minibatches)
+
+
+def _as_json(
+    subject: Subject, found: dict[str, Partition], simulated: dict[str, Simulation], modes: tuple[str, ...]
+) -> dict[str, Any]:
+    first = next(iter(found.values()))
+    result: dict[str, Any] = {
+        "ideal_ms": first.ideal_ms,
+        "units": [u.name for u in subject.whole.units],
+        "microbatches": subject.microbatches,
     }
+    for mode in modes:
+        result[mode] = _mode_as_json(subject, found[mode], simulated[mode]) if mode in found else None
+    return result
 
 
-def _print(profile: Profile, found: dict[str, Balance], ideal: float, speeds: list[float]) -> None:
-    from fxpipe.planner.balance import worker_loads
+def _mode_as_json(subject: Subject, partition: Partition, simulation: Simulation) -> dict[str, Any]:
+    import dataclasses
 
-    forward = [u.forward_ms for u in profile.units]
-    backward = [u.backward_ms for u in profile.units]
+    result = {
+        "forward_cuts": list(partition.forward[1:-1]),
+        "backward_cuts": list(partition.backward[1:-1]),
+        "weight_cuts": list(partition.weights[1:-1]),
+        "recompute": [list(run) for run in partition.recompute],
+        "bottleneck_ms": partition.bottleneck_ms,
+        "efficiency": partition.efficiency,
+        "exact": partition.exact,
+        "lower_bound_ms": partition.lower_bound_ms,
+        "memory_bytes": [load.memory for load in partition.loads],
+        "workers": [dataclasses.asdict(load) for load in partition.loads],
+        "simulated_ms": 1e3 * simulation.seconds_per_minibatch / subject.microbatches,
+        "bubble": simulation.bubble,
+    }
+    if subject.samples is not None:
+        result["samples_per_second"] = simulation.samples_per_second(subject.samples)
+    return result
+
+
+def _print(
+    subject: Subject,
+    found: dict[str, Partition],
+    simulated: dict[str, Simulation],
+    links: Links,
+    workers: int,
+    modes: tuple[str, ...],
+) -> None:
+    for mode, partition in found.items():
+        _print_partition(subject.of(mode), partition)
     rows = []
-    for k in range(len(speeds)):
-        row = [f"worker {k}"]
-        for balance in found.values():
-            load = worker_loads(forward, backward, balance, speeds)[k]
-            row += [
-                f"{balance.forward[k]}:{balance.forward[k + 1]}",
-                f"{balance.backward[k]}:{balance.backward[k + 1]}",
-                f"{load:.2f} ms",
+    for mode in modes:
+        if mode not in found:
+            rows.append([mode, "does not fit", *[""] * 6])
+            continue
+        partition, simulation = found[mode], simulated[mode]
+        slowest = max(range(workers), key=lambda k: partition.loads[k].total)
+        rows.append(
+            [
+                mode,
+                f"{partition.bottleneck_ms:.2f} ms",
+                f"worker {slowest}",
+                f"{partition.efficiency:.3f}",
+                "proved" if partition.exact else f"≤ {partition.ideal_ms / partition.lower_bound_ms:.3f}",
+                f"{1e3 * simulation.seconds_per_minibatch / subject.microbatches:.2f} ms",
+                f"{100 * simulation.bubble:.0f} %",
+                "" if subject.samples is None else f"{simulation.samples_per_second(subject.samples):.1f}",
             ]
-        rows.append(row)
-    print_table(["", *(f"{mode} {what}" for mode in found for what in ("F", "B", "time"))], rows)
-    for mode, balance in found.items():
-        efficiency = ideal / balance.bottleneck if balance.bottleneck else 1.0
-        click.echo(f"{mode:<14} slowest {balance.bottleneck:.2f} ms · efficiency {efficiency:.3f}")
-    click.echo(f"{'ideal':<14} {ideal:.2f} ms · {len(profile.units)} units")
+        )
+    headers = ["cuts", "slowest", "", "efficiency", "best possible", "simulated", "bubble", "samples/s"]
+    print_table(
+        headers if subject.samples is not None else headers[:-1],
+        [r[: len(headers)] if subject.samples is not None else r[:-1] for r in rows],
+    )
+    ideal = next(iter(found.values())).ideal_ms
+    click.echo(f"ideal {ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {_described(links)}")
+
+
+def _print_partition(profile: Profile, partition: Partition) -> None:
+    three = partition.mode == "three-way"
+    rows = []
+    for k, load in enumerate(partition.loads):
+        row = [f"worker {k}"]
+        for cuts in (partition.forward, partition.backward, *([partition.weights] if three else [])):
+            first, end = cuts[k], cuts[k + 1]
+            row.append(f"{profile.units[first].name} ({end - first})" if end > first else "–")
+        for value in (load.forward, load.backward, load.weight, load.update, load.recompute, load.exposed, load.total):
+            row.append(f"{value:.2f}")
+        rows.append([*row, size(load.memory)])
+    where = ["F from (units)", "B from", *(["W from"] if three else [])]
+    click.echo(f"{partition.mode}, milliseconds a microbatch")
+    print_table(["", *where, "F", "B", "W", "update", "again", "exposed", "sum", "memory"], rows, left=1 + len(where))
+
+
+def _described(links: Links) -> str:
+    if links.free:
+        return "no communication"
+    if isinstance(links.bandwidth, tuple) or isinstance(links.latency, tuple):
+        return "links by matrix"
+    return f"links {links.bandwidth / 1e9:.4g} GB/s, {links.latency * 1e6:.4g} µs"

@@ -69,9 +69,15 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws from the random generator."""
+    """Whether the operator draws from the random generator; attention does only if it drops something out."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if not (isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags):
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0)
+    return True
 
 
 def is_cheap(node: fx.Node) -> bool:

@@ -4,7 +4,9 @@ build/
     plan.json             what run needs to know: interfaces, edges, owners, digests
     stage_0.py …          the product
     weights.safetensors   initial parameters, buffers and constants, under the model's own names
-    costs.json            measured times: not part of the plan, so that it stays the same from compile to compile
+    costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
+                          same from compile to compile
+    node_costs.json       what every node took when it was measured: compiling again measures nothing
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from torch import nn
 
 from fxpipe.errors import BuildError
 from fxpipe.folder import COSTS, PLAN, WEIGHTS, check_target, load_plan, replacing
+from fxpipe.measured_costs import NODE_COSTS, MeasuredCosts
 from fxpipe.plan import Plan
+from fxpipe.planner.links import Links
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile
+from fxpipe.simulator.timings import EdgeTiming
+from fxpipe.stage_times import StageTime
 from fxpipe.summary import WorkerSummary
 
 if TYPE_CHECKING:
@@ -40,6 +48,12 @@ class Build:
         files: emitted source by file name.
         tensors: initial parameters, buffers and constants by their first name.
         workers: the summary of each worker; empty for a loaded build without `costs.json`.
+        times: what each worker takes, measured stage by stage; empty where nobody did.
+        timings: where in its stages each edge's value is made and needed, for the simulator.
+        profile: what every unit costs; None for a loaded build.
+        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
+        links: what the planner took them to be.
+        node_costs: what was measured, kept so that the next compile need not.
         folder: where it lies on disk, if it does.
         warnings: what capture wants the user to know.
     """
@@ -48,6 +62,12 @@ class Build:
     files: Mapping[str, str] = field(repr=False)
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     workers: tuple[WorkerSummary, ...] = ()
+    times: tuple[StageTime, ...] = field(default=(), repr=False)
+    timings: tuple[EdgeTiming, ...] = field(default=(), repr=False)
+    profile: Profile | None = field(default=None, repr=False)
+    partitions: tuple[Partition, ...] = field(default=(), repr=False)
+    links: Links = field(default_factory=Links, repr=False)
+    node_costs: MeasuredCosts | None = field(default=None, repr=False)
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
 
@@ -68,12 +88,20 @@ class Build:
             plan = dataclasses.replace(plan, model_file=relative)
         weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
-        costs = {"workers": [dataclasses.asdict(w) for w in self.workers]}
+        costs = {
+            "workers": [dataclasses.asdict(w) for w in self.workers],
+            "times": [dataclasses.asdict(t) for t in self.times],
+            "timings": [dataclasses.asdict(t) for t in self.timings],
+            "links": self.links.to_row(),
+            "partitions": [dataclasses.asdict(p) for p in self.partitions],
+        }
         with replacing(folder) as fresh:
             for name, source in self.files.items():
                 (fresh / name).write_text(source)
             (fresh / WEIGHTS).write_bytes(weights)
             (fresh / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
+            if self.node_costs is not None:
+                (fresh / NODE_COSTS).write_text(self.node_costs.to_json())
             (fresh / PLAN).write_text(plan.to_json())
         return dataclasses.replace(self, plan=plan, folder=folder)
 
@@ -159,11 +187,19 @@ def load(folder: str | Path) -> Build:
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder)) from error
     files = {stage.file: (folder / stage.file).read_text() for stage in plan.stages}
-    workers: tuple[WorkerSummary, ...] = ()
-    if (folder / COSTS).is_file():
-        rows = json.loads((folder / COSTS).read_text())["workers"]
-        workers = tuple(WorkerSummary.from_row(row) for row in rows)
-    return Build(plan, files, tensors, workers, folder)
+    if not (folder / COSTS).is_file():
+        return Build(plan, files, tensors, folder=folder)
+    costs = json.loads((folder / COSTS).read_text())
+    return Build(
+        plan,
+        files,
+        tensors,
+        workers=tuple(WorkerSummary.from_row(row) for row in costs["workers"]),
+        times=tuple(StageTime.from_row(row) for row in costs["times"]),
+        timings=tuple(EdgeTiming(**row) for row in costs["timings"]),
+        links=Links.from_row(costs["links"]),
+        folder=folder,
+    )
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from fxpipe.errors import BuildError
 from fxpipe.plan import Plan
 
 PLAN, WEIGHTS, COSTS = "plan.json", "weights.safetensors", "costs.json"
-_OWN = re.compile(r"plan\.json|weights\.safetensors|costs\.json|stage_\d+\.py|__pycache__")
+_OWN = re.compile(r"plan\.json|weights\.safetensors|(node_)?costs\.json|stage_\d+\.py|__pycache__")
 
 
 def read_plan(folder: str | Path) -> Plan:

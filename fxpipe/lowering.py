@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,24 @@ import fxpipe
 from fxpipe.batch import split, tensor_spec
 from fxpipe.build import Build
 from fxpipe.folder import WEIGHTS
+from fxpipe.measured_costs import MeasuredCosts
+from fxpipe.optimizer_costs import optimizer_bytes, update_seconds_per_byte
 from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
-from fxpipe.program import Buffer, Parameter, Program
+from fxpipe.planner.device import CPU, Device
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
+from fxpipe.planner.setting import Setting
+from fxpipe.program import Buffer, Cuts, Parameter, Program
 from fxpipe.runtime.demand import Demand
+from fxpipe.runtime.local_run import threads as worker_threads
+from fxpipe.runtime.weights import MakeOptimizer
+from fxpipe.schedule.check import in_flight
+from fxpipe.simulator.timings import edge_timings
 from fxpipe.summary import summarize
+from fxpipe.task import default_optimizer
 from fxpipe.tracing import Loss, capture
 from fxpipe.transform import Observer, run_passes
+
+CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 
 
 def compile(
@@ -48,8 +61,16 @@ def lower(
     policy: str | None = None,
     forward_at: Sequence[str] = (),
     backward_at: Sequence[str] = (),
+    cuts: Cuts | CutsMode = "auto",
+    split_backward: bool = False,
     cost: Literal["measured", "analytic"] = "measured",
+    device: Device | None = None,
+    links: Links | None = None,
+    speeds: Sequence[float] = (),
+    memory: Sequence[float] = (),
+    optimizer: MakeOptimizer = default_optimizer,
     threads: int | None = None,
+    known_costs: Path | None = None,
     command: str = "fxpipe.compile(...)",
     observers: Sequence[Observer] = (),
 ) -> Build:
@@ -59,13 +80,23 @@ def lower(
         microbatches: how many make a minibatch; the program was captured on one of them.
         schedule: 'async', '1f1b' or 'gpipe'.
         policy: the schedule's own default where None.
-        forward_at, backward_at: module paths to cut before; balanced where empty.
+        forward_at, backward_at: module paths to cut before; the planner chooses where both are empty.
+        cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
+            (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
+            themselves, as unit numbers, instead of all choosing.
+        split_backward: let operators that make input and weight gradients in one call make them in two, so that
+            cuts of weight gradients can part them; three-way planning does so anyway.
         cost: 'measured' on this machine or 'analytic' from shapes.
+        device: what 'analytic' computes for; one core of a server where None.
+        links: between the workers; what this kind of device usually has where None.
+        speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
+        optimizer: as for a run: its update is timed, its state weighed.
         threads: CPU threads while measuring.
+        known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same.
         command: what is written into the stages' headers.
 
     Raises:
-        CutError: the cuts asked for are impossible.
+        CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
     """
     from fxpipe import policy as policies
@@ -75,19 +106,71 @@ def lower(
     chosen = schedules.make(schedule, workers, microbatches)
     chosen_policy = policies.make(policy or policies.default_for(chosen))
     chosen_policy.check(chosen)
-    options = Options(workers, tuple(forward_at), tuple(backward_at), cost, threads, command)
+    links = links or (NCCL_NODE if program.device == "cuda" else GLOO_LOOPBACK)
+    kept: list[MeasuredCosts] = []
+    given = cuts if isinstance(cuts, Cuts) else None
+    planned = given is None and not forward_at and not backward_at
+    state, update = optimizer_costs(program, optimizer, cost, device or CPU, threads)
+    options = Options(
+        workers=workers,
+        forward_at=tuple(forward_at),
+        backward_at=tuple(backward_at),
+        cuts=given,
+        mode=cuts if isinstance(cuts, str) else "auto",
+        setting=Setting(chosen.name, chosen_policy.name, microbatches, links, tuple(speeds), tuple(memory), state),
+        update_seconds_per_byte=update,
+        split_backward=split_backward or (planned and cuts == "three-way"),
+        cost=cost,
+        device=device or CPU,
+        threads=threads,
+        known=known_costs,
+        keep=kept.append,
+        command=command,
+    )
     program = run_passes(program, default_passes(options), observers)
     plan = _plan(program, chosen.name, chosen_policy.name, microbatches)
-    in_flight = schedules.check(chosen, minibatches=2 * workers + 2).in_flight
+    held = in_flight(chosen)
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     tensors = {row.names[0]: program.values[row.node] for row in rows}
     return Build(
         plan=plan,
         files=program.files,
         tensors={name: t.detach().clone() for name, t in tensors.items()},
-        workers=tuple(summarize(program, plan, in_flight, Demand(plan, chosen, chosen_policy))),
-        warnings=program.warnings,
+        workers=tuple(summarize(program, plan, held, Demand(plan, chosen, chosen_policy))),
+        timings=edge_timings(program),
+        profile=program.profile,
+        partitions=program.partitions,
+        links=links,
+        node_costs=kept[-1] if kept else None,
+        warnings=(*program.warnings, *_idle(plan)),
     )
+
+
+def optimizer_costs(
+    program: Program, optimizer: MakeOptimizer, cost: str, device: Device, threads: int | None
+) -> tuple[float, float]:
+    """Bytes of the optimizer's state, and seconds of its update, for each byte of trained weights.
+
+    Analytic, an update reads weight, gradient and state and writes weight and state.
+    """
+    named = [(p.names[0], program.values[p.node]) for p in program.parameters if p.trained]
+    state = optimizer_bytes(named, optimizer)
+    if cost == "analytic":
+        return state, (3.0 + 2.0 * state) / device.bandwidth
+    with worker_threads(threads, 1):
+        return state, update_seconds_per_byte(named, optimizer)
+
+
+def _idle(plan: Plan) -> tuple[str, ...]:
+    idle = [
+        k
+        for k, s in enumerate(plan.stages)
+        if all(first == end for first, end in (s.forward_units, s.backward_units, s.weight_units))
+    ]
+    if not idle:
+        return ()
+    workers = f"workers {', '.join(map(str, idle))} have" if len(idle) > 1 else f"worker {idle[0]} has"
+    return (f"{workers} nothing to do: on these links more workers make nothing faster",)
 
 
 def _plan(program: Program, schedule: str, policy: str, microbatches: int) -> Plan:
@@ -99,6 +182,7 @@ def _plan(program: Program, schedule: str, policy: str, microbatches: int) -> Pl
             digest=hashlib.sha256(program.files[f"stage_{s.worker}.py"].encode()).hexdigest(),
             forward_units=(cuts.forward[s.worker], cuts.forward[s.worker + 1]),
             backward_units=(cuts.backward[s.worker], cuts.backward[s.worker + 1]),
+            weight_units=(cuts.weights[s.worker], cuts.weights[s.worker + 1]),
             forward=s.forward.spec,
             backward=s.backward.spec,
         )

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from fxpipe.errors import BuildError
 
-FORMAT = 1
+FORMAT = 2
 Phase = Literal["F", "B"]
-EdgeKind = Literal["input", "activation", "saved", "gradient"]  # replicas of weights follow from `parameters`
+EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """A value that crosses workers once per microbatch, sent in `src_phase` and received in `dst_phase`."""
+    """A value that crosses workers once per microbatch, sent in `src_phase` and received in `dst_phase`.
+
+    A `token` says nothing: it keeps a worker behind its neighbour where no value does.
+    """
 
     name: str
     kind: EdgeKind
@@ -123,12 +126,17 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One worker's stage: its file, the file's digest, its units (half-open ranges) and its two functions."""
+    """One worker's stage: its file, the file's digest, its units (half-open ranges) and its two functions.
+
+    `weight_units` are those whose weight gradients its backward makes; but for operators that make them together with
+    their input's gradient, which lie in `backward_units`.
+    """
 
     file: str
     digest: str
     forward_units: tuple[int, int]
     backward_units: tuple[int, int]
+    weight_units: tuple[int, int]
     forward: PartSpec
     backward: PartSpec
 
@@ -237,6 +245,7 @@ def _decode(body: dict[str, Any]) -> Plan:
             s["digest"],
             tuple(s["forward_units"]),
             tuple(s["backward_units"]),
+            tuple(s["weight_units"]),
             _part(s["forward"]),
             _part(s["backward"]),
         )

@@ -106,7 +106,7 @@ def _lines(program: Program) -> Iterator[str]:
     last = ""
     for node in program:
         record = info(node)
-        title = f"{record.phase} {heading(record)}"
+        title = f"{'W' if record.weight else record.phase} {heading(record)}"
         if title != last:
             yield f"# {title}"
             last = title

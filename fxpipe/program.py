@@ -8,6 +8,7 @@ A program runs at every level (`run`), so a pass can be tested by what it comput
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -16,7 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from fxpipe.errors import CutError
 from fxpipe.plan import EdgeSpec, LeafSpec, Phase
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile
 from fxpipe.stage import Stage
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
@@ -45,6 +49,7 @@ class NodeInfo:
         bytes: size of its value(s).
         seconds: its cost.
         worker: where it runs.
+        weight: a backward node that makes weight gradients alone (W): placed by cuts of its own.
     """
 
     phase: Phase
@@ -56,6 +61,7 @@ class NodeInfo:
     bytes: int | None = None
     seconds: float | None = None
     worker: int | None = None
+    weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,17 +107,59 @@ class Output:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts: stage k runs F of units [forward[k], forward[k+1]) and B of units [backward[k], backward[k+1]).
+    """The cuts: stage k runs F of units [forward[k], forward[k+1]), and so B by `backward` and W by `weights`.
 
-    Both start with 0 and end with the number of units.
+    W are the backward's nodes that make weight gradients alone; an empty `weights` is the same as `backward`. Each
+    starts with 0, never falls, and ends with the number of units; a stage with [n, n) does nothing of that kind.
+
+    Attributes:
+        recompute: (worker, first, end): that worker's backward computes forward units [first, end) again from what
+            enters them, instead of receiving what they saved. Units whose forward is its own are not meant.
+
+    Raises:
+        CutError: they are not so, or W of a unit lies on a later worker than its B. A worker's W runs inside its B
+            action, and B actions run from the last worker to the first: W would come before the gradient it reads.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    weights: tuple[int, ...] = ()
+    recompute: tuple[tuple[int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            object.__setattr__(self, "weights", self.backward)
+        count = self.forward[-1] if self.forward else 0
+        for name, cuts in (("forward", self.forward), ("backward", self.backward), ("weights", self.weights)):
+            if len(cuts) < 2 or len(cuts) != len(self.forward):
+                raise CutError(f"{name} cuts {cuts}: every kind needs one position more than there are workers")
+            if cuts[0] != 0 or cuts[-1] != count or list(cuts) != sorted(cuts):
+                raise CutError(f"{name} cuts {cuts} must start with 0, never fall, and end with {count} units")
+        for k, (backward, weights) in enumerate(zip(self.backward, self.weights, strict=True)):
+            if weights < backward:
+                raise CutError(
+                    f"weight gradients of unit {weights} lie on worker {k}, behind their backward on worker {k - 1}",
+                    hint="a cut of weight gradients stands at the backward's or at a later unit",
+                )
+        for worker, first, end in self.recompute:
+            if not (0 <= worker < self.workers and 0 <= first <= end <= count):
+                raise CutError(
+                    f"units {first} to {end - 1} cannot be recomputed on worker {worker}: there are {self.workers} "
+                    f"workers and {count} units"
+                )
 
     @property
     def workers(self) -> int:
         return len(self.forward) - 1
+
+    def worker(self, record: NodeInfo) -> int:
+        """The worker of a node, by its phase and unit."""
+        bounds = self.forward if record.phase == "F" else self.weights if record.weight else self.backward
+        return bisect_right(bounds, record.unit) - 1
+
+    def recomputes(self, worker: int, unit: int) -> bool:
+        """Whether that worker's backward is to compute the unit's forward again."""
+        return any(w == worker and first <= unit < end for w, first, end in self.recompute)
 
 
 @dataclass(frozen=True)
@@ -124,6 +172,8 @@ class Program:
         example: the example batch's tensors by placeholder name.
         batch_spec: the serialised pytree of a batch.
         units: the module path each unit starts in, once `units` has numbered them.
+        profile: what every unit costs, once `cut` has read it.
+        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
         wires: the edge each Send/Recv node stands for, by node name, once `comm` has run.
         stages: each worker's two graphs, once `split` has run.
         files: the emitted source by file name, once `codegen` has run.
@@ -142,6 +192,8 @@ class Program:
     autocast: str | None = None
     units: tuple[str, ...] = ()
     cuts: Cuts | None = None
+    profile: Profile | None = None
+    partitions: tuple[Partition, ...] = ()
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)

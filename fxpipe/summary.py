@@ -16,6 +16,7 @@ class WorkerSummary:
     """One worker. Times are milliseconds a microbatch, as `cost` has them.
 
     Attributes:
+        backward_ms: without what makes weight gradients alone: that is `weight_ms`, of the units `weight_units`.
         begins: the module paths where its forward and its backward begin.
         bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
         owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
@@ -27,9 +28,11 @@ class WorkerSummary:
     rank: int
     forward_units: tuple[int, int]
     backward_units: tuple[int, int]
+    weight_units: tuple[int, int]
     begins: tuple[str, str]
     forward_ms: float
     backward_ms: float
+    weight_ms: float
     owned: int
     owned_bytes: int
     replicas: int
@@ -59,7 +62,7 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...], demand: 
     seconds: dict[tuple[int, str], float] = {}
     for node in program:
         record = info(node)
-        key = (record.worker or 0, record.phase)
+        key = (record.worker or 0, "W" if record.weight else record.phase)
         seconds[key] = seconds.get(key, 0.0) + (record.seconds or 0.0)
     sizes = {p.name: p.tensor.bytes for p in plan.parameters}
     traffic = _Traffic(plan, demand, sizes)
@@ -74,9 +77,11 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...], demand: 
                 rank=rank,
                 forward_units=stage.forward_units,
                 backward_units=stage.backward_units,
+                weight_units=stage.weight_units,
                 begins=(_name(plan, stage.forward_units), _name(plan, stage.backward_units)),
                 forward_ms=seconds.get((rank, "F"), 0.0) * 1e3,
                 backward_ms=seconds.get((rank, "B"), 0.0) * 1e3,
+                weight_ms=seconds.get((rank, "W"), 0.0) * 1e3,
                 owned=len(owned),
                 owned_bytes=owned_bytes,
                 replicas=len(copies),

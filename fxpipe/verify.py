@@ -2,10 +2,12 @@
 
 CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value; every placeholder stands
           in a table; forward never reads backward.
-COSTED    every node has a unit, bytes and time.
+COSTED    every node has a unit, bytes and time; what makes weight gradients alone is backward, and nothing else of
+          backward reads it.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
           buffer that is updated only on the worker that updates it.
-WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype.
+WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker is kept behind
+          F of the worker before, B behind B of the worker behind.
 
 Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.
 """
@@ -15,6 +17,8 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.errors import VerifyError
+from fxpipe.pace import first_gap
+from fxpipe.plan import Phase
 from fxpipe.program import INFO, Level, Program, info
 from fxpipe.wire import is_recv, is_send
 
@@ -71,6 +75,11 @@ def _costed(program: Program) -> None:
             _fail(program, node, f"{node} has no cost")
         if not 0 <= record.unit < len(program.units):
             _fail(program, node, f"{node} has no unit")
+        if record.weight and record.phase != "B":
+            _fail(program, node, f"{node} makes weight gradients, but is forward")
+        for source in node.all_input_nodes:
+            if source.op == "call_function" and info(source).weight and not record.weight:
+                _fail(program, node, f"{node} reads {source}, which makes weight gradients alone")
 
 
 def _placed(program: Program) -> None:
@@ -128,3 +137,7 @@ def _wired(program: Program) -> None:
                 crosses = info(source).worker != record.worker
             if crosses:
                 _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")
+    phases: tuple[Phase, Phase] = ("F", "B")
+    for phase in phases:
+        if gap := first_gap(program, phase):
+            raise VerifyError(f"nothing keeps {phase} of worker {gap.dst} behind {phase} of worker {gap.src}")

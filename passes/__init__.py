@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from fxpipe.measured_costs import MeasuredCosts
+from fxpipe.planner.device import CPU, Device
+from fxpipe.planner.setting import Setting
+from fxpipe.program import Cuts
 from fxpipe.transform import Pass
 
 
@@ -15,8 +21,16 @@ class Options:
     workers: int = 2
     forward_at: tuple[str, ...] = ()
     backward_at: tuple[str, ...] = ()
+    cuts: Cuts | None = None
+    mode: str = "auto"
+    setting: Setting = field(default_factory=Setting)
+    update_seconds_per_byte: float = 0.0
+    split_backward: bool = False
     cost: Literal["measured", "analytic"] = "measured"
+    device: Device = CPU
     threads: int | None = None
+    known: Path | None = None
+    keep: Callable[[MeasuredCosts], None] | None = None
     command: str = "fxpipe.compile(...)"
 
 
@@ -29,13 +43,25 @@ def default_passes(options: Options) -> list[Pass]:
     from fxpipe.passes.fold import Fold
     from fxpipe.passes.rematerialize import Rematerialize
     from fxpipe.passes.split import Split
+    from fxpipe.passes.split_backward import SplitBackward
     from fxpipe.passes.units import Units
 
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
+        *([SplitBackward()] if options.split_backward else []),  # before units: these tell W from B
         Units(),  # after fold: what it dropped must not count as something a cut can separate
-        Cost(options.cost, threads=options.threads),  # measures the graph as the workers will run it
-        Cut(options.workers, options.forward_at, options.backward_at),  # every node gets its worker
+        Cost(  # measures the graph as the workers will run it
+            options.cost, threads=options.threads, device=options.device, known=options.known, keep=options.keep
+        ),
+        Cut(  # every node gets its worker
+            options.workers,
+            options.forward_at,
+            options.backward_at,
+            options.cuts,
+            options.mode,
+            options.setting,
+            options.update_seconds_per_byte,
+        ),
         Rematerialize(),  # before comm: what is computed again is not sent
         Comm(),  # after it no value crosses workers but through Send and Recv
         Split(),  # one forward and one backward graph for each worker

@@ -71,7 +71,12 @@ def _header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command:
     yield f'"""Stage {worker} of {workers}, made by: {command}'
     yield ""
     yield f"forward   {_units(program, program.cuts.forward[worker : worker + 2])}"
-    yield f"backward  {_units(program, program.cuts.backward[worker : worker + 2])}"
+    backward, weights = (c[worker : worker + 2] for c in (program.cuts.backward, program.cuts.weights))
+    yield f"backward  {_units(program, backward)}"
+    if weights != backward:
+        yield f"weights   gradients of {_units(program, weights)}"
+    for _, *again in (r for r in program.cuts.recompute if r[0] == worker):
+        yield f"repeats   forward of {_units(program, again)}"
     yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
     if replicas:
         yield f"replicas  {', '.join(replicas)}: {sum(sizes[n] for n in replicas):,} bytes"
@@ -149,12 +154,18 @@ class _Function:
     def _statement(self, node: fx.Node) -> str:
         if is_send(node):
             edge = self.edges[self.part.edges[node.name]]
-            return f'comm.send("{edge.name}", {self.names[node.args[0]]})  # {edge.kind} to worker {edge.dst}'  # type: ignore[index]
+            call = f'comm.send("{edge.name}", {self.names[node.args[0]]})'  # type: ignore[index]
+            return f"{call}  # {edge.kind} to worker {edge.dst}{self._pace(edge, 'its', 'this one')}"
         comment = type_text(value(node))
         if is_recv(node):
             edge = self.edges[self.part.edges[node.name]]
-            return f'{self.names[node]} = comm.recv("{edge.name}")  # {comment} {edge.kind} from worker {edge.src}'
+            call = f'{self.names[node]} = comm.recv("{edge.name}")'
+            return f"{call}  # {comment} {edge.kind} from worker {edge.src}{self._pace(edge, 'this', 'its own')}"
         return f"{self.names[node]} = {call_text(node, self.names.__getitem__)}  # {comment}"
+
+    def _pace(self, edge: EdgeSpec, which: str, other: str) -> str:
+        """What a token is for, in words."""
+        return f": {which} {self.function} waits for {other}" if edge.kind == "token" else ""
 
     def _result(self) -> Iterator[str]:
         result: Any = self.part.graph.output_node().args[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -12,6 +12,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from fxpipe import wire
 from fxpipe.aten import is_view
 from fxpipe.batch import tensor_spec
+from fxpipe.pace import Gap, first_gap
 from fxpipe.plan import EdgeKind, EdgeSpec, Phase
 from fxpipe.program import INFO, Level, NodeInfo, Program, info, size_of, value
 from fxpipe.transform import Pass
@@ -21,9 +22,13 @@ from fxpipe.transform import Pass
 class Comm(Pass):
     """Wire the workers.
 
-    A value goes straight to each worker that reads it, once: sent as soon as it exists, received where it is first
-    needed. If that worker's forward reads it, its backward keeps what forward received. A value without a dense
-    layout (expanded, sliced) is copied by its sender; a view of a weight is copied.
+    A value goes straight to each worker that reads it, once: sent as soon as it exists, but for saved values, which
+    leave behind the activations on the same way; received where it is first needed. If that worker's forward reads it,
+    its backward keeps what forward received. A value without a dense layout (expanded, sliced) is copied by its sender;
+    a view of a weight is copied.
+
+    Neighbours that exchange no value in a phase get a token, one byte that says nothing: without it the second would
+    run ahead of the first without bound (`fxpipe/pace.py`). It leaves as soon as the first is in step itself.
 
     Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
                                                             h_recv = recv(h_send, peer=0)  # w1
@@ -39,13 +44,20 @@ class Comm(Pass):
         wiring = _Wiring(program)
         for node in list(program.graph.nodes):
             wiring.wire(node)
-        return replace(program, wires=wiring.edges)
+        wiring.postpone()
+        program = replace(program, wires=wiring.edges)
+        phases: tuple[Phase, Phase] = ("F", "B")
+        for phase in phases:
+            while gap := first_gap(program, phase):
+                wiring.pace(gap, program.device)
+        return program
 
 
 class _Wiring:
     def __init__(self, program: Program) -> None:
         self.graph = program.graph
         self.edges: dict[str, EdgeSpec] = {}
+        self.patient: list[fx.Node] = []  # sends that need not go as soon as they could
         self.inputs = {b.node for b in program.batch if b.node}
         self.homes = {
             name: (info(new).worker or 0) if new.op == "call_function" else 0 for name, new in program.updates().items()
@@ -92,13 +104,57 @@ class _Wiring:
             tensor=tensor_spec(value(sent)),
         )
         send = self._insert_after(sent, wire.send, (sent,), f"{node.name}_send_{dst}")
+        if spec.kind == "saved" and src < dst:
+            self.patient.append(send)
         send.meta[INFO] = self._record(node, src_phase, src)
         with self.graph.inserting_before(users[0]):
             recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{dst}")
         recv.meta[INFO] = self._record(users[0], dst_phase, dst)
+        recv.meta[INFO].weight = all(info(user).weight for user in users)
         recv.meta["val"] = send.meta["val"] = value(sent)
         for user in users:
             user.replace_input_with(node, recv)
+        self.edges[send.name] = self.edges[recv.name] = spec
+
+    def postpone(self) -> None:
+        """Let saved values for workers behind leave at the end of their forward: a link carries one message at a time,
+        and the next forward waits for activations only."""
+        last: dict[int, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and info(node).phase == "F":
+                last[info(node).worker or 0] = node
+        for send in self.patient:
+            worker = info(send).worker or 0
+            if last[worker] is not send:
+                last[worker].append(send)
+                last[worker] = send
+
+    def pace(self, gap: Gap, device: str) -> None:
+        """Fill a gap with a token that leaves as soon as it may; its receiver takes it before what stands behind."""
+        after = gap.after
+        if after is None:  # at the start of the phase
+            calls = (n for n in self.graph.nodes if n.op == "call_function" and info(n).phase in (gap.phase, "B"))
+            after = next(calls, self.graph.output_node()).prev
+        name = f"pace_{gap.phase}_{gap.dst}"
+        options: dict[str, Any] = {"dtype": torch.uint8, "device": torch.device(device)}
+        with self.graph.inserting_after(after):
+            token = self.graph.create_node("call_function", torch.ops.aten.zeros.default, ([1],), options, name=name)
+        with self.graph.inserting_after(token):
+            send = self.graph.create_node("call_function", wire.send, (token,), {}, name=f"{name}_send_{gap.dst}")
+        with self.graph.inserting_after(send):
+            recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{name}_recv_{gap.dst}")
+        for node, worker in ((token, gap.src), (send, gap.src), (recv, gap.dst)):
+            node.meta["val"] = torch.empty(1, dtype=torch.uint8, device="meta")
+            node.meta[INFO] = self._record(node, gap.phase, worker)
+        spec = EdgeSpec(
+            name=token.name,
+            kind="token",
+            src=gap.src,
+            src_phase=gap.phase,
+            dst=gap.dst,
+            dst_phase=gap.phase,
+            tensor=tensor_spec(value(token)),
+        )
         self.edges[send.name] = self.edges[recv.name] = spec
 
     def _kind(self, node: fx.Node, src_phase: Phase, dst_phase: Phase) -> EdgeKind:
@@ -158,4 +214,5 @@ class _Wiring:
             size_of(like.meta["val"]),
             0.0,
             worker,
+            known.weight,
         )

@@ -1,30 +1,30 @@
-"""cost: bytes and seconds of every node, measured on the device or from a roofline."""
+"""cost: bytes and seconds of every node, measured on the device or computed for one that need not be here."""
 
 from __future__ import annotations
 
-import statistics
-import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from fxpipe.passes.clock import measure
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fxpipe.aten import is_view
-from fxpipe.errors import CaptureError
-from fxpipe.printer import heading
+from fxpipe.errors import BuildError
+from fxpipe.measured_costs import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.planner.device import CPU, Device
 from fxpipe.program import Level, Program, info, size_of, value
 from fxpipe.transform import Pass
 
+TRUSTED = 0.25
+"""How far the sum of the nodes' times may be from the whole's before a warning says so."""
 
-@dataclass(frozen=True)
-class Roofline:
-    """A device for analytic costs: a node takes max(FLOPs / flops, bytes / bandwidth) + launch seconds."""
-
-    flops: float = 50e9
-    bandwidth: float = 10e9
-    launch: float = 2e-6
+aten = torch.ops.aten
+# They read no more of their first input than they write.
+_SPARSE = {aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor}
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,13 @@ class Cost(Pass):
     """Give every node its bytes and seconds.
 
     Fields:
-        mode: 'measured' runs the graph node by node on the model's device (one warm-up, then `repeats` runs, the
-            median of each node); 'analytic' computes FLOPs and bytes from shapes and needs no data.
+        mode: 'measured' runs forward and backward on the model's own device (see `clock`); 'analytic' computes FLOPs
+            and bytes from shapes and needs no data.
+        repeats: runs after the warm-up; adapted to the step's length where None.
         threads: CPU threads while measuring: as many as one worker will have.
+        device: what 'analytic' computes for.
+        known: where an earlier compile may have left its measured costs; they are taken where they fit.
+        keep: told the measured costs, new or known, so that they can be written with the build.
     """
 
     name: ClassVar[str] = "cost"
@@ -42,99 +46,95 @@ class Cost(Pass):
     provides: ClassVar[Level] = Level.COSTED
 
     mode: Literal["measured", "analytic"] = "measured"
-    repeats: int = 3
+    repeats: int | None = None
     threads: int | None = None
-    roofline: Roofline = Roofline()
+    device: Device = CPU
+    known: Path | None = None
+    keep: Callable[[MeasuredCosts], None] | None = None
 
     def __call__(self, program: Program) -> Program:
-        program = program.copy(level=Level.COSTED)
-        seconds = self._measured(program) if self.mode == "measured" else self._analytic(program)
+        warnings: tuple[str, ...] = ()
+        seconds: Mapping[str, float]
+        if self.mode == "measured":
+            costs, warnings = self._measured(program)
+            seconds = costs.seconds
+            if self.keep is not None:
+                self.keep(costs)
+        else:
+            seconds = {n.name: analytic_seconds(n, self.device) for n in program}
+        program = program.copy(level=Level.COSTED, warnings=(*program.warnings, *warnings))
         for node in program:
             info(node).bytes = size_of(value(node))
             info(node).seconds = seconds[node.name]
         return program
 
-    def _analytic(self, program: Program) -> dict[str, float]:
-        return {n.name: _roofline_seconds(n, self.roofline) for n in program}
-
-    def _measured(self, program: Program) -> dict[str, float]:
-        threads = torch.get_num_threads()
-        rng = torch.get_rng_state()
-        torch.set_num_threads(self.threads or threads)
-        try:
-            module = fx.GraphModule(torch.nn.Module(), program.graph)
-            feed = {**program.values, **program.example}
-            args = [feed[name] for name in program.placeholders]
-            clock = _Clock(module, cuda=program.device == "cuda")
-            with torch.no_grad():
-                clock.run(*args)
-                clock.take()
-                runs = []
-                for _ in range(self.repeats):
-                    clock.run(*args)
-                    runs.append(clock.take())
-        finally:
-            torch.set_num_threads(threads)
-            torch.set_rng_state(rng)
-        return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    def _measured(self, program: Program) -> tuple[MeasuredCosts, tuple[str, ...]]:
+        """An earlier compile's costs if they are this program's and beyond doubt, else new ones; and the warnings."""
+        mark = fingerprint(program, device_name(program.device), self.threads or torch.get_num_threads())
+        warnings: tuple[str, ...] = ()
+        if self.known is not None:
+            try:
+                found = read(self.known, mark)
+                complete = found is not None and found.seconds.keys() == {n.name for n in program}
+                if found is not None and complete and not _doubts(found.ratios):
+                    return found, ()
+            except BuildError as error:
+                warnings = (f"{error.what} ({error.where}); they are measured again",)
+        seconds, ratios = measure(program, self.threads, self.repeats)
+        return MeasuredCosts(mark, seconds, ratios), (*warnings, *_doubts(ratios))
 
 
-class _Clock(fx.Interpreter):
-    """Runs a graph and keeps each call's seconds; on CUDA from events, with one synchronisation a run."""
-
-    def __init__(self, module: fx.GraphModule, cuda: bool) -> None:
-        super().__init__(module)
-        self.extra_traceback = False  # an error here is the user's, and says so
-        self.cuda = cuda
-        self.seconds: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        if self.cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = self._run(n)
-            end.record()
-            self.seconds[n.name] = (start, end)
-            return result
-        before = time.perf_counter()
-        result = self._run(n)
-        self.seconds[n.name] = time.perf_counter() - before
-        return result
-
-    def _run(self, node: fx.Node) -> Any:
-        try:
-            return super().run_node(node)
-        except Exception as error:
-            record = info(node)
-            raise CaptureError(
-                f"the step fails on the first batch: {type(error).__name__}: {str(error).splitlines()[0]}",
-                where=heading(record) or str(node),
-                hint="eager PyTorch would fail here too: look at the batch, its dtypes and the range of its values",
-            ) from error
-
-    def take(self) -> dict[str, float]:
-        """The last run's seconds by node name."""
-        taken, self.seconds = self.seconds, {}
-        if self.cuda:
-            torch.cuda.synchronize()
-            return {name: start.elapsed_time(end) / 1e3 for name, (start, end) in taken.items()}
-        return taken
-
-
-def _roofline_seconds(node: fx.Node, device: Roofline) -> float:
+def analytic_seconds(node: fx.Node, device: Device) -> float:
+    """What a node takes on a device, from its FLOPs and the bytes it reads and writes; views take nothing."""
     if is_view(node):
         return 0.0
-    moved = size_of(value(node)) + sum(size_of(value(n)) for n in node.all_input_nodes)
-    return max(_flops(node) / device.flops, moved / device.bandwidth) + device.launch
+    written = size_of(value(node))
+    inputs = [size_of(value(n)) for n in node.all_input_nodes]
+    if node.target in _SPARSE and inputs:
+        inputs[0] = min(inputs[0], written)
+    return device.seconds(_flops(node), written + sum(inputs), _dtype(node))
+
+
+def _doubts(ratios: Mapping[str, float]) -> tuple[str, ...]:
+    names = {"F": "forward", "B": "backward"}
+    return tuple(
+        f"the times of {names[phase]}'s nodes add up to {1 / ratio:.2f} times what it takes as a whole; they were "
+        "scaled to fit, but the machine may have been busy: compile again when it is not"
+        for phase, ratio in ratios.items()
+        if abs(1 / ratio - 1) > TRUSTED
+    )
+
+
+def _dtype(node: fx.Node) -> str:
+    """The dtype in which a node multiplies: its first floating-point input's."""
+    tensors = [value(n) for n in node.all_input_nodes]
+    found = next((t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()), torch.float32)
+    return str(found).removeprefix("torch.")
+
+
+def _attention_flops(query: Any, key: Any, values: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, values.shape))
+
+
+def _attention_backward_flops(
+    gradient: Any, query: Any, key: Any, values: Any, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, values.shape))
+
+
+# What torch's own registry lacks. By the operator's name with its packet: a torch without one has no formula for it.
+_FLOPS: dict[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
+}
 
 
 def _flops(node: fx.Node) -> float:
-    target = node.target
-    formula = flop_registry.get(getattr(target, "overloadpacket", None))
-    if formula is None:
-        return 0.0
-    args = fx.map_arg(node.args, value)
-    kwargs = fx.map_arg(node.kwargs, value)
-    return float(formula(*args, **kwargs, out_val=value(node)))
+    packet = getattr(node.target, "overloadpacket", None)
+    own = _FLOPS.get(str(packet))
+    arguments = fx.map_arg(node.args, value)
+    keywords = fx.map_arg(node.kwargs, value)
+    if own is not None:
+        return float(own(*arguments, **keywords))
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*arguments, **keywords, out_val=value(node)))

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fxpipe.passes.balance import balanced
+from fxpipe.passes.profile import glued_positions, profile_of
 
 from fxpipe.errors import CutError, near
-from fxpipe.program import Cuts, Level, Program, info, size_of, value
+from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.program import Cuts, Level, Program, info
 from fxpipe.transform import Pass
+
+WORTH = 0.02
+"""How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
 
 
 @dataclass(frozen=True)
 class Cut(Pass):
-    """Place every node: stage k runs F of the units between its forward cuts, B of those between its backward cuts.
+    """Place every node: stage k runs F of the units between its forward cuts, and so B and W (`Cuts`).
 
     Fields:
         workers: number of stages.
         forward_at, backward_at: module paths to cut before, one for each boundary between workers. One of them alone
-            serves both; without any, one set of cuts for both that balances F + B.
+            serves both; without any, the planner chooses. Where both are given, a path may be repeated: a worker
+            between two cuts at one place has nothing to do in that phase.
+        cuts: the cuts themselves, instead of all choosing; they may leave a worker without anything to do.
+        mode: what the planner may choose: 'same', 'bidirectional', 'three-way', or 'auto': bidirectional where it is
+            more than 2% faster than same.
+        setting: what it plans for.
+        update_seconds_per_byte: of the optimizer, for each byte of weights.
 
     Raises:
+        TooLittleMemory: nothing fits; says what would.
         CutError: more workers than units, an unknown path, cuts out of order, or one that would part the readers of
-            a buffer from the unit that updates it.
+            a buffer from the unit that updates it; `cuts` for another number of workers or units.
     """
 
     name: ClassVar[str] = "cut"
@@ -35,44 +48,58 @@ class Cut(Pass):
     workers: int = 2
     forward_at: tuple[str, ...] = ()
     backward_at: tuple[str, ...] = ()
+    cuts: Cuts | None = None
+    mode: str = "auto"
+    setting: Setting = field(default_factory=Setting)
+    update_seconds_per_byte: float = 0.0
 
     def __call__(self, program: Program) -> Program:
-        cuts = self._cuts(program)
-        program = program.copy(level=Level.PLACED, cuts=cuts)
+        partitions: tuple[Partition, ...] = ()
+        profile = profile_of(program, self.update_seconds_per_byte)
+        if self.cuts is not None:
+            cuts = self._given(program, self.cuts)
+        elif self.forward_at or self.backward_at:
+            cuts = self._pins(program)
+        else:
+            partitions = self._planned(profile)
+            best = partitions[-1]
+            cuts = Cuts(best.forward, best.backward, best.weights, best.recompute)
+        program = program.copy(level=Level.PLACED, cuts=cuts, profile=profile, partitions=partitions)
         for node in program:
-            record = info(node)
-            bounds = cuts.forward if record.phase == "F" else cuts.backward
-            record.worker = bisect_right(bounds, record.unit) - 1
-            if record.worker == cuts.workers:
-                record.worker -= 1
+            info(node).worker = cuts.worker(info(node))
         return program
 
-    def _cuts(self, program: Program) -> Cuts:
+    def _given(self, program: Program, cuts: Cuts) -> Cuts:
         count = len(program.units)
-        if self.workers > count:
+        if (cuts.workers, cuts.forward[-1]) != (self.workers, count):
             raise CutError(
-                f"{self.workers} workers, but the step has only {count} units to share",
-                hint=f"use -n {count} or fewer",
+                f"the cuts are for {cuts.workers} workers and {cuts.forward[-1]} units, the step for {self.workers} "
+                f"and {count}"
             )
-        glued = glued_positions(program)
-        if not (self.forward_at or self.backward_at):
-            inner = balanced(unit_seconds(program), crossing_bytes(program), self.workers, set(glued))
-            if inner is None:
-                raise CutError(
-                    f"no {self.workers} stages are possible: buffers that are updated hold too many units together",
-                    hint="use fewer workers",
-                )
-            return Cuts((0, *inner, count), (0, *inner, count))
+        refuse_glued(program, cuts.forward)
+        return cuts
+
+    def _planned(self, profile: Profile) -> tuple[Partition, ...]:
+        """The partitions that were compared, the chosen one last."""
+        if self.workers > len(profile.units):
+            raise CutError(
+                f"{self.workers} workers, but the step has only {len(profile.units)} units to share",
+                hint=f"use -n {len(profile.units)} or fewer",
+            )
+        widest = "bidirectional" if self.mode == "auto" else self.mode
+        found = advised_partitions(profile, self.setting, self.workers, ("same", widest))
+        chosen = found[widest]
+        if self.mode == "auto" and "same" in found:
+            gains = chosen.bottleneck_ms < found["same"].bottleneck_ms * (1 - WORTH)
+            chosen = chosen if gains else found["same"]
+        return (*(p for p in found.values() if p is not chosen), chosen)
+
+    def _pins(self, program: Program) -> Cuts:
+        count = len(program.units)
         asked = (("--fp-cut", self.forward_at), ("--bp-cut", self.backward_at))
         pinned = [self._pinned(program, paths, option) for option, paths in asked if paths]
         forward, backward = pinned[0], pinned[-1]
-        for position in forward:
-            if position in glued:
-                raise CutError(
-                    f"the forward cut before unit {position} ({program.units[position]}) parts the readers of buffer "
-                    f"{glued[position]} from the unit that updates it",
-                    hint="move the cut before or behind all modules that use this buffer",
-                )
+        refuse_glued(program, forward)
         return Cuts((0, *forward, count), (0, *backward, count))
 
     def _pinned(self, program: Program, paths: Sequence[str], option: str) -> list[int]:
@@ -82,8 +109,9 @@ class Cut(Pass):
                 hint=f"repeat {option} once for each boundary between workers",
             )
         positions = [self._position(program, path, option) for path in paths]
+        alone = not (self.forward_at and self.backward_at)  # these cuts are those of both phases
         for i, (before, after) in enumerate(zip([0, *positions], positions, strict=False)):
-            if after <= before:
+            if after < before or (alone and after == before):
                 previous = paths[i - 1] if i else "the first unit"
                 raise CutError(
                     f"{option} {paths[i]} does not come after {previous}: worker {i} would have nothing to do",
@@ -102,41 +130,13 @@ class Cut(Pass):
         )
 
 
-def unit_seconds(program: Program) -> list[float]:
-    """F + B seconds of every unit."""
-    total = [0.0] * len(program.units)
-    for node in program:
-        total[info(node).unit] += info(node).seconds or 0.0
-    return total
-
-
-def crossing_bytes(program: Program) -> list[int]:
-    """For every position (a cut before that unit): bytes of the activations that would cross it."""
-    steps = [0] * (len(program.units) + 1)
-    for node in program:
-        if info(node).phase != "F":
-            continue
-        last = max((info(n).unit for n in node.users if n.op == "call_function" and info(n).phase == "F"), default=-1)
-        if last > info(node).unit:
-            size = size_of(value(node))
-            steps[info(node).unit + 1] += size
-            steps[last + 1] -= size
-    crossing, running = [], 0
-    for step in steps[:-1]:
-        running += step
-        crossing.append(running)
-    return crossing
-
-
-def glued_positions(program: Program) -> dict[int, str]:
-    """Positions where forward must not be cut, each with the updated buffer that forbids it."""
-    glued: dict[int, str] = {}
-    placeholders = program.placeholders
-    for name, new in program.updates().items():
-        readers = [n for n in placeholders[name].users if n.op == "call_function" and info(n).phase == "F"]
-        units = [info(n).unit for n in readers]
-        if new.op == "call_function":
-            units.append(info(new).unit)
-        for position in range(min(units, default=0) + 1, max(units, default=0) + 1):
-            glued.setdefault(position, name)
-    return glued
+def refuse_glued(program: Program, forward: Iterable[int]) -> None:
+    """Raise CutError if a forward cut is where there may be none."""
+    glued = glued_positions(program)
+    for position in forward:
+        if position in glued:
+            raise CutError(
+                f"the forward cut before unit {position} ({program.units[position]}) parts the readers of buffer "
+                f"{glued[position]} from the unit that updates it",
+                hint="move the cut before or behind all modules that use this buffer",
+            )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
@@ -15,16 +16,20 @@ from fxpipe.plan import Phase
 from fxpipe.program import INFO, Level, Program, info, size_of, value
 from fxpipe.transform import Pass
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
     """Copy forward nodes to the workers and into the backward passes that use them.
 
-    Three reasons, in this order; a random node is never computed twice:
+    Four reasons, in this order; never is a random node computed twice, nor a buffer's new value:
 
     - weights: what backward reads of weights alone (a transpose, a cast under autocast, weight norm) is derived again
       in backward, from the weights that its policy gives it, never from what forward saw;
     - checkpoints: what backward reads of a `torch.utils.checkpoint` region is recomputed from the region's inputs;
+    - mismatches: where the cuts say so (`Cuts.recompute`), backward computes units whose forward ran on another worker
+      again from what enters them, instead of receiving what they saved; what its own forward receives it keeps;
     - cheapness: what is made cheaply from constants and the batch (causal masks, position ids, rotary tables) is made
       on the worker that uses it, unless that would need more bytes of batch or weights there than it saves.
 
@@ -58,13 +63,16 @@ class _Kinds:
     """What every forward node is made of, and so whether and how far it can be computed again."""
 
     def __init__(self, program: Program) -> None:
+        assert program.cuts is not None
         parameters = {p.node for p in program.parameters}
         updated = set(program.updates())
+        self.cuts = program.cuts
         self.weights: set[fx.Node] = set()  # made of parameters and constants alone, a parameter among them
         self.cheap: set[fx.Node] = set()  # made cheaply of placeholders alone
         self.leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # the placeholders a node of these two kinds is made of
         self.parameters = parameters
         self.present: dict[int, set[str]] = {}  # placeholders each worker reads in any case
+        self.once = set(program.updates().values())  # buffers' new values
         fixed = {n for n in program.graph.nodes if n.op == "placeholder" and n.name not in updated}
         self.inputs = {b.node for b in program.batch if b.node}
         for node in program:
@@ -74,6 +82,7 @@ class _Kinds:
             if node not in self.cheap and record.worker is not None:
                 here = self.present.setdefault(record.worker, set(self.inputs) if record.worker == 0 else set())
                 here.update(n.name for n in node.all_input_nodes if n.op == "placeholder")
+        self.arrives = set(self._arriving(program))  # (node, worker): received by that worker's forward
 
     def _classify(self, node: fx.Node, fixed: set[fx.Node]) -> None:
         sources = node.all_input_nodes
@@ -89,6 +98,14 @@ class _Kinds:
         if only_weights or cheap:
             self.leaves[node] = leaves
 
+    def _arriving(self, program: Program) -> Iterator[tuple[fx.Node, int]]:
+        for node in program:
+            worker = info(node).worker
+            if info(node).phase == "F" and worker is not None:
+                for source in node.all_input_nodes:
+                    if source.op == "call_function" and self.why(source, "F", worker) is None:
+                        yield source, worker
+
     def why(self, source: fx.Node, phase: Phase, worker: int) -> Callable[[fx.Node], bool] | None:
         """None to leave `source` alone for a reader there; else which of its ancestors to copy along."""
         if source.op != "call_function" or info(source).phase != "F":
@@ -96,21 +113,76 @@ class _Kinds:
         if phase == "B" and source in self.weights:
             return self.leaves.__contains__
         region = info(source).region
-        if phase == "B" and region is not None and not _fixed_by_chance(source):
-            return lambda n: n in self.weights or (info(n).region == region and not _fixed_by_chance(n))
-        if info(source).worker != worker and source in self.cheap and self._pays(source, worker):
+        if phase == "B" and region is not None and not self._only_once(source):
+            return lambda n: (
+                n in self.weights
+                or (info(n).region == region and not self._only_once(n))
+                or self._is_mismatched(n, worker)
+            )
+        if phase == "B" and self._is_mismatched(source, worker):
+            return lambda n: n in self.weights or self._is_mismatched(n, worker) or self._is_made_anywhere(n, worker)
+        if self._is_made_anywhere(source, worker):
             return self.cheap.__contains__
         return None
 
-    def _pays(self, source: fx.Node, worker: int) -> bool:
-        missing = [n for n in self.leaves[source] if n.name not in self.present.get(worker, set())]
+    def _is_mismatched(self, node: fx.Node, worker: int) -> bool:
+        """Whether the cuts let that worker's backward compute a forward node of another worker again."""
+        record = info(node)
+        return (
+            record.phase == "F"
+            and record.worker != worker
+            and self.cuts.recomputes(worker, record.unit)
+            and not self._only_once(node)
+            and (node, worker) not in self.arrives
+        )
+
+    def _is_made_anywhere(self, node: fx.Node, worker: int) -> bool:
+        """Whether a node of another worker is made cheaply there, and moves no more bytes than it saves."""
+        if info(node).worker == worker or node not in self.cheap:
+            return False
+        missing = [n for n in self.leaves[node] if n.name not in self.present.get(worker, set())]
         moved = [n for n in missing if n.name in self.parameters or n.name in self.inputs]  # buffers are everywhere
-        return sum(size_of(value(n)) for n in moved) <= size_of(value(source))
+        return sum(size_of(value(n)) for n in moved) <= size_of(value(node))
+
+    def _only_once(self, node: fx.Node) -> bool:
+        """Whether the value comes from the random generator, or is what a buffer becomes."""
+        return is_random(node) or node in self.once or (is_getitem(node) and _counts_once(node))
 
 
-def _fixed_by_chance(node: fx.Node) -> bool:
-    """Whether the value came from the random generator, directly or as an element of what did."""
-    return is_random(node) or (is_getitem(node) and is_random(node.all_input_nodes[0]))
+def _counts_once(element: fx.Node) -> bool:
+    """Whether an element of a tuple was drawn at random, or is a statistic that batch norm has updated."""
+    operator = element.all_input_nodes[0]
+    index = element.args[1]
+    assert isinstance(index, int)
+    return is_random(operator) or (_trains_statistics(operator) and index >= 3)
+
+
+def _trains_statistics(node: fx.Node) -> bool:
+    """Whether it is a batch norm in train mode, which takes running statistics to update them and for nothing else."""
+    return node.target is aten._native_batch_norm_legit_functional.default and bool(node.args[5])
+
+
+def _forgets_statistics(node: fx.Node) -> bool:
+    """Whether a copy of it can do without them; where nothing else is wide, they decide the precision."""
+    if not _trains_statistics(node):
+        return False
+    read, weight = node.args[:2]
+    assert isinstance(read, fx.Node)
+    return weight is not None or bool(value(read).dtype == value(node)[1].dtype)
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a copy of the node has."""
+    if _forgets_statistics(node):
+        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+    return node.all_input_nodes
+
+
+def _forget_statistics(node: fx.Node) -> None:
+    """Make a copied batch norm one that has no running statistics: the same numbers, and nothing to send for it."""
+    node.target = aten._native_batch_norm_legit.no_stats
+    node.args = (*node.args[:3], *node.args[5:])
+    node.meta["val"] = value(node)[:3]
 
 
 class _Copier:
@@ -131,7 +203,7 @@ class _Copier:
             if (node, worker, phase) in self.made:
                 stack.pop()
                 continue
-            inputs = [self.original.get(n, n) for n in node.all_input_nodes]
+            inputs = [self.original.get(n, n) for n in _reads(node)]
             needed = [
                 n for n in inputs if n.op == "call_function" and wanted(n) and (n, worker, phase) not in self.made
             ]
@@ -142,6 +214,8 @@ class _Copier:
             with self.graph.inserting_before(reader):
                 made = self.graph.node_copy(node, lambda n: self._input(n, worker, phase))
             made._rename(f"{node.name}_again")
+            if _forgets_statistics(made):
+                _forget_statistics(made)
             record = copy.copy(node.meta[INFO])
             record.phase, record.worker, record.region = phase, worker, None
             made.meta[INFO] = record

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fxpipe.passes.weight_gradients import mark_weight_gradients
 from torch import fx
 
 from fxpipe.aten import is_cheap, is_getitem, is_random, is_view
@@ -20,7 +21,7 @@ class Units(Pass):
     made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
     Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients,
     and any node whose inputs lie earlier, the earliest unit among its inputs. So a backward edge never runs towards
-    a later unit, and independent forward and backward cuts are safe.
+    a later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked.
     """
 
     name: ClassVar[str] = "units"
@@ -38,6 +39,7 @@ class Units(Pass):
             record = info(node)
             if record.phase == "B" and not record.module:
                 record.module = units[record.unit]
+        mark_weight_gradients(program)
         return replace(program, units=tuple(units))
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from cached import cuts, lowered
+from random_cuts import numbered
 from small_models import CASES
 
+from fxpipe.build import Build
+from fxpipe.program import Cuts
 from fxpipe.runtime.launch import launch
 from fxpipe.runtime.local_run import run_local
 from fxpipe.runtime.options import RunOptions
@@ -58,6 +61,22 @@ def test_distributed_equals_local(
 ) -> None:
     where = cuts(CASES["gpt-dropout"], workers, 1)
     build = lowered("gpt-dropout", microbatches, workers=workers, schedule=schedule, policy=policy, **where)
+    check(build, model_file, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_three_kinds_of_cuts_and_empty_parts_too(model_file: Path, tmp_path: Path) -> None:
+    """Worker 0 reads the batch and has no forward; worker 2 has no backward, so a token keeps worker 1 behind it."""
+    count = len(numbered("gpt-dropout").units)
+    third, half = count // 3, count // 2
+    where = Cuts((0, 0, half, count), (0, third, count, count), (0, half, count, count), recompute=((1, half, count),))
+    build = lowered("gpt-dropout", workers=3, cuts=where)
+    assert {e.name for e in build.plan.edges if e.kind == "token"} == {"pace_B_1"}
+    check(build, model_file, tmp_path)
+
+
+def check(build: Build, model_file: Path, tmp_path: Path) -> None:
+    workers = build.plan.workers
     build.save(tmp_path / "build", model_file=model_file)
 
     def options(out: str) -> RunOptions:

@@ -1,16 +1,20 @@
-"""Random module graphs with skips, random independent cuts: the stages still compute what eager computes."""
+"""Random module graphs with skips, random cuts of every kind: the stages still compute what eager computes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from random_cuts import legal_cuts
 from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.agreement import compare_with_eager
+from fxpipe.batch import split
 from fxpipe.transform import run_passes
 
 WIDTH = 4
@@ -75,18 +79,14 @@ def test_random_graphs_agree_with_eager(plan: list[tuple[str, int, int, int]], d
         sorted
     )
     forward, backward = (data.draw(positions, label=label) for label in ("forward cuts", "backward cuts"))
-    build = fxpipe.compile(
-        model,
-        loss,
-        batch,
-        workers=workers,
-        microbatches=microbatches,
-        schedule="gpipe",
-        cost="analytic",
-        forward_at=[paths[p] for p in forward],
-        backward_at=[paths[p] for p in backward],
-    )
+    program = fxpipe.capture(model, loss, split(batch, microbatches)[0])
+    options: dict[str, Any] = {"microbatches": microbatches, "schedule": "gpipe", "cost": "analytic"}
+    at = {"forward_at": [paths[p] for p in forward], "backward_at": [paths[p] for p in backward]}
+    build = fxpipe.lower(program, workers=workers, **options, **at)
     assert compare_with_eager(build, model, loss, batch).largest < 1e-5
+    cuts = legal_cuts(run_passes(program, [Fold(), Units()]), workers, f"{forward}/{backward}")
+    build = fxpipe.lower(program, workers=workers, cuts=cuts, **options)
+    assert compare_with_eager(build, model, loss, batch).largest < 1e-5, cuts
 
 
 def reached(model: RandomNet, batch: tuple[Tensor, Tensor]) -> list[str]:

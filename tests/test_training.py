@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 from cached import captured, cuts, lowered
+from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import Tensor, nn
 
 from fxpipe.batch import split
+from fxpipe.build import Build
+from fxpipe.program import Cuts
 
 STEPS = 5
 Named = list[tuple[str, nn.Parameter]]
@@ -44,9 +48,24 @@ def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 @pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
 def test_synchronous_schedules_equal_eager(name: str, workers: int, shift: int, schedule: str) -> None:
     microbatches = 2 if workers < 4 else 4
+    where = cuts(CASES[name], workers, shift)
+    equals_eager(name, STEPS, lowered(name, microbatches, workers=workers, schedule=schedule, **where))
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
+def test_any_legal_cuts_train_as_eager(name: str, workers: int) -> None:
+    """Forward, backward and weight gradients cut apart, parts empty, runs recomputed."""
+    where = random_cuts(name, workers, seed=1)
+    microbatches = 2 if workers < 4 else 4
+    build = lowered(name, microbatches, workers=workers, schedule="1f1b", cuts=where, split_backward=workers != 2)
+    equals_eager(name, 3, build)
+
+
+def equals_eager(name: str, steps: int, build: Build) -> None:
+    microbatches = build.plan.microbatches
     case, model, _ = captured(name, microbatches)
-    batches = case.batches(STEPS)
-    build = lowered(name, microbatches, workers=workers, schedule=schedule, **cuts(case, workers, shift))
+    batches = case.batches(steps)
     pipeline = build.local(optimizer=optimizer)
     for batch in batches:
         pipeline.step(batch)
@@ -101,6 +120,24 @@ def test_asynchronous_training_learns(workers: int, shift: int, policy: str) -> 
     build = lowered("gpt-dropout", workers=workers, **cuts(case, workers, shift))
     losses = build.local(optimizer=optimizer, policy=policy).run([batch] * 60)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(("name", "seed"), [("gpt", 10), ("conv", 5), ("checkpoint", 4)])
+def test_any_legal_cuts_run_under_every_policy(name: str, seed: int) -> None:
+    """Recomputation sees the weights that the policy gives backward: under `stash` those that forward saw."""
+    where = random_cuts(name, 3, seed)
+    assert where.recompute
+    assert where.weights != where.backward
+    batches = captured(name)[0].batches(8)
+    build = lowered(name, workers=3, cuts=where, split_backward=True)
+    losses = {
+        policy: build.local(optimizer=optimizer, policy=policy).run(batches)
+        for policy in ("latest", "stash", "spectrain")
+    }
+    assert all(math.isfinite(loss) for run in losses.values() for loss in run)
+    assert losses["latest"] != losses["stash"]
+    sent = lowered(name, workers=3, cuts=Cuts(where.forward, where.backward, where.weights), split_backward=True)
+    assert sent.local(optimizer=optimizer, policy="stash").run(batches) == losses["stash"]
 
 
 def test_a_pipeline_continues_after_a_flush() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
 
-_TOLERANCE = 1e-12  # relative; far below what a clock can measure
+_TOLERANCE = 1e-10  # relative; far below what a clock can measure
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -54,7 +54,7 @@ def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Seque
             places.append(int(np.searchsorted(total, reached, side="right")) - 1)
         return tuple(places) if places[-1] == len(total) - 1 else None
 
-    limit = _bisect(lambda t: cuts(t) is not None, float(total[-1]) / max(speeds))
+    limit = _bisect(lambda t: cuts(t) is not None, float(total[-1]) / sum(speeds), float(total[-1]) / max(speeds))
     found = cuts(limit)
     assert found is not None
     return _measured(forward, backward, found, found, speeds)
@@ -70,11 +70,12 @@ def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], spee
 
     a maximum over a sliding window, in O(U log U) a worker. T is feasible if b_N(U) = U.
 
-    Time: O(N·U·log U) for each of about fifty bisection steps; 10,000 units and 64 workers take a few seconds.
+    Time: O(N·U·log U) for each of about thirty bisection steps; 10,000 units and 64 workers take a few seconds.
     """
     f, b = _prefix(forward), _prefix(backward)
     _check(len(forward), speeds)
-    limit = _bisect(lambda t: _reach(f, b, speeds, t)[-1][-1] == len(b) - 1, float(f[-1] + b[-1]) / max(speeds))
+    shared = same_cuts(forward, backward, speeds).bottleneck
+    limit = _bisect(lambda t: _reach(f, b, speeds, t)[-1][-1] == len(b) - 1, float(f[-1] + b[-1]) / sum(speeds), shared)
     reach = _reach(f, b, speeds, limit)
     cuts = [(len(f) - 1, len(b) - 1)]
     for k in range(len(speeds) - 1, -1, -1):
@@ -96,10 +97,9 @@ def _prefix(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
 
 
-def _bisect(feasible: object, high: float) -> float:
-    """The least feasible bottleneck; `high` is feasible."""
+def _bisect(feasible: object, low: float, high: float) -> float:
+    """The least feasible bottleneck; `high` is feasible, below `low` nothing is."""
     assert callable(feasible)
-    low = 0.0
     while high - low > _TOLERANCE * high:
         middle = (low + high) / 2
         if feasible(middle):

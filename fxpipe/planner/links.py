@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fxpipe.errors import ProfileError
 
@@ -41,6 +42,15 @@ class Links:
         """How long a message of `size` bytes occupies its direction of the link, without the latency."""
         return size / self.bandwidth_of(source, target)
 
+    def to_row(self) -> dict[str, Any]:
+        """For JSON, which has no infinity."""
+        return {"bandwidth": _written(self.bandwidth), "latency": _written(self.latency), "copy": self.copy}
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> Links:
+        """What `to_row` wrote."""
+        return Links(_read(row["bandwidth"]), _read(row["latency"]), float(row["copy"]))
+
     def check(self, workers: int) -> None:
         """Raise ProfileError unless every matrix has a row and a column for each worker."""
         for name, value in (("bandwidth", self.bandwidth), ("latency", self.latency)):
@@ -58,6 +68,14 @@ def matrix(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
 
 def _entry(value: float | tuple[tuple[float, ...], ...], source: int, target: int) -> float:
     return value[source][target] if isinstance(value, tuple) else value
+
+
+def _written(value: float | tuple[tuple[float, ...], ...]) -> Any:
+    return [list(map(str, row)) for row in value] if isinstance(value, tuple) else str(value)
+
+
+def _read(value: Any) -> float | tuple[tuple[float, ...], ...]:
+    return matrix(value) if isinstance(value, list) else float(value)
 
 
 GLOO_LOOPBACK = Links(bandwidth=3e9, latency=50e-6, copy=0.33e-9)

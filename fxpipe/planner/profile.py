@@ -1,163 +1,221 @@
 """Profiles: what every unit costs, in an order in which the units can run.
 
-fxpipe's own form is JSON:
+fxpipe's own form is JSON (`fxpipe compile --save-profile`, `fxpipe plan`):
 
-    {"units": [{"name": "blocks.0", "forward_ms": 1.5, "backward_ms": 3.0, "output_bytes": 4096,
-                "parameter_bytes": 8192}, ...],
+    {"units": [{"name": "blocks.0", "forward_ms": 1.5, "backward_ms": 2.0, "weight_ms": 1.0,
+                "output_bytes": 4096, "saved_bytes": 16384, "parameter_bytes": 8192}, ...],
      "edges": [["blocks.0", "blocks.1"], ...]}
 
-PipeDream's published profiles are text: a line a node, then a line an edge, indented by a tab:
+All costs are those of one microbatch. Only `name`, `forward_ms` and `backward_ms` must be there; what the others mean,
+and what they are when left out, says `Unit`. Without `edges` each unit feeds the next. A unit's output travels along
+its edges. Where it has several outputs with readers of their own, `activations` and `gradients` say so in place of
+`edges`:
 
-    node2 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=4096.0, parameter_size=8192.0
-        node1 -- node2
+    "activations": [{"unit": "blocks.0", "bytes": 4096, "readers": ["blocks.1", "head"]}, ...]
+    "gradients":   [{"unit": "head", "bytes": 4096, "readers": ["blocks.1"]}, ...]
 
-Sizes are bytes; an activation of several tensors is a list, `[6291456.0; 131072.0]`. The time of an Input node is the
-data loader's: no worker computes it, so it counts as nothing.
-"""  # noqa: E501
+`no_forward_cut` has units in front of which forward must not be cut, each with the reason (a buffer that is updated).
+PipeDream's published profiles are read too: see `pipedream`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import json
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import ProfileError
-
-_NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")
-_COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+from fxpipe.errors import ProfileError, near
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one unit costs a microbatch. Times are milliseconds, sizes bytes."""
+    """What one unit costs a microbatch. Times are milliseconds, sizes bytes.
+
+    Attributes:
+        forward_ms: F.
+        backward_ms: B: the gradients of its inputs (and of its weights, where `weight_ms` is 0).
+        weight_ms: W: the gradients of its weights.
+        update_ms: the optimizer's update of its weights, once a minibatch.
+        output_bytes: what it hands on in forward.
+        gradient_bytes: the gradient of its output; as large as the output unless given.
+        saved_bytes: what its B and W read of forward; as large as the output unless given, 0 if it takes no time.
+        weight_saved_bytes: the part of `saved_bytes` that W alone reads.
+        fixed_bytes: the part of `saved_bytes` that cannot be computed again (random masks).
+        parameter_bytes: its weights; a worker that reads those of another is sent them after every update.
+        frozen_bytes: weights that are not trained: every worker that reads them has them from the start.
+        temporary_bytes: the most it holds while it runs, beside inputs and saved values.
+    """
 
     name: str
     forward_ms: float
     backward_ms: float
+    weight_ms: float = 0.0
+    update_ms: float = 0.0
     output_bytes: float = 0.0
+    gradient_bytes: float = -1.0
+    saved_bytes: float = -1.0
+    weight_saved_bytes: float = 0.0
+    fixed_bytes: float = 0.0
     parameter_bytes: float = 0.0
+    frozen_bytes: float = 0.0
+    temporary_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.gradient_bytes < 0:
+            object.__setattr__(self, "gradient_bytes", self.output_bytes)
+        if self.saved_bytes < 0:
+            works = self.forward_ms + self.backward_ms + self.weight_ms > 0
+            object.__setattr__(self, "saved_bytes", self.output_bytes if works else 0.0)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that one unit makes and others read: positions, and bytes."""
+
+    producer: int
+    bytes: float
+    readers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Units in a topological order, and the edges between them as pairs of positions."""
+    """Units in a topological order, and the values that travel between them.
+
+    Attributes:
+        activations: forward values; readers lie behind their producer.
+        gradients: backward values; readers lie in front of their producer.
+        uncut: positions (in front of that unit) where forward must not be cut, each with the reason.
+    """
 
     units: tuple[Unit, ...]
-    edges: tuple[tuple[int, int], ...]
+    activations: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+    uncut: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def total_ms(self) -> float:
-        return sum(u.forward_ms + u.backward_ms for u in self.units)
+    def total_ms(self, microbatches: int = 1) -> float:
+        """All work of a microbatch: F + B + W, and its share of the update."""
+        return sum(u.forward_ms + u.backward_ms + u.weight_ms + u.update_ms / microbatches for u in self.units)
+
+    def split_backward(self, fraction: float) -> Profile:
+        """The same with W a fraction of each backward that has parameters: for profiles that know only backward."""
+        if not 0 <= fraction < 1:
+            raise ProfileError(f"the fraction of W is {fraction}, it must lie between 0 and 1")
+        units = tuple(
+            dataclasses.replace(
+                u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.weight_ms + u.backward_ms * fraction
+            )
+            if u.parameter_bytes
+            else u
+            for u in self.units
+        )
+        return dataclasses.replace(self, units=units)
+
+    def to_json(self) -> str:
+        """The documented form; `from_json` reads it back to an equal profile."""
+        names = [u.name for u in self.units]
+
+        def rows(values: Sequence[Value]) -> list[dict[str, Any]]:
+            return [
+                {"unit": names[v.producer], "bytes": v.bytes, "readers": [names[r] for r in v.readers]} for v in values
+            ]
+
+        edges = sorted({(v.producer, r) for v in self.activations for r in v.readers})
+        body = {
+            "units": [dataclasses.asdict(u) for u in self.units],
+            "edges": [[names[a], names[b]] for a, b in edges],
+            "activations": rows(self.activations),
+            "gradients": rows(self.gradients),
+            "no_forward_cut": {names[p]: self.uncut[p] for p in sorted(self.uncut)},
+        }
+        return json.dumps(body, indent=1) + "\n"
 
 
-def read_profile(path: str | Path) -> Profile:
-    """A profile in either form; units come out in the order of their names' numbers as far as the edges allow.
+def from_json(text: str, where: str) -> Profile:
+    """Read the documented form.
 
     Raises:
-        ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; names the line.
+        ProfileError: not JSON, a malformed unit, an edge to nowhere, or a cycle; names the line or the unit.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"the profile {str(path)!r} cannot be read: {error}") from error
-    if text.lstrip().startswith("{"):
-        return _from_json(text, path.name)
-    return _from_pipedream(text, path.name)
-
-
-def _from_json(text: str, where: str) -> Profile:
     try:
         body = json.loads(text)
     except ValueError as error:
-        raise ProfileError(f"not JSON: {error}", where=where) from error
-    units = {}
-    for i, row in enumerate(body.get("units", [])):
-        units[str(row.get("name", i))] = _unit(row, f"{where}, unit {i}")
-    edges = [tuple(edge) for edge in body.get("edges", [])]
-    if not edges:
-        names = list(units)
-        edges = list(pairwise(names))
-    return _sorted(units, edges, where, {name: i for i, name in enumerate(units)})
-
-
-def _unit(row: Any, where: str) -> Unit:
-    try:
-        return Unit(
-            str(row["name"]),
-            _cost(row["forward_ms"]),
-            _cost(row["backward_ms"]),
-            _cost(row.get("output_bytes", 0.0)),
-            _cost(row.get("parameter_bytes", 0.0)),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProfileError(
-            f"malformed unit: {error!r}", where=where, hint="a unit has name, forward_ms and backward_ms"
-        ) from error
-
-
-def _cost(value: Any) -> float:
-    number = float(value)
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"{value!r} is no time or size")
-    return number
-
-
-def _from_pipedream(text: str, where: str) -> Profile:
+        line = getattr(error, "lineno", None)
+        raise ProfileError(f"not JSON: {error}", where=f"{where}:{line}" if line else where) from error
+    rows = body.get("units") if isinstance(body, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise ProfileError("the profile has no units", where=where, hint='it is {"units": [...], "edges": [...]}')
     units: dict[str, Unit] = {}
-    edges: list[tuple[str, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        place = f"{where}:{number}"
-        if not line.strip():
-            continue
-        if line[0].isspace():
-            ends = tuple(part.strip() for part in line.split(" -- "))
-            if len(ends) != 2 or not all(ends):
-                raise ProfileError(f"not an edge: {line.strip()!r}", where=place, hint="an edge is `node1 -- node2`")
-            edges.append(ends)
-            continue
-        found = _NODE.fullmatch(line.strip())
-        if found is None:
-            raise ProfileError(f"not a node: {line.strip()[:80]!r}", where=place, hint="see PipeDream's graph.txt")
-        units[found["id"]] = _pipedream_unit(found["name"], found["costs"], place)
-    return _sorted(units, edges, where, {name: (len(name), name) for name in units})
+    for i, row in enumerate(rows):
+        unit = _unit(row, f"{where}, unit {i}")
+        if unit.name in units:
+            raise ProfileError(f"two units are called {unit.name!r}", where=f"{where}, unit {i}")
+        units[unit.name] = unit
+    rank = {name: i for i, name in enumerate(units)}
+    if "activations" in body:
+        outputs = _values(body["activations"], units, f"{where}, activations")
+    else:
+        outputs = values_of_edges(units, _edges(body.get("edges"), units, where))
+    order = in_order(units, outputs, where, rank)
+    activations = tuple(located(outputs, order))
+    if "gradients" in body:
+        gradients = tuple(located(_values(body["gradients"], units, f"{where}, gradients"), order))
+        for v in gradients:
+            if any(r > v.producer for r in v.readers):
+                raise ProfileError(
+                    f"a gradient runs forward, from {list(order)[v.producer]!r}", where=f"{where}, gradients"
+                )
+    else:
+        gradients = backward_values([units[n] for n in order], activations)
+    reasons = body.get("no_forward_cut", {})
+    uncut = {order[_known(name, units, f"{where}, no_forward_cut")]: str(reasons[name]) for name in reasons}
+    return Profile(tuple(units[n] for n in order), activations, gradients, uncut)
 
 
-def _pipedream_unit(name: str, text: str, where: str) -> Unit:
-    costs = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
-    try:
-        forward, backward, output, parameters = (
-            sum(_cost(v) for v in costs[key].strip("[]").split(";") if v.strip()) for key in _COSTS
-        )
-    except (KeyError, ValueError) as error:
-        raise ProfileError(f"malformed costs: {error}", where=where, hint=f"a node has {', '.join(_COSTS)}") from error
-    if re.fullmatch(r"Input\d*", name):
-        forward = backward = 0.0
-    return Unit(name, forward, backward, output, parameters)
+Output = tuple[str, float, Sequence[str]]  # producer, bytes, readers; by name
 
 
-def _sorted(units: dict[str, Unit], edges: Sequence[tuple[str, ...]], where: str, rank: dict[str, Any]) -> Profile:
-    """Kahn's algorithm; of several units that could come next, the one of the least rank."""
-    if not units:
-        raise ProfileError("the profile has no units", where=where)
+def values_of_edges(units: Mapping[str, Unit], edges: Sequence[tuple[str, str]]) -> list[Output]:
+    """One value a unit: its output, read along all its edges."""
+    readers: dict[str, list[str]] = {}
+    for source, target in edges:
+        readers.setdefault(source, []).append(target)
+    return [(name, units[name].output_bytes, names) for name, names in readers.items()]
+
+
+def backward_values(units: Sequence[Unit], activations: Sequence[Value]) -> tuple[Value, ...]:
+    """The gradients of activations: each reader's passes on to the reader before it, where they are added up."""
+    found = []
+    for v in activations:
+        whole = units[v.producer].output_bytes
+        size = units[v.producer].gradient_bytes * (v.bytes / whole if whole else 1.0)
+        stops = sorted({v.producer, *v.readers})
+        found += [Value(after, size, (before,)) for before, after in pairwise(stops)]
+    return tuple(in_turn(found))
+
+
+def in_order(
+    units: Mapping[str, Unit], outputs: Sequence[Output], where: str, rank: Mapping[str, Any]
+) -> dict[str, int]:
+    """Positions by name, in a topological order; of several units that could come next, the one of the least rank.
+
+    Kahn's algorithm. Raises ProfileError for a cycle.
+    """
     waiting = dict.fromkeys(units, 0)
     behind: dict[str, list[str]] = {name: [] for name in units}
-    for edge in edges:
-        if len(edge) != 2 or any(end not in units for end in edge):
-            raise ProfileError(f"the edge {' -- '.join(map(str, edge))} leads to no unit", where=where)
-        behind[edge[0]].append(edge[1])
-        waiting[edge[1]] += 1
+    for source, _, readers in outputs:
+        for target in readers:
+            behind[source].append(target)
+            waiting[target] += 1
     ready = [(rank[name], name) for name, count in waiting.items() if not count]
     heapq.heapify(ready)
-    order: list[str] = []
+    order: dict[str, int] = {}
     while ready:
         name = heapq.heappop(ready)[1]
-        order.append(name)
+        order[name] = len(order)
         for follower in behind[name]:
             waiting[follower] -= 1
             if not waiting[follower]:
@@ -165,5 +223,75 @@ def _sorted(units: dict[str, Unit], edges: Sequence[tuple[str, ...]], where: str
     if len(order) < len(units):
         stuck = sorted(name for name, count in waiting.items() if count)
         raise ProfileError(f"the edges go round in a circle through {', '.join(stuck[:5])}", where=where)
-    position = {name: i for i, name in enumerate(order)}
-    return Profile(tuple(units[n] for n in order), tuple((position[a], position[b]) for a, b in edges))
+    return order
+
+
+def located(outputs: Sequence[Output], order: Mapping[str, int]) -> list[Value]:
+    """Values by position instead of by name, in the order of their producers."""
+    found = [Value(order[name], size, tuple(sorted({order[r] for r in readers}))) for name, size, readers in outputs]
+    return in_turn(found)
+
+
+def in_turn(values: Iterable[Value]) -> list[Value]:
+    """Values in the order in which a profile has them."""
+    return sorted(values, key=lambda v: (v.producer, v.readers, v.bytes))
+
+
+_FIELDS = {f.name for f in dataclasses.fields(Unit)}
+
+
+def _unit(row: Any, where: str) -> Unit:
+    if not isinstance(row, dict):
+        raise ProfileError(f"malformed unit: {row!r}", where=where, hint="a unit is an object with name and costs")
+    unknown = next((key for key in row if key not in _FIELDS), None)
+    if unknown is not None:
+        raise ProfileError(f"a unit has no {unknown!r}{near(unknown, _FIELDS)}", where=where)
+    missing = [key for key in ("name", "forward_ms", "backward_ms") if key not in row]
+    if missing:
+        raise ProfileError(
+            f"the unit lacks {' and '.join(missing)}", where=where, hint="a unit has name, forward_ms and backward_ms"
+        )
+    return Unit(str(row["name"]), **{key: cost(v, f"{where}, {key}") for key, v in row.items() if key != "name"})
+
+
+def cost(value: Any, where: str) -> float:
+    """A time or a size: a finite number not below zero."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number < float("inf"):
+        raise ProfileError(f"{value!r} is no time or size", where=where)
+    return number
+
+
+def _edges(rows: Any, units: Mapping[str, Unit], where: str) -> list[tuple[str, str]]:
+    if not rows:
+        return list(pairwise(units))
+    edges = []
+    for i, row in enumerate(rows):
+        place = f"{where}, edge {i}"
+        if not isinstance(row, list) or len(row) != 2:
+            raise ProfileError(f"not an edge: {row!r}", where=place, hint='an edge is ["from", "to"]')
+        edges.append((_known(row[0], units, place), _known(row[1], units, place)))
+    return edges
+
+
+def _values(rows: Any, units: Mapping[str, Unit], where: str) -> list[Output]:
+    found: list[Output] = []
+    for i, row in enumerate(rows):
+        place = f"{where}, row {i}"
+        try:
+            producer, size, readers = row["unit"], row["bytes"], list(row["readers"])
+        except (TypeError, KeyError) as error:
+            raise ProfileError(
+                f"malformed value: {row!r}", where=place, hint="a value has unit, bytes and readers"
+            ) from error
+        found.append((_known(producer, units, place), cost(size, place), [_known(r, units, place) for r in readers]))
+    return found
+
+
+def _known(name: Any, units: Mapping[str, Unit], where: str) -> str:
+    if name not in units:
+        raise ProfileError(f"there is no unit {name!r}{near(str(name), units)}", where=where)
+    return str(name)

@@ -42,6 +42,15 @@ def rate(text: str | float) -> float:
     return _positive(_size(found), text)
 
 
+def size(count: float) -> str:
+    """`1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def _parts(pattern: re.Pattern[str], text: str | float, what: str, examples: str) -> re.Match[str]:
     found = pattern.fullmatch(repr(text) if isinstance(text, (int, float)) else text)
     if found is None:

@@ -44,6 +44,12 @@ def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequen
     )
 
 
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each worker the most microbatches whose F is done and whose B is not, once the pipeline is full."""
+    minibatches = 1 if schedule.synchronous else schedule.workers + 1
+    return tuple(_in_flight(schedule.until(worker, minibatches)) for worker in range(schedule.workers))
+
+
 def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] = plain) -> str:
     """The picture of a run from an empty pipeline to an empty pipeline, one unit of time an action.
 

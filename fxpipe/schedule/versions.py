@@ -42,9 +42,10 @@ class Versions:
 
     def __init__(self, schedule: Schedule) -> None:
         workers = schedule.workers
-        studied = range(3 * workers + 4)
+        # A flush ends all that one minibatch does to the next; without one, what a run begins with takes a while to go.
+        studied = range(3 if schedule.synchronous else 3 * workers + 4)
         # A finite run's last minibatches lack the later forwards that stand between them in an endless one.
-        rows = read(schedule, len(studied) + 2 * workers)
+        rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * workers))
         seen = _seen(schedule, play(schedule, rows))
         last = studied[-1]
         self._lags: dict[tuple[Phase, int], tuple[int, ...]] = {

@@ -37,16 +37,17 @@ def test_the_table(model: Path) -> None:
     assert result.err == ""
     lines = [line.strip() for line in result.out.splitlines() if line.strip()]
     assert re.split(r"  +", lines[0])[:2] == ["forward from", "backward from"]
-    assert lines[0].split()[4:] == ["F", "B", "owns", "replicas", "in", "out", "memory"]
+    assert lines[0].split()[4:] == ["F", "B", "update", "owns", "replicas", "in", "out", "memory"]
     first, second = lines[2:4]
     assert first.startswith("worker 0   first (")
     assert second.startswith("worker 1   blocks.2 (")
     assert "blocks.1 (" in second
     assert "units" in second
     assert second.endswith("KiB")
-    assert lines[4].startswith("async · spectrain · 1 microbatch · balance ")
-    assert lines[5].startswith("against eager PyTorch: loss ")
-    assert lines[6] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
+    assert lines[4].startswith("async · spectrain · 1 microbatch · ")
+    assert re.fullmatch(r"forecast: [0-9.]+ samples/s, bubble [0-9]+ %", lines[5])
+    assert lines[6].startswith("against eager PyTorch: loss ")
+    assert lines[7] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
     assert set(files(model.parent / "build")) == BUILD
 
 
@@ -62,6 +63,9 @@ def test_json(model: Path) -> None:
         "microbatches",
         "forward_cuts",
         "backward_cuts",
+        "partitions",
+        "cuts",
+        "forecast",
         "workers",
         "warnings",
         "verify",
@@ -129,6 +133,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     made = [files(folder / "build") for folder in (one, two)]
     for found in made:
         assert found.pop("costs.json")
+        assert found.pop("node_costs.json")
     assert made[0].keys() == {*BUILD, "stage_2.py"} - {"costs.json"}
     assert made[0] == made[1]
 

@@ -12,35 +12,82 @@ from commands import fxpipe
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """Forward is heavy at the end, backward at the beginning: shared cuts cannot balance both."""
-    units = [{"name": f"u{i}", "forward_ms": i + 1, "backward_ms": 4 - i} for i in range(4)]
-    units += [{"name": "head", "forward_ms": 10, "backward_ms": 0}]
+    size = {"output_bytes": 100, "saved_bytes": 200, "parameter_bytes": 500}
+    units = [{"name": f"u{i}", "forward_ms": i + 1, "backward_ms": 4 - i, **size} for i in range(4)]
+    units += [{"name": "head", "forward_ms": 10, "backward_ms": 0, **size}]
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"units": units}))
     return path
 
 
+@pytest.fixture
+def digits() -> Path:
+    return Path(__file__).parents[2] / "examples" / "digits.py"
+
+
 def test_json_compares_the_modes(profile: Path) -> None:
     found = fxpipe("plan", profile, "-n", "2", "--no-communication", "--json").json
-    assert set(found) == {"ideal_ms", "same", "bidirectional"}
     assert found["ideal_ms"] == 15.0
     assert found["same"]["forward_cuts"] == found["same"]["backward_cuts"] == [3]
     assert found["same"]["bottleneck_ms"] == 15.0
-    assert found["bidirectional"]["efficiency"] == pytest.approx(1.0)
+    for mode in ("same", "bidirectional", "three-way"):
+        assert found[mode]["efficiency"] == pytest.approx(1.0)
+        assert len(found[mode]["memory_bytes"]) == 2
+        assert found[mode]["exact"]
+        assert found[mode]["simulated_ms"] == pytest.approx(15.0)
+
+
+def test_independent_cuts_gain(tmp_path: Path) -> None:
+    units = [{"name": f"u{i}", "forward_ms": f, "backward_ms": b} for i, (f, b) in enumerate([(1, 9), (6, 2), (5, 1)])]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"units": units}))
+    found = fxpipe("plan", path, "-n", "2", "--no-communication", "--json").json
+    assert (found["same"]["bottleneck_ms"], found["bidirectional"]["bottleneck_ms"]) == (14.0, 12.0)
+    assert (found["bidirectional"]["forward_cuts"], found["bidirectional"]["backward_cuts"]) == ([1], [2])
+
+
+def test_messages_cost(profile: Path) -> None:
+    free = fxpipe("plan", profile, "-n", "3", "--no-communication", "--json").json
+    assert free["bidirectional"]["bottleneck_ms"] <= free["same"]["bottleneck_ms"]
+    slow = fxpipe("plan", profile, "-n", "3", "--bandwidth", "100kB/s", "--latency", "1ms", "--json").json
+    assert slow["same"]["bottleneck_ms"] > free["same"]["bottleneck_ms"]
+    assert slow["same"]["workers"][1]["exposed"] >= 2.0, "a worker in the middle waits for two messages"
 
 
 def test_table_and_speeds(profile: Path) -> None:
-    result = fxpipe("plan", profile, "-n", "3", "--speed", "1,1,0.5", "--no-communication")
+    result = fxpipe("plan", profile, "-n", "3", "--speed", "1,1,0.5", "--no-communication", "--cuts", "bidirectional")
     assert result.code == 0
-    assert "bidirectional" in result.out
-    assert "ideal          12.00 ms · 5 units" in result.out
+    assert "same" not in result.out
+    assert "ideal 12.00 ms a microbatch · 5 units · no communication" in result.out
+
+
+def test_what_does_not_fit_says_what_would(profile: Path) -> None:
+    result = fxpipe("plan", profile, "-n", "2", "--memory", "1kB")
+    assert result.code == 1
+    assert "no three-way plan for 2 workers fits into memory: the least that would do is" in result.err
+    assert "hint: give every worker" in result.err
+    one = fxpipe("plan", profile, "-n", "2", "--cuts", "same", "--memory", "6.5kB")
+    assert "or use -n 3" in one.err
+
+
+def test_a_model_is_planned_without_being_written(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = fxpipe("plan", digits, "-n", "4", "--cost", "analytic", "--cuts", "same", "--json").json
+    assert not list(tmp_path.iterdir())
+    assert found["same"]["samples_per_second"] > 0
+    assert set(found) == {"ideal_ms", "units", "microbatches", "same"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "communication is not planned yet"),
         (("--no-communication", "--speed", "1"), "gives 1 speeds for 2 workers"),
-        (("--no-communication", "--speed", "1,x"), "numbers with commas"),
+        (("--no-communication", "--speed", "1,x"), "no speed"),
+        (("--no-communication", "--bandwidth", "1GB/s"), "contradicts"),
+        (("--device-spec", "h100"), "a profile has its own times"),
+        (("--weight-fraction", "1"), "not in the range"),
     ],
 )
 def test_requests_that_make_no_sense(profile: Path, options: tuple[str, ...], message: str) -> None:

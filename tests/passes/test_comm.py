@@ -1,14 +1,27 @@
-"""What crosses workers, and how it lies in memory."""
+"""What crosses workers, how it lies in memory, and the tokens where nothing does."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from cached import captured, cuts, lowered
+from fxpipe.passes import Options, default_passes
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
+from random_cuts import numbered, random_cuts
+from small_models import CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.agreement import compare_with_eager
+from fxpipe.errors import VerifyError
+from fxpipe.plan import Plan
+from fxpipe.program import Cuts
+from fxpipe.transform import run_passes
+from fxpipe.verify import verify
 
 
 class Core(nn.Module):
@@ -55,3 +68,105 @@ def test_views_with_gaps_keep_the_order_of_their_dimensions(forward: str, backwa
     losses = [float(pipeline.step(batch)) for _ in range(4)]
     assert losses[0] == pytest.approx(loss(model, batch).item(), rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+def tokens(plan: Plan) -> list[str]:
+    return [edge.name for edge in plan.edges if edge.kind == "token"]
+
+
+def functions(source: str) -> list[list[str]]:
+    """The lines of forward and of backward without comments."""
+    parts = source.split("\ndef ")[1:]
+    return [[line.split("  #")[0].strip() for line in part.strip().splitlines()[1:]] for part in parts]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_values_pass_between_all_neighbours_there_is_no_token(name: str) -> None:
+    assert not tokens(lowered(name, workers=3, **cuts(captured(name)[0], 3, 0)).plan)
+
+
+def test_a_worker_with_nothing_to_do_hands_tokens_on() -> None:
+    count = len(numbered("function").units)
+    build = lowered("function", workers=3, cuts=Cuts((0, 5, 5, count), (0, 5, 5, count)))
+    assert tokens(build.plan) == ["pace_F_1", "pace_F_2", "pace_B_1", "pace_B_0"]
+    forward, backward = functions(build.files["stage_1.py"])
+    make = 'aten.zeros.default([1], dtype=torch.uint8, device=torch.device("cpu"))'
+    assert forward == [
+        'pace_F_1 = comm.recv("pace_F_1")',
+        "del pace_F_1",
+        f"pace_F_2 = {make}",
+        'comm.send("pace_F_2", pace_F_2)',
+        "del pace_F_2",
+        "return None, (), []",
+    ]
+    assert backward == [
+        "saved.clear()",
+        'pace_B_1 = comm.recv("pace_B_1")',
+        "del pace_B_1",
+        f"pace_B_0 = {make}",
+        'comm.send("pace_B_0", pace_B_0)',
+        "del pace_B_0",
+        "return ()",
+    ]
+    assert functions(build.files["stage_0.py"])[0][-4:-1] != forward[2:5], "worker 0 sends it before it computes"
+    assert "forward   nothing\nbackward  nothing\nowns      0 parameters" in build.files["stage_1.py"]
+
+
+def test_a_token_leaves_as_soon_as_its_sender_is_in_step() -> None:
+    """Worker 1 makes weight gradients alone: worker 0's backward must not wait until they are made."""
+    count = len(numbered("function").units)
+    build = lowered("function", workers=3, cuts=Cuts((0, count, count, count), (0, 9, 9, count), (0, 9, count, count)))
+    _, backward = functions(build.files["stage_1.py"])
+    token, product = (next(i for i, line in enumerate(backward) if what in line) for what in ("send(", "aten.mm"))
+    assert "pace_B_0" in backward[token]
+    assert token < product
+
+
+def test_a_wired_program_without_its_tokens_breaks_the_law() -> None:
+    count = len(numbered("function").units)
+    options = Options(workers=2, cuts=Cuts((0, 5, count), (0, 0, count)), cost="analytic")
+    program = run_passes(captured("function")[2], default_passes(options))
+    verify(program)
+    node = next(n for n in program if n.name.startswith("pace_B_0"))
+    assert node.name == "pace_B_0"
+    doomed = [next(iter(next(iter(node.users)).users)), next(iter(node.users)), node]
+    for gone in doomed:
+        program.graph.erase_node(gone)
+    wires = {name: edge for name, edge in program.wires.items() if edge.name != "pace_B_0"}
+    with pytest.raises(VerifyError, match="nothing keeps B of worker 0 behind B of worker 1"):
+        verify(dataclasses.replace(program, wires=wires))
+
+
+def test_a_value_sent_before_its_sender_is_in_step_does_not_pace() -> None:
+    """Worker 1 makes a value from weights alone for worker 2; that it has begun says nothing about worker 0."""
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.middle = nn.Parameter(torch.randn(4, 4))
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            made = self.middle @ self.middle
+            self.mean.copy_(x.detach().mean(0))
+            return self.last(x @ made)
+
+    program = fxpipe.capture(Made(), loss, torch.randn(3, 4))
+    count = len(run_passes(program, [Fold(), Units()]).units)
+    build = fxpipe.lower(program, workers=3, cost="analytic", cuts=Cuts((0, 1, 4, count), (0, 1, 4, count)))
+    forward, _ = functions(build.files["stage_1.py"])
+    messages = [line.split('"')[1] for line in forward if "comm." in line]
+    assert messages == ["mm", "first_addmm:1", "pace_F_2"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_few_and_only_between_neighbours(seed: int) -> None:
+    plan = lowered("unet", workers=4, cuts=random_cuts("unet", 4, seed)).plan
+    for edge in plan.edges:
+        if edge.kind == "token":
+            assert edge.tensor.bytes == 1
+            assert edge.src_phase == edge.dst_phase
+            assert edge.dst - edge.src == (1 if edge.src_phase == "F" else -1)
+    assert len(tokens(plan)) == len(set(tokens(plan))) <= 6

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import ProfileError
-from fxpipe.planner.profile import read_profile
+from fxpipe.planner.pipedream import read_profile
+from fxpipe.planner.profile import Profile, Unit, Value, from_json
 
 GRAPH = """\
 node4 -- Add -- forward_compute_time=0.5, backward_compute_time=0.25, activation_size=8.0, parameter_size=0.0
@@ -21,6 +22,8 @@ node2 -- Conv2d(3, 4, kernel_size=(3, 3)) -- forward_compute_time=1.0, backward_
 \tnode3 -- node4
 """  # noqa: E501
 
+UNITS = [{"name": "a", "forward_ms": 1, "backward_ms": 2}, {"name": "b", "forward_ms": 1, "backward_ms": 2}]
+
 
 def write(folder: Path, text: str, name: str = "graph.txt") -> Path:
     path = folder / name
@@ -30,38 +33,96 @@ def write(folder: Path, text: str, name: str = "graph.txt") -> Path:
 
 def test_pipedream_graphs(tmp_path: Path) -> None:
     profile = read_profile(write(tmp_path, GRAPH))
-    assert [u.name for u in profile.units] == ["Input", "Conv2d(3, 4, kernel_size=(3, 3))", "LSTM(2, 2)", "Add"]
-    assert profile.edges == ((0, 1), (0, 2), (1, 3), (2, 3))
+    assert [u.name for u in profile.units] == ["node1 Input", "node2 Conv2d", "node3 LSTM", "node4 Add"]
     assert profile.units[0].forward_ms == 0.0, "the data loader's time is no worker's"
-    assert profile.units[2].output_bytes == 8.0
-    assert profile.total_ms == pytest.approx(9.75)
+    assert profile.units[2].output_bytes == profile.units[2].saved_bytes == 8.0
+    assert profile.total_ms() == pytest.approx(9.75)
+    assert profile.activations == (
+        Value(0, 4.0, (1, 2)),
+        Value(1, 8.0, (3,)),
+        Value(2, 1.0, (3,)),
+        Value(2, 1.0, (3,)),
+        Value(2, 6.0, (3,)),
+    )
+    assert Value(2, 4.0, (1,)) in profile.gradients, "the gradients of a value are summed from reader to reader"
+    assert Value(1, 4.0, (0,)) in profile.gradients
+
+
+def test_an_element_of_a_list_travels_alone(tmp_path: Path) -> None:
+    element = "node5 -- __getitem__(1) -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=1.0, parameter_size=0.0\n"  # noqa: E501
+    profile = read_profile(write(tmp_path, GRAPH + element + "\tnode3 -- node5\n"))
+    assert Value(2, 6.0, (3,)) in profile.activations
+    assert Value(2, 1.0, (3, 4)) in profile.activations
+    assert profile.units[4].saved_bytes == 0.0, "what takes no time keeps nothing"
+
+
+def test_a_fraction_of_backward_becomes_w(tmp_path: Path) -> None:
+    profile = read_profile(write(tmp_path, GRAPH)).split_backward(0.25)
+    assert [(u.backward_ms, u.weight_ms) for u in profile.units] == [(0, 0), (1.5, 0.5), (3, 1), (0.25, 0)]
+    assert profile.total_ms() == pytest.approx(9.75)
 
 
 def test_json_profiles_are_chains_unless_edges_say_otherwise(tmp_path: Path) -> None:
-    units = [{"name": n, "forward_ms": 1, "backward_ms": 2} for n in "abc"]
+    units = [{"name": n, "forward_ms": 1, "backward_ms": 2, "output_bytes": 8} for n in "abc"]
     profile = read_profile(write(tmp_path, json.dumps({"units": units}), "p.json"))
-    assert profile.edges == ((0, 1), (1, 2))
+    assert profile.activations == (Value(0, 8.0, (1,)), Value(1, 8.0, (2,)))
+    assert profile.gradients == (Value(1, 8.0, (0,)), Value(2, 8.0, (1,)))
     profile = read_profile(write(tmp_path, json.dumps({"units": units, "edges": [["c", "a"], ["a", "b"]]}), "q.json"))
     assert [u.name for u in profile.units] == ["c", "a", "b"]
+
+
+def test_json_comes_back_as_it_was() -> None:
+    units = tuple(
+        Unit(name, 1.0 + i, 2.0, 0.5, 0.1, 8.0, 4.0, 16.0, 8.0, 2.0, 64.0, 1.0, 32.0) for i, name in enumerate("abc")
+    )
+    values = (Value(0, 5.0, (1, 2)), Value(0, 3.0, (2,)))
+    profile = Profile(units, values, (Value(2, 5.0, (0, 1)),), {1: "running_mean"})
+    assert from_json(profile.to_json(), "here") == profile
 
 
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
         (GRAPH + "\tnode4\n", "graph.txt:9", "not an edge"),
-        (GRAPH + "\tnode4 -- node9\n", "graph.txt", "node4 -- node9 leads to no unit"),
+        (GRAPH + "\tnode4 -- node9\n", "graph.txt:9", "no node 'node9'"),
         (GRAPH + "\tnode4 -- node2\n", "graph.txt", "go round in a circle through node2, node4"),
         (GRAPH + "what is this\n", "graph.txt:9", "not a node"),
-        (GRAPH.replace("=2.0, back", "=two, back"), "graph.txt:3", "malformed costs"),
-        (GRAPH.replace("=2.0, back", "=-2.0, back"), "graph.txt:3", "malformed costs"),
+        (GRAPH.replace("=2.0, back", "=two, back"), "graph.txt:3, forward_compute_time", "'two' is no time or size"),
+        (GRAPH.replace("=2.0, back", "=-2.0, back"), "graph.txt:3, forward_compute_time", "no time or size"),
+        (GRAPH.replace(", parameter_size=32.0", ""), "graph.txt:3", "lacks parameter_size"),
+        (GRAPH.replace("node4 -- Add", "node3 -- Add"), "graph.txt:3", "a second node3"),
         ("", "graph.txt", "no units"),
-        ('{"units": [{"name": "a"}]}', "graph.txt, unit 0", "malformed unit"),
-        ('{"units": ', "graph.txt", "not JSON"),
+        ('{"units": [{"name": "a"}]}', "graph.txt, unit 0", "lacks forward_ms and backward_ms"),
+        ('{"units": [{"name": "a", "forward_ms": 1, "backwards_ms": 1}]}', "graph.txt, unit 0", "mean 'backward_ms'"),
+        ('{"units": [{"name": "a", "forward_ms": true, "backward_ms": 1}]}', "graph.txt, unit 0, forward_ms", "True"),
+        ('{"units": [{"name": "a", "forward_ms": 1, "backward_ms": NaN}]}', "graph.txt, unit 0, backward_ms", "nan"),
+        ('{"units": []}', "graph.txt", "no units"),
+        ('["units"]', "graph.txt", "no units"),
+        ('{"units":\n ', "graph.txt:2", "not JSON"),
     ],
 )
 def test_malformed_profiles_are_explained(tmp_path: Path, text: str, where: str, what: str) -> None:
     with pytest.raises(ProfileError) as caught:
         read_profile(write(tmp_path, text))
+    assert caught.value.where == where
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "what"),
+    [
+        ({"edges": [["a"]]}, "p.json, edge 0", "not an edge"),
+        ({"edges": [["a", "z"]]}, "p.json, edge 0", "no unit 'z'"),
+        ({"edges": [["a", "b"], ["b", "a"]]}, "p.json", "circle"),
+        ({"units": [UNITS[0], UNITS[0]]}, "p.json, unit 1", "two units are called 'a'"),
+        ({"activations": [{"unit": "a"}]}, "p.json, activations, row 0", "malformed value"),
+        ({"gradients": [{"unit": "a", "bytes": 1, "readers": ["b"]}]}, "p.json, gradients", "runs forward"),
+        ({"no_forward_cut": {"q": "why"}}, "p.json, no_forward_cut", "no unit 'q'"),
+    ],
+)
+def test_malformed_json_is_explained(tmp_path: Path, changes: dict[str, object], where: str, what: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        read_profile(write(tmp_path, json.dumps({"units": UNITS, **changes}), "p.json"))
     assert caught.value.where == where
     assert what in str(caught.value)
 

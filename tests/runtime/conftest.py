@@ -201,7 +201,7 @@ class Toy:
                 saved=tuple(saved[w]),
                 gradients=tuple(gradients[w]),
             )
-            stages.append(StageSpec(f"stage_{w}.py", digest, (0, 1), (0, 1), forward, backward))
+            stages.append(StageSpec(f"stage_{w}.py", digest, (0, 1), (0, 1), (0, 1), forward, backward))
         self._finish(folder, stages, edges, value)
         return folder
 

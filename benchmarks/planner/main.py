@@ -1,0 +1,81 @@
+"""Efficiency of shared, independent and three-way cuts on published profiles; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from fxpipe.planner.links import Links
+from fxpipe.planner.partition import Partition, partitions
+from fxpipe.planner.pipedream import read_profile
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.schedule import make
+from fxpipe.simulator.of_partition import scenario_of_partition
+from fxpipe.simulator.simulate import simulate
+
+LINKS = {
+    "none": Links(),
+    "10 Gbit/s": Links(1.25e9, 50e-6),
+    "100 Gbit/s": Links(12.5e9, 10e-6),
+    "200 GB/s": Links(200e9, 2e-6),
+}
+
+
+def main() -> None:
+    """Plan every profile of a folder and write a table of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="PipeDream graph.txt files, or fxpipe profiles")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--weight-fraction", type=float, default=0.5, help="part of backward that is W, for three-way")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "result.json")
+    options = parser.parse_args()
+    paths = sorted(p for p in options.folder.iterdir() if p.suffix in (".txt", ".json"))
+    if not paths:
+        parser.error(f"no profiles in {options.folder}")
+    rows = []
+    print(f"{'profile':<16}{'N':>3}  {'links':<11}{'same':>15}{'bidirectional':>15}{'three-way':>15}{'seconds':>9}")
+    for path in paths:
+        profile = read_profile(path).split_backward(options.weight_fraction)
+        for workers in options.workers:
+            for name, links in LINKS.items():
+                row = {"profile": path.stem, "workers": workers, "links": name, **plan(profile, workers, links)}
+                rows.append(row)
+                cells = "".join(f"{cell(row[mode]):>15}" for mode in ("same", "bidirectional", "three-way"))
+                print(f"{path.stem:<16}{workers:>3}  {name:<11}{cells}{row['seconds']:>9.2f}", flush=True)
+    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print("efficiency: ideal time over the slowest worker's; * not proved to be the best; in brackets as simulated")
+
+
+def plan(profile: Profile, workers: int, links: Links) -> dict[str, Any]:
+    """Every mode's efficiency, planned and simulated, and the seconds that planning took."""
+    setting = Setting(links=links).workers(workers)
+    begin = time.perf_counter()
+    found = partitions(profile, setting)
+    seconds = time.perf_counter() - begin
+    return {"seconds": seconds, **{mode: measure(profile, p, links, workers) for mode, p in found.items()}}
+
+
+def measure(profile: Profile, partition: Partition, links: Links, workers: int) -> dict[str, Any]:
+    """What a partition promises, and what the simulator makes of it."""
+    setting, schedule = Setting(links=links).workers(workers), make("async", workers, 1)
+    scenario = scenario_of_partition(profile, partition, setting, schedule)
+    simulated = simulate(schedule, scenario, 6 * workers + 10).seconds_per_minibatch
+    return {
+        "efficiency": partition.efficiency,
+        "exact": partition.exact,
+        "simulated": partition.ideal_ms / (1e3 * simulated),
+        "recomputes": bool(partition.recompute),
+    }
+
+
+def cell(row: dict[str, Any]) -> str:
+    """`0.994 (0.991)`, with a star where it is not proved."""
+    return f"{row['efficiency']:.3f}{'' if row['exact'] else '*'} ({row['simulated']:.3f})"
+
+
+if __name__ == "__main__":
+    main()

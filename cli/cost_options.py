@@ -1,0 +1,161 @@
+"""The options that say what work and messages cost, the same for `compile` and `plan`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import click
+
+from fxpipe.errors import FxpipeError, ProfileError
+from fxpipe.planner import quantity
+from fxpipe.planner.device import BUILT_IN, INFINITE, Device, DeviceSpec, read_device_spec
+from fxpipe.planner.links import GLOO_LOOPBACK, Links
+
+
+@dataclass(frozen=True)
+class CostChoice:
+    """What was chosen, for a number of workers.
+
+    Attributes:
+        cost: where the nodes' times come from.
+        device: what 'analytic' computes for; None for its own default.
+        links: None where nothing was said about them.
+        speeds: of each worker, relative to the device.
+        memory: bytes of each worker; `inf` where nothing was said.
+    """
+
+    cost: Literal["measured", "analytic"]
+    device: Device | None
+    links: Links | None
+    speeds: tuple[float, ...]
+    memory: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """The options as they were typed; `choice` reads them."""
+
+    cost: Literal["measured", "analytic"] | None = None
+    device_spec: str | None = None
+    bandwidth: str | None = None
+    latency: str | None = None
+    links: str | None = None
+    speed: str | None = None
+    memory: str | None = None
+
+    def choice(self, workers: int, default_links: Links = GLOO_LOOPBACK) -> CostChoice:
+        """What they mean for so many workers. Options go before files, and --links before --device-spec.
+
+        Args:
+            default_links: what --bandwidth or --latency alone change one part of.
+
+        Raises:
+            click.UsageError: options that contradict each other, a wrong quantity, or a list of the wrong length.
+            ProfileError: a file that cannot be read, or a matrix of links for another number of workers.
+        """
+        spec = DeviceSpec() if self.device_spec is None else read_device_spec(self.device_spec)
+        if spec.device is not None and self.cost == "measured":
+            raise click.UsageError(
+                "--device-spec computes the times for a device that need not be here; leave --cost measured out"
+            )
+        device_memory = INFINITE if spec.device is None else spec.device.memory
+        return CostChoice(
+            cost=self.cost or ("measured" if spec.device is None else "analytic"),
+            device=spec.device,
+            links=self._links(spec, workers, default_links),
+            speeds=_each(self.speed, "--speed", _speed, spec.speeds, 1.0, workers),
+            memory=_each(self.memory, "--memory", quantity.memory, spec.memory, device_memory, workers),
+        )
+
+    def _links(self, spec: DeviceSpec, workers: int, default: Links) -> Links | None:
+        found = spec.links
+        if self.links is not None:
+            found = read_device_spec(self.links).links
+            if found is None:
+                raise ProfileError(
+                    f"{self.links} says nothing about links: it has no [links]",
+                    where="--links",
+                    hint="`fxpipe doctor --links -o links.toml` measures them and writes such a file",
+                )
+        if self.bandwidth is not None:
+            found = replace(found or default, bandwidth=_quantity(self.bandwidth, "--bandwidth", quantity.bandwidth))
+        if self.latency is not None:
+            found = replace(found or default, latency=_quantity(self.latency, "--latency", quantity.seconds))
+        if found is not None:
+            found.check(workers)
+        return found
+
+
+def cost_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a click command the options of costs; it gets them as one argument, `costs: CostOptions`."""
+    options = [
+        click.option(
+            "--cost",
+            type=click.Choice(["measured", "analytic"]),
+            help="Where the times come from that the cuts balance. [default: measured, here]",
+        ),
+        click.option(
+            "--device-spec",
+            metavar="NAME|FILE",
+            help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file.",
+        ),
+        click.option("--bandwidth", metavar="RATE", help="Of every link, as 10Gbit or 20GB/s."),
+        click.option("--latency", metavar="TIME", help="Of every link, as 50us."),
+        click.option("--links", metavar="FILE", help="The links, as `fxpipe doctor --links -o FILE` writes them."),
+        click.option("--speed", metavar="LIST", help="Speed of each worker, as 1,1,0.5,0.5. [default: all 1]"),
+        click.option("--memory", metavar="LIST", help="Memory of each worker, as 80GiB,40GiB, or one for all."),
+    ]
+
+    @functools.wraps(command)
+    def with_costs(*arguments: Any, **given: Any) -> Any:
+        names = ("cost", "device_spec", "bandwidth", "latency", "links", "speed", "memory")
+        costs = CostOptions(**{name: given.pop(name) for name in names})
+        return command(*arguments, costs=costs, **given)
+
+    result: Callable[..., Any] = with_costs
+    for option in reversed(options):
+        result = option(result)
+    return result
+
+
+def _each(
+    text: str | None,
+    option: str,
+    read: Callable[[str], float],
+    given: Sequence[float],
+    default: float,
+    workers: int,
+) -> tuple[float, ...]:
+    """A value for each worker: the option's, else the file's, else the default; one value of memory stands for all."""
+    what = "speeds" if option == "--speed" else "sizes"
+    values, source = tuple(given), f"[workers] of --device-spec, for {option},"
+    if text is not None:
+        values, source = tuple(_quantity(part, option, read) for part in text.split(",")), option
+    if not values:
+        return (default,) * workers
+    if len(values) == 1 and option == "--memory":
+        return values * workers
+    if len(values) != workers:
+        raise click.UsageError(f"{source} gives {len(values)} {what} for {workers} workers")
+    return values
+
+
+def _speed(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < INFINITE:
+        raise ProfileError(f"{text!r} is no speed", hint="give numbers above zero with commas between them: 1,1,0.5")
+    return value
+
+
+def _quantity(text: str, option: str, read: Callable[[str], float]) -> float:
+    """A quantity on the command line: a wrong one is a wrong command."""
+    try:
+        return read(text)
+    except FxpipeError as error:
+        raise click.UsageError(f"{option}: {error.what}" + (f"; {error.hint}" if error.hint else "")) from error

@@ -1,0 +1,179 @@
+"""Which cuts the search looks at: all that can matter, by dominance and by bounds, or windows around a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpipe.planner.crossing import Crossing
+from fxpipe.planner.search import EPSILON
+from fxpipe.planner.worker_cost import Places, WorkerCost
+
+MODES = ("same", "bidirectional", "three-way")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions where each chain may be cut, in rising order; 0 and the end are always among them."""
+
+    forward: Places
+    backward: Places
+    weight: Places
+
+
+def positions(costs: WorkerCost, mode: str) -> Positions:
+    """All positions but the forbidden and the dominated ones.
+
+    A unit that computes, saves and owns nothing can go to either side of a cut. The position on one side of it
+    dominates the one on the other, if every worker that begins or ends there would receive no more: the other is
+    dropped. Both chains keep the best plan.
+    """
+    count = costs.count
+    every = np.arange(count + 1)
+    free = np.array([_is_free(u) for u in costs.profile.units])
+    forward = np.setdiff1d(every, np.array(sorted(costs.profile.uncut), dtype=np.int64))
+    backward = every
+    if mode != "same":  # with shared cuts a position serves both chains: only what both drop could go
+        forward = np.setdiff1d(forward, _dominated(costs.activations, free, set(forward.tolist())))
+        flipped = _dominated(costs.gradients, free[::-1], set(range(count + 1)))
+        backward = np.setdiff1d(every, count - flipped)
+    weight = backward if mode != "three-way" else _weight_positions(costs)
+    return Positions(*(np.union1d(p, [0, count]) for p in (forward, backward, weight)))
+
+
+def _is_free(unit: object) -> bool:
+    costs = ("forward_ms", "backward_ms", "weight_ms", "update_ms", "saved_bytes", "parameter_bytes", "temporary_bytes")
+    return not any(getattr(unit, name) for name in costs)
+
+
+def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
+    """Positions of a chain that the neighbour behind or in front of a free unit dominates."""
+    dropped: set[int] = set()
+    for unit in np.flatnonzero(free):
+        p, q = int(unit), int(unit) + 1
+        if not {p, q} <= allowed - dropped or p == 0 or q == chain.units:
+            continue
+        at_p, at_q = chain.open_at(p), chain.open_at(q)
+        read = at_p[chain.ends(at_p) == unit]  # what the unit itself reads from in front of it
+        columns = np.unique(np.concatenate([chain.ends(at_p), chain.ends(at_q)])) + 1
+        rows = chain.table(np.array([p, q]), columns[columns > q])
+        if (rows[1] <= rows[0]).all() and (chain.starts(read) >= p - 1).all():
+            dropped.add(p)  # behind the unit no more crosses, and who ends there receives nothing more
+        elif (rows[0] <= rows[1]).all():
+            dropped.add(q)
+    return np.array(sorted(dropped), dtype=np.int64)
+
+
+def _weight_positions(costs: WorkerCost) -> Places:
+    """W may be cut before every unit that has some; the positions between two of those are alike."""
+    return np.unique(costs.next_weight)
+
+
+def all_layers(costs: WorkerCost, where: Positions, mode: str, bound: float, budget: int) -> list[Places] | None:
+    """For every boundary all cuts that a plan within `bound` can have; None if they make more than `budget` pairs.
+
+    The workers in front of a cut need their share of the time for the work in front of it, those behind it likewise.
+    """
+    layers = [np.zeros((1, 4), dtype=np.int64)]
+    speeds = np.array(costs.workers.speeds)
+    total = float(costs.load(np.full((1, 4), costs.count))[0])
+    for k in range(1, costs.workers.count):
+        most = bound * speeds[:k].sum() * (1 + EPSILON)
+        least = total - bound * speeds[k:].sum() * (1 + EPSILON)
+        layer = _within(costs, where, mode, least, most, budget // max(len(layers[-1]), 1))
+        if layer is None:
+            return None
+        layer = _with_choices(costs, layer)
+        budget -= len(layer) * len(layers[-1])
+        layers.append(layer)
+    layers.append(np.array([[costs.count, costs.count, costs.count, 0]]))
+    return layers
+
+
+def _within(costs: WorkerCost, where: Positions, mode: str, least: float, most: float, limit: int) -> Places | None:
+    """All cuts with a load between `least` and `most`; None if there are more than `limit`."""
+    slack = EPSILON * max(abs(most), 1e-12)
+    least, most = least - slack, most + slack
+    if mode == "same":
+        p = np.intersect1d(where.forward, where.backward)
+        every = np.stack([p, p, p], axis=1)
+        load = costs.load(every)
+        found = every[(load >= least) & (load <= most)]
+        return found if len(found) <= limit else None
+    if mode == "bidirectional":
+        return _pairs(costs, where, least, most, limit)
+    parts, count = [], 0
+    for w in where.weight:
+        spent = costs.weight[w]
+        inner = where.backward[where.backward <= w]
+        pairs = _grid(costs.forward[where.forward], costs.backward[inner], least - spent, most - spent, limit - count)
+        if pairs is None:
+            return None
+        i, j = pairs
+        parts.append(np.stack([where.forward[i], inner[j], np.full(len(i), w)], axis=1))
+        count += len(i)
+    return np.concatenate(parts)
+
+
+def _pairs(costs: WorkerCost, where: Positions, least: float, most: float, limit: int) -> Places | None:
+    backward = costs.backward[where.backward] + costs.weight[where.backward]
+    pairs = _grid(costs.forward[where.forward], backward, least, most, limit)
+    if pairs is None:
+        return None
+    i, j = pairs
+    return np.stack([where.forward[i], where.backward[j], where.backward[j]], axis=1)
+
+
+def _grid(one: np.ndarray, other: np.ndarray, least: float, most: float, limit: int) -> tuple[Places, Places] | None:
+    """Indices of all pairs of two rising sequences whose sum lies between `least` and `most`."""
+    first = np.searchsorted(other, least - one, side="left")
+    last = np.searchsorted(other, most - one, side="right")
+    counts = np.maximum(last - first, 0)
+    total = int(counts.sum())
+    if total > limit:
+        return None
+    i = np.repeat(np.arange(len(one)), counts)
+    j = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    return i, j
+
+
+def window(costs: WorkerCost, where: Positions, mode: str, cuts: Places, offsets: Sequence[int]) -> list[Places]:
+    """For every boundary the cuts whose positions lie `offsets` allowed positions away from a plan's, each its own."""
+    layers = [cuts[:1]]
+    for cut in cuts[1:-1]:
+        if mode == "same":
+            p = _around(np.intersect1d(where.forward, where.backward), int(cut[0]), offsets)
+            grid = np.stack([p, p, p], axis=1)
+        else:
+            f, b = (
+                _around(p, int(at), offsets) for p, at in zip((where.forward, where.backward), cut[:2], strict=True)
+            )
+            if mode == "bidirectional":
+                pairs = np.stack(np.meshgrid(f, b, indexing="ij"), axis=-1).reshape(-1, 2)
+                grid = np.concatenate([pairs, pairs[:, 1:]], axis=1)
+            else:
+                w = _around(where.weight, int(cut[2]), offsets)
+                grid = np.stack(np.meshgrid(f, b, w, indexing="ij"), axis=-1).reshape(-1, 3)
+                grid = grid[grid[:, 2] >= grid[:, 1]]
+        layers.append(np.unique(np.concatenate([_with_choices(costs, grid), cut[None]]), axis=0))
+    layers.append(cuts[-1:])
+    return layers
+
+
+def _with_choices(costs: WorkerCost, cuts: Places) -> Places:
+    """Rows (f, b, w) as boundaries: each with its choice of recomputation, where there is something to choose."""
+    sent = np.concatenate([cuts, np.zeros((len(cuts), 1), dtype=np.int64)], axis=1)
+    if costs.workers.links.free and not np.isfinite(costs.workers.memory).any():
+        return sent
+    apart = sent[(sent[:, 0] != sent[:, 1]) | (sent[:, 0] != sent[:, 2])]
+    apart[:, 3] = 1
+    return np.concatenate([sent, apart])
+
+
+def _around(allowed: Places, position: int, offsets: Sequence[int]) -> Places:
+    at = int(np.searchsorted(allowed, position))
+    places = np.clip(at + np.asarray(offsets), 0, len(allowed) - 1)
+    found: Places = allowed[np.unique(places)]
+    return found

@@ -1,0 +1,266 @@
+"""Devices that need not be here: what they can do, built in under a name or read from a TOML file. No torch.
+
+    [device]
+    name = "h200"                                   # a built-in's name lends what is left out
+    flops = {bfloat16 = "600T", float32 = "40T"}    # FLOP/s: a table by dtype, one quantity, or a number
+    bandwidth = "3.8TB/s"                           # of its memory
+    memory = "141GB"
+    launch = "5us"                                  # a node takes that at least
+
+    [links]
+    bandwidth = "10Gbit"                            # or a matrix: a row a sender, a column a receiver
+    latency = "50us"                                # or a matrix likewise
+    copy = "0.3ns"                                  # a byte, of each end's processor
+
+    [workers]
+    speed = [1, 1, 0.5]                             # relative to the device
+    memory = ["80GiB", "80GiB", "40GiB"]
+
+Every table may be left out.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import FxpipeError, ProfileError, near
+from fxpipe.planner import quantity
+from fxpipe.planner.links import Links, matrix
+
+INFINITE = float("inf")
+LAUNCH = 5e-6
+"""Seconds a kernel takes at least, launched from Python, where a file does not say."""
+
+_DTYPES = {
+    "float64": ("f64", "fp64", "double"),
+    "float32": ("f32", "fp32", "float"),
+    "float16": ("f16", "fp16", "half"),
+    "bfloat16": ("bf16",),
+    "int8": ("i8",),
+}  # torch's names, and what else people call them
+_KNOWN_DTYPES = {alias: name for name, aliases in _DTYPES.items() for alias in (name, *aliases)}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do; a node takes max(FLOPs / flops, bytes / bandwidth) + launch seconds.
+
+    Attributes:
+        flops: FLOP/s of matrix work, as it is achieved and not as it is advertised: one number, or by torch's name
+            of a dtype. A dtype that is not named has float32's rate, or else the least.
+        bandwidth: bytes a second to and from its memory.
+        memory: bytes; `inf` where nobody said.
+        launch: seconds that every node takes at least.
+    """
+
+    name: str
+    flops: float | Mapping[str, float]
+    bandwidth: float
+    memory: float = INFINITE
+    launch: float = LAUNCH
+
+    def flops_of(self, dtype: str) -> float:
+        """FLOP/s for a dtype (`float32`, `bfloat16`, …)."""
+        if not isinstance(self.flops, Mapping):
+            return self.flops
+        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+    def seconds(self, flops: float, moved: float, dtype: str) -> float:
+        """How long a node takes that makes so many FLOPs and moves so many bytes."""
+        return max(flops / self.flops_of(dtype), moved / self.bandwidth) + self.launch
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What a name or a file says: the device and the links, or None; each worker's speed and bytes, or nothing."""
+
+    device: Device | None = None
+    links: Links | None = None
+    speeds: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+
+
+def _gpu(name: str, half: float, brain: float, single: float, double: float, bandwidth: float, memory: float) -> Device:
+    """A device from its published peaks in TFLOP/s, TB/s and GB: `USED_FLOPS` and `USED_BANDWIDTH` of them."""
+    peaks = {"float16": half, "bfloat16": brain, "float32": single, "float64": double}
+    flops = {dtype: peak * USED_FLOPS * 1e12 for dtype, peak in peaks.items()}
+    return Device(name, flops, bandwidth * USED_BANDWIDTH * 1e12, memory * 1e9)
+
+
+USED_FLOPS = 0.6
+"""The part of its peak FLOP/s that a device reaches in the matrix products of training."""
+
+USED_BANDWIDTH = 0.8
+"""The part of its peak memory bandwidth that a device reaches in pointwise work."""
+
+CPU = Device("cpu", 50e9, 10e9, launch=2e-6)
+"""One core of a server; what `--cost analytic` computes with when it is told nothing else."""
+
+BUILT_IN = {
+    d.name: d
+    for d in (
+        CPU,
+        # Peaks: dense, float32 without TF32 (as torch multiplies matrices by default), of the SXM version.
+        _gpu("h100", 989.4, 989.4, 66.9, 66.9, 3.35, 80),
+        _gpu("h200", 989.4, 989.4, 66.9, 66.9, 4.8, 141),
+        _gpu("a100", 312.0, 312.0, 19.5, 19.5, 2.039, 80),
+        _gpu("v100", 125.0, 15.7, 15.7, 7.8, 0.9, 32),  # has no bfloat16 units
+        _gpu("l4", 121.0, 121.0, 30.3, 0.47, 0.3, 24),
+        _gpu("rtx4090", 165.2, 165.2, 82.6, 1.3, 1.008, 24),
+    )
+}
+"""Devices by name. For GPUs: NVIDIA's published peaks times the two parts above, and 5 µs a launch."""
+
+
+def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
+    """The built-in device of that name, else the file at that path (see the module's docstring).
+
+    Raises:
+        ProfileError: neither; not TOML; an unknown table or key; a value that is no quantity. Names the place.
+    """
+    text = str(name_or_path)
+    if text.lower() in BUILT_IN:
+        return DeviceSpec(BUILT_IN[text.lower()])
+    path = Path(text)
+    if not path.exists() and not path.suffix and len(path.parts) == 1:
+        raise ProfileError(
+            f"there is no device {text!r}{near(text.lower(), BUILT_IN)}",
+            hint=f"built in are {', '.join(BUILT_IN)}; anything else is described in a TOML file",
+        )
+    return _read(path)
+
+
+def links_toml(links: Links, comment: str = "") -> str:
+    """Links as the TOML that `read_device_spec` reads back, to the last bit; `comment` stands above them."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines += ["[links]", f"bandwidth = {_toml(links.bandwidth)}  # bytes a second"]
+    lines += [f"latency = {_toml(links.latency)}  # seconds"]
+    lines += [f"copy = {_toml(links.copy)}  # seconds a byte, of each end's processor"]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: float | tuple[tuple[float, ...], ...]) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join("[" + ", ".join(map(_toml, row)) + "]" for row in value) + "]"
+    return repr(float(value))
+
+
+def _read(path: Path) -> DeviceSpec:
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ProfileError(f"the device file {str(path)!r} cannot be read: {reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        raise ProfileError(f"not TOML: {error}", where=f"{path}:{line[1]}" if line else str(path)) from error
+    _known(body, _TABLES, "table", str(path))
+    for name, table in body.items():
+        if not isinstance(table, dict):
+            raise ProfileError(f"{name} is {table!r}, not a table", where=str(path), hint=f"write [{name}] above it")
+        _known(table, _TABLES[name], "key", f"{path}, [{name}]")
+    links, workers = body.get("links"), body.get("workers", {})
+    return DeviceSpec(
+        None if "device" not in body else _device(body["device"], path),
+        None if links is None else _links(links, f"{path}, [links]"),
+        _row(workers.get("speed", []), _speed, f"{path}, [workers] speed"),
+        _row(workers.get("memory", []), quantity.memory, f"{path}, [workers] memory"),
+    )
+
+
+_TABLES = {
+    "device": ("name", "flops", "bandwidth", "memory", "launch"),
+    "links": ("bandwidth", "latency", "copy"),
+    "workers": ("speed", "memory"),
+}
+
+
+def _known(found: Iterable[str], known: Iterable[str], what: str, where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise ProfileError(
+                f"unknown {what} {key!r}{near(key, known)}", where=where, hint=f"known are {', '.join(known)}"
+            )
+
+
+def _device(table: Mapping[str, Any], path: Path) -> Device:
+    name = table.get("name", path.stem)
+    where = f"{path}, [device]"
+    if not isinstance(name, str):
+        raise ProfileError(f"the name is {name!r}, not a string", where=where)
+    base = BUILT_IN.get(name.lower())
+    missing = [key for key in ("flops", "bandwidth") if key not in table]
+    if missing and base is None:
+        hint = f"give them, or the name of a built-in device: {', '.join(BUILT_IN)}"
+        raise ProfileError(f"{name!r} has no {' and no '.join(missing)}", where=where, hint=hint)
+    base = base or Device(name, 0.0, 0.0)
+
+    def given(key: str, read: Callable[[Any], float], default: float) -> float:
+        return _number(table[key], read, f"{where} {key}") if key in table else default
+
+    return Device(
+        name,
+        _flops(table["flops"], f"{where} flops") if "flops" in table else base.flops,
+        given("bandwidth", quantity.bandwidth, base.bandwidth),
+        given("memory", quantity.memory, base.memory),
+        given("launch", quantity.seconds, base.launch),
+    )
+
+
+def _flops(given: Any, where: str) -> float | Mapping[str, float]:
+    if not isinstance(given, dict):
+        return _number(given, quantity.rate, where)
+    _known(given, _KNOWN_DTYPES, "dtype", where)
+    if not given:
+        raise ProfileError("the table of dtypes is empty", where=where, hint='write {float32 = "60T"}, or one quantity')
+    return {_KNOWN_DTYPES[dtype]: _number(value, quantity.rate, where) for dtype, value in given.items()}
+
+
+def _links(table: Mapping[str, Any], where: str) -> Links:
+    base = Links()
+    return Links(
+        _link(table.get("bandwidth", base.bandwidth), quantity.bandwidth, INFINITE, f"{where} bandwidth"),
+        _link(table.get("latency", base.latency), quantity.seconds, 0.0, f"{where} latency"),
+        _number(table.get("copy", base.copy), quantity.seconds, f"{where} copy"),
+    )
+
+
+def _link(given: Any, read: Callable[[Any], float], own: float, where: str) -> float | tuple[tuple[float, ...], ...]:
+    """A number, or a square matrix; its diagonal, from a worker to itself, is `own`, whatever stands there."""
+    if not isinstance(given, list):
+        return _number(given, read, where)
+    if not given or any(not isinstance(row, list) or len(row) != len(given) for row in given):
+        raise ProfileError("the matrix is not square", where=where, hint="a row a sender, a column a receiver")
+    return matrix(
+        [[own if i == j else _number(v, read, where) for j, v in enumerate(row)] for i, row in enumerate(given)]
+    )
+
+
+def _row(given: Any, read: Callable[[Any], float], where: str) -> tuple[float, ...]:
+    if not isinstance(given, list):
+        raise ProfileError(f"{given!r} is not a list", where=where, hint="write a value for each worker: [1, 1, 0.5]")
+    return tuple(_number(value, read, where) for value in given)
+
+
+def _speed(given: Any) -> float:
+    if isinstance(given, str) or not 0 < given < INFINITE:
+        raise ProfileError(f"{given!r} is no speed", hint="1 is the device itself, 0.5 half as fast")
+    return float(given)
+
+
+def _number(given: Any, read: Callable[[Any], float], where: str) -> float:
+    """A quantity of a file, read; its errors say where."""
+    if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+        raise ProfileError(f"{given!r} is neither a number nor a quantity", where=where)
+    if given == INFINITE and read in (quantity.bandwidth, quantity.memory):
+        return INFINITE
+    try:
+        return read(given)
+    except FxpipeError as error:
+        error.where = where
+        raise

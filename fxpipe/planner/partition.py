@@ -1,0 +1,294 @@
+"""Partitions: the best cuts of a profile for given workers, by mode, with what each worker then costs.
+
+For times alone the shared and the independent optimum come from `balance`, exact at any size. Everywhere else every
+plan within the bound of a first one is searched (`search`), which is exact too, as long as there are not too many;
+otherwise windows around the best plan so far are searched until none of them holds a better one, and the partition says
+how far from the optimum it can be at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpipe.errors import CutError
+from fxpipe.planner.balance import bidirectional_cuts, same_cuts
+from fxpipe.planner.candidates import MODES, Positions, all_layers, positions, window
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.quantity import size
+from fxpipe.planner.search import EPSILON, Aim, Path, bottleneck, fullest, least_bottleneck
+from fxpipe.planner.worker_cost import Places, WorkerCost, Workers
+
+BUDGET = 150_000_000  # pairs of cuts that the exact search may look at
+_FINE = range(-4, 5)
+_FAR = (-55, -34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34, 55)
+_WIDE = (-377, -233, -144, -89, -34, -8, -1, 0, 1, 8, 34, 89, 144, 233, 377)
+_OFFSETS = {
+    "same": (tuple(range(-40, 41)), tuple(8 * o for o in _FAR)),
+    "bidirectional": (tuple(_FINE), _FAR, _WIDE),
+    "three-way": ((-2, -1, 0, 1, 2), (-21, -8, -3, -1, 0, 1, 3, 8, 21), (-89, -34, -13, -1, 0, 1, 13, 34, 89)),
+}
+_ROUNDS = 40
+_WORTH = 2e-4  # an improvement below this is not worth another round
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one worker costs a microbatch: milliseconds, and bytes of memory.
+
+    Attributes:
+        forward, backward, weight, update: F, B, W and the update's share of a microbatch.
+        recompute: forward that is computed again for mismatched units.
+        exposed: what communication adds to them; see `worker_cost`.
+        total: their sum: the worker's cost.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    update: float
+    recompute: float
+    exposed: float
+    total: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where a profile is cut, and what comes of it.
+
+    Attributes:
+        mode: 'same', 'bidirectional' or 'three-way'.
+        forward, backward, weights: positions, each with 0 in front and the number of units at the end.
+        recompute: (worker, first unit, end): mismatched units whose forward that worker's backward computes again.
+        bottleneck_ms: the slowest worker's cost.
+        ideal_ms: all work divided by the workers' speeds.
+        lower_bound_ms: no plan of this mode can be faster; equals the bottleneck where the search was exact.
+    """
+
+    mode: str
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weights: tuple[int, ...]
+    recompute: tuple[tuple[int, int, int], ...]
+    bottleneck_ms: float
+    ideal_ms: float
+    lower_bound_ms: float
+    loads: tuple[Load, ...]
+
+    @property
+    def efficiency(self) -> float:
+        """Ideal over bottleneck."""
+        return self.ideal_ms / self.bottleneck_ms if self.bottleneck_ms else 1.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether no plan of this mode can be better."""
+        return self.lower_bound_ms >= self.bottleneck_ms * (1 - 1e-6)
+
+
+def partition(
+    profile: Profile,
+    workers: Workers,
+    mode: str = "bidirectional",
+    say: Callable[[str], None] = lambda text: None,
+    budget: int = BUDGET,
+) -> Partition:
+    """The partition of least bottleneck under every worker's memory.
+
+    Args:
+        mode: 'same' (forward, backward and W cut at the same places), 'bidirectional' (W with B), 'three-way'.
+        say: is told what is being done, for a progress display.
+        budget: pairs of cuts that may be looked at for a proof; beyond it the result is bounded, not proved.
+
+    Raises:
+        CutError: nothing fits into the memory; names the least that would do and the worker that is over.
+    """
+    return partitions(profile, workers, (mode,), say, budget)[mode]
+
+
+def partitions(
+    profile: Profile,
+    workers: Workers,
+    modes: Sequence[str] = MODES,
+    say: Callable[[str], None] = lambda text: None,
+    budget: int = BUDGET,
+) -> dict[str, Partition]:
+    """The partitions of several modes; each search starts from what the narrower ones found.
+
+    Raises:
+        TooLittleMemory: nothing fits, in the widest of the modes. Modes that do not fit while a wider one does are
+            left out.
+    """
+    costs = WorkerCost(profile, workers)
+    search = _Search(costs, say, budget)
+    found: dict[str, Partition] = {}
+    wanted = [mode for mode in MODES if mode in modes]
+    for mode in MODES[: MODES.index(wanted[-1]) + 1]:
+        try:
+            path, bound = search.best(mode)
+        except TooLittleMemory:
+            if mode == wanted[-1]:
+                raise
+            continue
+        if mode in wanted:
+            found[mode] = _described(costs, mode, path, bound)
+    return found
+
+
+class TooLittleMemory(CutError):
+    """No plan fits; `share` is how many times its memory the fullest worker would need at the least."""
+
+    def __init__(self, what: str, share: float = 1.0, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.share = share
+
+
+class _Search:
+    """Finds the best plan of one mode after the other."""
+
+    def __init__(self, costs: WorkerCost, say: Callable[[str], None], budget: int) -> None:
+        self.costs = costs
+        self.say = say
+        self.budget = budget
+        self.known: list[Places] = []
+        profile, speeds = costs.profile, costs.workers.speeds
+        forward = [u.forward_ms for u in profile.units]
+        share = costs.workers.microbatches
+        rest = [u.backward_ms + u.weight_ms + u.update_ms / share for u in profile.units]
+        self.same = same_cuts(forward, rest, speeds)
+        say("independent cuts for times alone")
+        self.free = bidirectional_cuts(forward, rest, speeds)
+        self.ideal = (sum(forward) + sum(rest)) / sum(speeds)
+
+    def best(self, mode: str) -> tuple[Path, float]:
+        """The best plan of a mode, and a bound that no plan of it can beat."""
+        costs, where = self.costs, positions(self.costs, mode)
+        bound = {"same": self.same.bottleneck, "bidirectional": self.free.bottleneck}.get(mode, self.ideal)
+        best = self._fitting(mode, where, [*self._starts(mode, where), *self.known])
+        proved = best.bottleneck <= bound * (1 + EPSILON)
+        if not proved:
+            best = self._improved(mode, where, best)
+        self.say(f"{mode}: proving {best.bottleneck:.3f} ms")
+        layers = all_layers(costs, where, mode, best.bottleneck, self.budget // (20 if proved else 1))
+        if layers is not None:  # if it is proved already, there may still be one with less traffic
+            found = least_bottleneck(costs, layers, best.bottleneck)
+            assert found is not None
+            best, bound = found, found.bottleneck
+        for cuts in self.known:  # cuts of a narrower mode are simpler, where the wider one gains nothing
+            narrow = Path(cuts, bottleneck(costs, cuts))
+            if narrow.bottleneck <= best.bottleneck * (1 + EPSILON):
+                best = narrow
+                break
+        self.known.append(best.cuts)
+        return best, min(bound, best.bottleneck)
+
+    def _starts(self, mode: str, where: Positions) -> list[Places]:
+        """Plans to begin with: those that are best for times alone."""
+        shared = np.intersect1d(where.forward, where.backward)
+        if mode == "same":
+            at = _snapped(shared, self.same.forward)
+            return [np.stack([at, at, at, 0 * at], axis=1)]
+        starts = []
+        for plan in (self.same, self.free):
+            at = _snapped(where.backward, plan.backward)
+            rows = [_snapped(where.forward, plan.forward), at, at, 0 * at]
+            if mode == "three-way":
+                rows[2] = np.concatenate([[0], self.costs.next_weight[at[1:]]])
+            starts.append(np.stack(rows, axis=1))
+        return starts
+
+    def _fitting(self, mode: str, where: Positions, starts: Sequence[Places]) -> Path:
+        """The best of some plans; if none fits into memory, the plan that needs least of it.
+
+        Raises:
+            TooLittleMemory: even that one does not fit.
+        """
+        costs = self.costs
+        paths = [Path(cuts, bottleneck(costs, cuts)) for cuts in starts]
+        best = min(paths, key=lambda path: path.bottleneck)
+        if np.isfinite(best.bottleneck):
+            return best
+        self.say(f"{mode}: looking for cuts that fit into memory")
+        emptiest = min(paths, key=lambda path: fullest(costs, path.cuts)[0])
+        layers = all_layers(costs, where, mode, np.inf, self.budget // 4)
+        if layers is not None:
+            found = least_bottleneck(costs, layers, np.inf, "memory")
+            assert found is not None
+            emptiest = found
+        else:
+            emptiest = self._improved(mode, where, Path(emptiest.cuts, fullest(costs, emptiest.cuts)[0]), "memory")
+        share, worker = fullest(costs, emptiest.cuts)
+        if share > 1 + EPSILON:
+            memory = costs.workers.memory[worker]
+            least = "the least that would do" if layers is not None else "the least that was found"
+            raise TooLittleMemory(
+                f"no {mode} plan for {costs.workers.count} workers fits into memory: {least} is "
+                f"{size(share * memory)} on worker {worker}, which has {size(memory)}",
+                share,
+            )
+        return Path(emptiest.cuts, bottleneck(costs, emptiest.cuts))
+
+    def _improved(self, mode: str, where: Positions, best: Path, aim: Aim = "time") -> Path:
+        """Search windows of cuts around the best plan, fine and wide ones in turn, until none improves it."""
+        fruitless = 0
+        patterns = _OFFSETS[mode]
+        for turn in range(_ROUNDS):
+            if aim == "time":
+                self.say(f"{mode}: {best.bottleneck:.3f} ms after {turn} rounds")
+            layers = window(self.costs, where, mode, best.cuts, patterns[turn % len(patterns)])
+            found = least_bottleneck(self.costs, layers, best.bottleneck, aim, calm=False)
+            assert found is not None
+            fruitless = 0 if found.bottleneck < best.bottleneck * (1 - _WORTH) else fruitless + 1
+            best = found
+            if fruitless >= len(patterns):
+                break
+        return best
+
+
+def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
+    """The nearest allowed position to each cut."""
+    at = np.clip(np.searchsorted(allowed, cuts), 1, len(allowed) - 1)
+    lower, upper = allowed[at - 1], allowed[at]
+    return np.where(np.asarray(cuts) - lower < upper - np.asarray(cuts), lower, upper)
+
+
+def _described(costs: WorkerCost, mode: str, path: Path, bound: float) -> Partition:
+    profile, workers = costs.profile, costs.workers
+    cuts = path.cuts
+    loads, recompute = [], []
+    for k in range(workers.count):
+        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
+        costs.remember(begin, end)
+        price = costs.price(k, begin, end, with_memory=True)
+        again = costs.repeated(begin, end)
+        recompute += [(k, *run) for run in again]
+        speed = workers.speeds[k]
+        forward, backward, weight = (profile.units[cuts[k, i] : cuts[k + 1, i]] for i in range(3))
+        parts = {
+            "forward": sum(u.forward_ms for u in forward) / speed,
+            "backward": sum(u.backward_ms for u in backward) / speed,
+            "weight": sum(u.weight_ms for u in weight) / speed,
+            "update": sum(u.update_ms for u in weight) / speed / workers.microbatches,
+            "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / speed,
+        }
+        total = float(price.cost[0])
+        loads.append(
+            Load(**parts, exposed=max(total - sum(parts.values()), 0.0), total=total, memory=float(price.memory[0]))
+        )
+    columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
+    if mode != "three-way":
+        columns[2] = columns[1]
+    return Partition(
+        mode=mode,
+        forward=columns[0],
+        backward=columns[1],
+        weights=columns[2],
+        recompute=tuple(recompute),
+        bottleneck_ms=float(path.bottleneck),
+        ideal_ms=profile.total_ms(workers.microbatches) / sum(workers.speeds),
+        lower_bound_ms=float(bound),
+        loads=tuple(loads),
+    )

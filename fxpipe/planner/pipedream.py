@@ -1,0 +1,116 @@
+"""PipeDream's published profiles, `graph.txt`: a line a node, then a line an edge, indented by a tab.
+
+    node2 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=4096.0, parameter_size=8192.0
+        node1 -- node2
+
+Times are milliseconds, sizes bytes. An activation of several tensors is a list, `[6291456.0; 131072.0]`: a reader
+`__getitem__(i)` takes one of them, any other reader all. An Input's time is the data loader's: no worker computes it,
+so it counts as nothing. Backward is one number: it counts as B (`Profile.split_backward` makes W of a part).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fxpipe.errors import ProfileError
+from fxpipe.planner.profile import (
+    Output,
+    Profile,
+    Unit,
+    backward_values,
+    cost,
+    from_json,
+    in_order,
+    located,
+)
+
+_NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")
+_COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_ELEMENT = re.compile(r"__getitem__\((?P<index>\d+)\)")
+_INPUT = re.compile(r"Input\d*")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """A profile in either form, fxpipe's JSON or PipeDream's text.
+
+    Units of PipeDream's come in the order of their numbers as far as the edges allow.
+
+    Raises:
+        ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; names the line.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"the profile {str(path)!r} cannot be read: {error}") from error
+    return from_json(text, path.name) if text.lstrip()[:1] in ("{", "[") else from_pipedream(text, path.name)
+
+
+def from_pipedream(text: str, where: str) -> Profile:
+    """Read the text of a `graph.txt`; see the module's docstring."""
+    units: dict[str, Unit] = {}
+    names: dict[str, str] = {}
+    sizes: dict[str, list[float]] = {}
+    edges: list[tuple[str, str, str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        place = f"{where}:{number}"
+        if not line.strip():
+            continue
+        if line[0].isspace():
+            ends = tuple(part.strip() for part in line.split(" -- "))
+            if len(ends) != 2 or not all(ends):
+                raise ProfileError(f"not an edge: {line.strip()!r}", where=place, hint="an edge is `node1 -- node2`")
+            edges.append((ends[0], ends[1], place))
+            continue
+        found = _NODE.fullmatch(line.strip())
+        if found is None:
+            raise ProfileError(
+                f"not a node: {line.strip()[:80]!r}",
+                where=place,
+                hint="a node is `node1 -- NAME -- forward_compute_time=…, …`, an edge is indented",
+            )
+        if found["id"] in units:
+            raise ProfileError(f"a second {found['id']}", where=place)
+        names[found["id"]] = found["name"]
+        units[found["id"]], sizes[found["id"]] = _unit(found["id"], found["name"], found["costs"], place)
+    if not units:
+        raise ProfileError("the profile has no units", where=where)
+    outputs = _outputs(names, sizes, edges)
+    order = in_order(units, outputs, where, {name: (len(name), name) for name in units})
+    in_turn = tuple(units[n] for n in order)
+    activations = tuple(located(outputs, order))
+    return Profile(in_turn, activations, backward_values(in_turn, activations))
+
+
+def _unit(node: str, name: str, text: str, where: str) -> tuple[Unit, list[float]]:
+    costs = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
+    missing = [key for key in _COSTS if key not in costs]
+    if missing:
+        raise ProfileError(f"the node lacks {' and '.join(missing)}", where=where)
+    forward, backward, sizes, parameters = (
+        [cost(v.strip(), f"{where}, {key}") for v in costs[key].strip("[]").split(";") if v.strip()] for key in _COSTS
+    )
+    free = _INPUT.fullmatch(name) is not None
+    unit = Unit(
+        f"{node} {name.split('(')[0]}".rstrip(),
+        0.0 if free else sum(forward),
+        0.0 if free else sum(backward),
+        output_bytes=sum(sizes),
+        parameter_bytes=sum(parameters),
+    )
+    return unit, sizes
+
+
+def _outputs(names: dict[str, str], sizes: dict[str, list[float]], edges: list[tuple[str, str, str]]) -> list[Output]:
+    readers: dict[tuple[str, int], list[str]] = {}
+    for source, target, place in edges:
+        for end in (source, target):
+            if end not in names:
+                raise ProfileError(f"there is no node {end!r}", where=place)
+        element = _ELEMENT.fullmatch(names[target])
+        count = len(sizes[source])
+        taken = [int(element["index"])] if element and int(element["index"]) < count else range(max(count, 1))
+        for i in taken:
+            readers.setdefault((source, i), []).append(target)
+    return [(source, sizes[source][i] if sizes[source] else 0.0, found) for (source, i), found in readers.items()]

@@ -1,0 +1,155 @@
+"""The least bottleneck over layers of cuts: exact for the cuts it is given.
+
+Layer k holds the boundaries (f, b, w, r) that may lie between worker k−1 and worker k. A plan is a path through the
+layers; its bottleneck is the slowest worker on it. The least bottleneck comes from one sweep over the layers (a
+shortest path whose length is the largest edge); of all plans that reach it, a second sweep takes the one with the least
+traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.planner.worker_cost import Floats, Places, WorkerCost
+
+EPSILON = 1e-9
+"""Relative; two plans that differ by less are equally good. Far below what a clock can measure."""
+
+_CHUNK = 4_000_000  # pairs of cuts looked at at once
+
+Aim = Literal["time", "memory"]
+
+
+@dataclass(frozen=True)
+class Path:
+    """A plan: a row (f, b, w, r) of `cuts` for each of the N + 1 boundaries, and its slowest worker's cost."""
+
+    cuts: Places
+    bottleneck: float
+
+
+def least_bottleneck(
+    costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim = "time", calm: bool = True
+) -> Path | None:
+    """The plan through `layers` with the least bottleneck, and among those the one with the least traffic.
+
+    Args:
+        layers: for each of the N + 1 boundaries the allowed rows (f, b, w, r), shape (n, 4).
+        bound: only plans at most so slow are looked for; the tighter, the faster the search.
+        aim: 'memory' finds the plan whose fullest worker is least full, in units of its memory, regardless of
+            time.
+        calm: whether traffic matters.
+
+    Returns:
+        None if no plan reaches the bound.
+    """
+    best = _sweep(costs, layers, bound * (1 + EPSILON), aim, _slowest)
+    if best is None or aim == "memory" or not calm:
+        return best
+    quiet = _sweep(costs, layers, best.bottleneck * (1 + EPSILON), aim, _total)
+    assert quiet is not None
+    return Path(quiet.cuts, bottleneck(costs, quiet.cuts))
+
+
+def bottleneck(costs: WorkerCost, cuts: Places) -> float:
+    """The slowest worker's cost of a plan; inf if it does not fit into memory."""
+    slowest = 0.0
+    for k in range(len(cuts) - 1):
+        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
+        costs.remember(begin, end)
+        slowest = max(slowest, float(costs.price(k, begin, end).cost[0]))
+    return slowest
+
+
+def fullest(costs: WorkerCost, cuts: Places) -> tuple[float, int]:
+    """The fullest worker of a plan: how full in units of its memory, and which it is."""
+    shares = []
+    for k in range(len(cuts) - 1):
+        begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
+        costs.remember(begin, end)
+        shares.append(float(costs.memory(k, begin, end)[0]) / costs.workers.memory[k])
+    worker = int(np.argmax(shares))
+    return shares[worker], worker
+
+
+def _slowest(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
+    return np.maximum(so_far, cost)
+
+
+def _total(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
+    return so_far + traffic
+
+
+def _sweep(costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim, join: object) -> Path | None:
+    """The path of least value, where `join` adds a worker to a value; workers over the bound do not count."""
+    assert callable(join)
+    value = np.zeros(len(layers[0]))
+    alive = np.arange(len(layers[0]))
+    came_from: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # per layer: reached cuts, and from which
+    reached = layers[0]
+    for k in range(len(layers) - 1):
+        begins, ends = reached, layers[k + 1]
+        found = np.full(len(ends), np.inf)
+        origin = np.full(len(ends), -1)
+        rows = max(1, _CHUNK // max(len(begins), 1))
+        for start in range(0, len(ends), rows):
+            some = ends[start : start + rows]
+            j, i = _possible(costs, k, begins, some, bound, aim)
+            if not len(i):
+                continue
+            costs.remember(begins, some)
+            if aim == "time" and not costs.workers.links.free:
+                hopeful = costs.floor(k, begins[i], some[j]) <= bound
+                i, j = i[hopeful], j[hopeful]
+            cost, traffic = _priced(costs, k, begins[i], some[j], aim)
+            good = cost <= bound
+            i, j, cost, traffic = i[good], j[good], cost[good], traffic[good]
+            if not len(i):
+                continue
+            total = join(value[i], cost, traffic)
+            order = np.lexsort((total, j))
+            first = order[np.concatenate([[True], np.diff(j[order]) > 0])]
+            found[start + j[first]] = total[first]
+            origin[start + j[first]] = i[first]
+        alive = np.flatnonzero(origin >= 0)
+        if not len(alive):
+            return None
+        came_from.append((alive, origin[alive]))
+        reached, value = ends[alive], found[alive]
+    at = int(np.argmin(value))
+    best = float(value[at])
+    path = []
+    for k in range(len(layers) - 1, 0, -1):
+        chosen, origins = came_from[k - 1]
+        path.append(layers[k][chosen[at]])
+        at = int(origins[at])
+    path.append(layers[0][at])
+    return Path(np.array(path[::-1]), best)
+
+
+def _possible(
+    costs: WorkerCost, worker: int, begins: Places, ends: Places, bound: float, aim: Aim
+) -> tuple[Places, Places]:
+    """Pairs (row of ends, row of begins) that run forward and whose computation alone does not exceed the bound."""
+    good = np.ones((len(ends), len(begins)), dtype=bool)
+    for chain in range(3):
+        good &= ends[:, chain, None] >= begins[None, :, chain]
+    if aim == "time":
+        good &= costs.load(ends)[:, None] - costs.load(begins)[None, :] <= bound * costs.workers.speeds[worker]
+    j, i = np.nonzero(good)
+    return j, i
+
+
+def _priced(costs: WorkerCost, worker: int, begins: Places, ends: Places, aim: Aim) -> tuple[Floats, Floats]:
+    """Cost and traffic (milliseconds on the wires, and as good as nothing for each mismatched unit) of workers."""
+    if aim == "memory":
+        memory = costs.memory(worker, begins, ends) / costs.workers.memory[worker]
+        return memory, memory
+    found = costs.price(worker, begins, ends)
+    apart = np.abs(ends[:, 0] - ends[:, 1]) + np.abs(ends[:, 0] - ends[:, 2])
+    return found.cost, found.wire + found.waits + 1e-9 * apart

@@ -1,0 +1,59 @@
+"""The workers that a schedule and a policy make of devices: microbatches in flight, and memory a byte of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxpipe.planner.links import Links
+from fxpipe.planner.worker_cost import Workers
+from fxpipe.policy import default_for
+from fxpipe.schedule import make
+from fxpipe.schedule.check import in_flight
+
+MOMENTUM = 1.0
+"""Bytes of optimizer state for each byte of weights, where nobody measured it: SGD with momentum."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a profile is planned for, whatever the number of workers.
+
+    Attributes:
+        schedule, policy, microbatches: say what each worker holds; the schedule's own policy where None.
+        links: free ones where nothing is said.
+        speeds, memory: of each worker; equal and without limit where empty.
+        optimizer_bytes: of the optimizer's state, for each byte of weights.
+    """
+
+    schedule: str = "async"
+    policy: str | None = None
+    microbatches: int = 1
+    links: Links = field(default_factory=Links)
+    speeds: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+    optimizer_bytes: float = MOMENTUM
+
+    def workers(self, count: int) -> Workers:
+        """So many of them. Another number than there are speeds and memories is possible only if all are equal.
+
+        Raises:
+            ScheduleError: an unknown schedule.
+            CutError: speeds, memories or links for another number of workers.
+        """
+        held = in_flight(make(self.schedule, count, self.microbatches))
+        kept = self.policy or default_for(make(self.schedule, count, self.microbatches))
+        copies = {"spectrain": [1.0] * count, "stash": [n - 1.0 for n in held]}.get(kept, [0.0] * count)
+        return Workers(
+            count,
+            speeds=_for(count, self.speeds),
+            memory=_for(count, self.memory),
+            links=self.links,
+            microbatches=self.microbatches,
+            in_flight=held,
+            owned_factor=tuple(2.0 + self.optimizer_bytes + c for c in copies),  # weight, gradient; state; copies
+        )
+
+
+def _for(count: int, values: tuple[float, ...]) -> tuple[float, ...]:
+    """The values themselves if they are so many; else as many of the one that they all are."""
+    return values[:1] * count if len(set(values)) == 1 else values

@@ -1,0 +1,444 @@
+"""The stated model: what one worker costs a microbatch, in time and memory, for the units that it runs.
+
+A boundary between two workers is (f, b, w, r): where F, B and W are cut, and whether units whose F lies on one side and
+whose B or W on the other are computed again (r = 1) or their saved values sent (r = 0). Between the boundaries
+(f, b, w, r) and (f', b', w', r') a worker runs F of units [f, f'), B of [b, b') and W of [w, w'); w ≥ b, since W runs
+inside B's action and B's actions run from the last worker to the first. What it costs a microbatch in the steady state
+of one-forward-one-backward, in milliseconds:
+
+    busy = (F + B + W + recomputation)/speed + update/microbatches + copy · bytes
+    waits = activations + gradients that it receives + what of the other messages does not hide
+    wire = all that arrives over one of its two links, the busier one
+    cost = max(busy + waits, wire)
+
+- **Activations and gradients** lie on the round trip; where none travel a token does, so latency is paid in any case.
+  Plain 1F1B holds worker k just N−1−k forwards ahead: round any
+  range i … j of workers there is a cycle of events that takes Σ busy and both ways' messages over the range's inner
+  boundaries, for j−i+1 microbatches. A period that covers each worker's busy time and what it receives covers every
+  cycle. Where a worker on the way has slack the schedule may do better; the simulator says by how much.
+- **Other messages** take a way of their own beside the round trip, and only what outlasts it counts:
+  saved values from in front hide behind the forward of the worker that receives them, those that go to a worker in
+  front behind the backward of the worker that sends them; replicas that go to a worker behind hide behind the owner's
+  next forward, those that come from behind, behind the reader's backward. Gradients that W reads of B elsewhere are
+  needed first of all and hide behind nothing. Replicas travel once a minibatch.
+- **Mismatch.** Of a run of units with F on one side and B or W on the other, B's worker receives the saved values, or
+  the activations that cross the run's start together with its random values, and then runs its forward again.
+- **copy** (seconds a byte of the processor) is paid at both ends.
+- A message is priced on the link to the neighbour on its side, wherever it comes from or goes to: where runs reach past
+  a neighbour, the schedule may take a little longer than the slowest worker's cost, never so otherwise.
+
+Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + replicas
+and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
+temporaries. What comes from in front is in flight as long as there.
+
+Everything here is arithmetic on arrays of cut positions: any number of candidate workers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.errors import CutError
+from fxpipe.planner.crossing import Crossing
+from fxpipe.planner.links import Links
+from fxpipe.planner.profile import Profile
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers a profile is planned for; what is left out is plain `async` on equal workers without limits.
+
+    Attributes:
+        count: how many.
+        speeds: relative to the device that was measured.
+        memory: bytes each has; inf for no limit.
+        links: between them.
+        microbatches: of a minibatch: updates and replicas come once for so many.
+        in_flight: microbatches each worker holds at most; N−k where None (1F1B).
+        owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
+        replica_factor: bytes of memory for each byte of a replica.
+    """
+
+    count: int
+    speeds: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+    links: Links = field(default_factory=Links)
+    microbatches: int = 1
+    in_flight: tuple[int, ...] = ()
+    owned_factor: tuple[float, ...] = ()
+    replica_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise CutError("there must be at least one worker")
+        n = self.count
+        defaults = {
+            "speeds": (1.0,) * n,
+            "memory": (float("inf"),) * n,
+            "in_flight": tuple(n - k for k in range(n)),
+            "owned_factor": (3.0,) * n,
+        }
+        for name, default in defaults.items():
+            given = getattr(self, name) or default
+            if len(given) != n:
+                raise CutError(f"{len(given)} values of {name} for {n} workers")
+            object.__setattr__(self, name, tuple(given))
+        if min(self.speeds) <= 0:
+            raise CutError("every worker needs a speed above zero", hint="1 is the device that was measured")
+        if min(self.memory) <= 0:
+            raise CutError("every worker needs some memory")
+        self.links.check(n)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Arrays, one element a candidate worker. Times in milliseconds, memory in bytes.
+
+    Attributes:
+        cost: max(busy + waits, wire); inf where the memory does not do.
+        busy, waits, wire: its parts.
+        memory: 0 where nobody asked for it.
+    """
+
+    cost: Floats
+    busy: Floats
+    waits: Floats
+    wire: Floats
+    memory: Floats
+
+
+_Table = tuple[Places, Places, Floats]  # begins, ends, bytes
+Span = tuple[Places, Places]  # [first, end) of every candidate; empty where end ≤ first
+
+
+class WorkerCost:
+    """Prices workers of one profile; see the module's docstring for the model."""
+
+    def __init__(self, profile: Profile, workers: Workers) -> None:
+        self.profile = profile
+        self.workers = workers
+        units = profile.units
+        count = len(units)
+        if not count:
+            raise CutError("there are no units to cut")
+        self.count = count
+        self.forward = prefix([u.forward_ms for u in units])
+        self.backward = prefix([u.backward_ms for u in units])
+        self.weight = prefix([u.weight_ms + u.update_ms / workers.microbatches for u in units])
+        works = [u.weight_ms > 0 for u in units]
+        self._saved_b = prefix([u.saved_bytes - u.weight_saved_bytes for u in units])
+        self._saved_w = prefix([u.saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
+        self._saved_both = prefix(
+            [u.saved_bytes - u.weight_saved_bytes if w else 0.0 for u, w in zip(units, works, strict=True)]
+        )
+        self._fixed = prefix([u.fixed_bytes for u in units])
+        self._handed = prefix([u.gradient_bytes if w else 0.0 for u, w in zip(units, works, strict=True)])
+        self._parameters = prefix([u.parameter_bytes for u in units])
+        self._frozen = prefix([u.frozen_bytes for u in units])
+        owns = [w or u.parameter_bytes > 0 or u.update_ms > 0 for w, u in zip(works, units, strict=True)]
+        self.next_weight, self._end_weight = _neighbours(owns)
+        self._temporary = _Maximum([u.temporary_bytes for u in units])
+        last = count - 1
+        self.activations = Crossing(count, [(v.bytes, v.producer, v.readers) for v in profile.activations])
+        self.gradients = Crossing(
+            count, [(v.bytes, last - v.producer, [last - r for r in v.readers]) for v in profile.gradients]
+        )
+        self._entering = self.activations.total()  # bytes that a run from here on reads of what is in front of it
+        self._leaving = self.gradients.total()[::-1]  # bytes of gradients that cross a position
+        self._lookup: tuple[_Table, _Table] | None = None
+
+    def load(self, states: Places) -> Floats:
+        """Work in front of boundaries, rows (f, b, w, …): milliseconds at speed 1."""
+        found: Floats = self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
+        return found
+
+    def floor(self, worker: int, begins: Places, ends: Places) -> Floats:
+        """A bound below `price`, sooner had: computation, and activations and gradients."""
+        busy, activation, gradient = self._round_trip(worker, begins, ends)
+        before, behind = self._links(worker)
+        return busy + before.occupied(activation) + behind.occupied(gradient) + before.latency + behind.latency
+
+    def price(self, worker: int, begins: Places, ends: Places, with_memory: bool = False) -> Costs:
+        """The cost of `worker` between the boundaries in the rows of `begins` and those in the rows of `ends`.
+
+        Args:
+            begins, ends: shape (n, 4), row by row; no position of an end lies in front of its begin. Only cuts that
+                `remember` was told of.
+            with_memory: count memory where there is no limit to it, too.
+        """
+        spans = _Spans.of(self, begins, ends)
+        if self.workers.links.free:
+            busy = (self.load(ends) - self.load(begins) + spans.repeated_ms) / self.workers.speeds[worker]
+            waits = wire = np.zeros_like(busy)
+        else:
+            busy, waits, wire = self._times(worker, begins, ends, spans)
+        cost, memory = np.maximum(busy + waits, wire), np.zeros_like(busy)
+        if with_memory or np.isfinite(self.workers.memory[worker]):
+            memory = self._memory(worker, spans)
+            cost = np.where(memory <= self.workers.memory[worker], cost, np.inf)
+        return Costs(cost, busy, waits, wire, memory)
+
+    def memory(self, worker: int, begins: Places, ends: Places) -> Floats:
+        """The bytes that worker needs; rows as in `price`."""
+        return self._memory(worker, _Spans.of(self, begins, ends))
+
+    def repeated(self, begin: Places, end: Places) -> list[tuple[int, int]]:
+        """The runs [first, end) of units that one worker's backward computes again; one row each."""
+        spans = _Spans.of(self, begin, end)
+        runs = (spans.from_front, spans.from_back)
+        return [(int(run.first[0]), int(run.end[0])) for run in runs if run.again[0]]
+
+    def _round_trip(self, worker: int, begins: Places, ends: Places) -> tuple[Floats, Floats, Floats]:
+        """Milliseconds of F + B + W + update; bytes of activations and of gradients received."""
+        busy = (self.load(ends) - self.load(begins)) / self.workers.speeds[worker]
+        activation = self._received(0, begins[:, 0], ends[:, 0])
+        gradient = self._received(1, self.count - ends[:, 1], self.count - begins[:, 1])
+        return busy, activation, gradient
+
+    def _times(self, worker: int, begins: Places, ends: Places, spans: _Spans) -> tuple[Floats, Floats, Floats]:
+        busy, activation, gradient = self._round_trip(worker, begins, ends)
+        speed, share = self.workers.speeds[worker], 1.0 / self.workers.microbatches
+        before, behind = self._links(worker)
+        own_forward = _sum(self.forward, spans.forward) / speed
+        own_backward = _sum(self.backward, spans.backward) / speed
+        in_front, in_back = share * self._replicas(spans, "in", 0), share * self._replicas(spans, "in", 1)
+        out_front, out_back = share * self._replicas(spans, "out", 0), share * self._replicas(spans, "out", 1)
+        handed = _sum(self._handed, spans.weight) - _sum(self._handed, _both(spans.weight, spans.backward))
+        waits = before.occupied(activation) + behind.occupied(gradient + handed) + before.latency + behind.latency
+        waits = waits + np.maximum(before.occupied(spans.from_front.size) - own_forward, 0.0)
+        waits = waits + np.maximum(before.occupied(spans.to_front.size) - own_backward, 0.0)
+        waits = waits + np.maximum(behind.occupied(out_back) - own_forward, 0.0)
+        waits = waits + np.maximum(behind.occupied(in_back) - own_backward, 0.0)
+        from_before = activation + in_front + spans.from_front.size
+        from_behind = gradient + handed + in_back + spans.from_back.size
+        wire = np.maximum(before.occupied(from_before), behind.occupied(from_behind))
+        busy = busy + spans.repeated_ms / speed
+        copy = 1e3 * self.workers.links.copy
+        if copy:
+            sent = self._entering[ends[:, 0]] + self._leaving[begins[:, 1]] + out_front + out_back
+            sent = sent + spans.to_front.size + spans.to_back.size
+            sent = sent + _sum(self._handed, spans.backward) - _sum(self._handed, _both(spans.backward, spans.weight))
+            busy = busy + copy * (from_before + from_behind + sent)
+        return busy, waits, wire
+
+    def _links(self, worker: int) -> tuple[_Link, _Link]:
+        """The links to the neighbour in front and to the one behind."""
+        links, last = self.workers.links, self.workers.count - 1
+        found = []
+        for there, other in ((worker > 0, worker - 1), (worker < last, worker + 1)):
+            rate = 1e3 / links.bandwidth_of(other, worker) if there else 0.0
+            found.append(_Link(rate, 1e3 * links.latency_of(other, worker) if there else 0.0))
+        return found[0], found[1]
+
+    def _replicas(self, spans: _Spans, way: str, side: int) -> Floats:
+        """Parameter bytes read on one side of a boundary and owned on the other: side 0 in front, 1 behind.
+
+        Coming in: F or B here, W on that side. Going out: W here, F or B on that side.
+        """
+        sums, weight = self._parameters, spans.weight
+        if way == "in":
+            cut = (lambda span: _front(span, weight[0])) if side == 0 else (lambda span: _back(span, weight[1]))
+            forward, backward = cut(spans.forward), cut(spans.backward)
+        else:
+            readers = (spans.forward, spans.backward)
+            forward, backward = ((_front if side == 0 else _back)(weight, r[side]) for r in readers)
+        return _sum(sums, forward) + _sum(sums, backward) - _sum(sums, _both(forward, backward))
+
+    def remember(self, begins: Places, ends: Places) -> None:
+        """Look up what crosses between all these cuts beforehand; `price` is then asked for no others."""
+        starts, columns = np.unique(begins[:, 0]), np.unique(ends[:, 0])
+        first, last = np.unique(self.count - ends[:, 1]), np.unique(self.count - begins[:, 1])
+        self._lookup = (
+            (starts, columns, self.activations.table(starts, columns)),
+            (first, last, self.gradients.table(first, last)),
+        )
+
+    def _received(self, chain: int, begins: Places, ends: Places) -> Floats:
+        assert self._lookup is not None
+        rows, columns, table = self._lookup[chain]
+        found: Floats = table[np.searchsorted(rows, begins), np.searchsorted(columns, ends)]
+        return found
+
+    def owning(self, weight: Span) -> Span:
+        """A span of W without the units at its ends that have none: where they are counted must not matter."""
+        return self.next_weight[weight[0]], self._end_weight[np.maximum(weight[1], 0)]
+
+    def run(self, backward: Span, weight: Span, again: Places) -> Run:
+        """A run of units between two sides: B of some, W of some on the one, F of all on the other."""
+        saved = self._saved(backward, weight)
+        first, end = _hull(backward, self.owning(weight))
+        entering = np.where(end > first, self._entering[first] + _sum(self._fixed, (first, end)), 0.0)
+        repeated = (again > 0) & (end > first)
+        return Run(first, end, np.where(repeated, entering, saved), repeated, _sum(self.forward, (first, end)), saved)
+
+    def _saved(self, backward: Span, weight: Span) -> Floats:
+        """Saved bytes that B of some units and W of some units read."""
+        both = _sum(self._saved_both, _both(backward, weight))
+        return _sum(self._saved_b, backward) + _sum(self._saved_w, weight) - both
+
+    def _memory(self, worker: int, spans: _Spans) -> Floats:
+        own = self.workers
+        forward, backward, weight = spans.forward, spans.backward, spans.weight
+        frozen = _sum(self._frozen, forward) + _sum(self._frozen, backward)
+        frozen = frozen - _sum(self._frozen, _both(forward, backward))
+        replicas = self._replicas(spans, "in", 0) + self._replicas(spans, "in", 1)
+        kept = self._saved(_both(forward, backward), _both(forward, weight))
+        now, earlier = own.in_flight[worker], own.in_flight[max(worker - 1, 0)]
+        kept = now * (kept + spans.to_front.size + spans.to_back.size + spans.from_back.size)
+        kept = kept + earlier * spans.from_front.size
+        temporary = np.maximum(
+            self._temporary.over(forward), np.maximum(self._temporary.over(backward), self._temporary.over(weight))
+        )
+        for run in (spans.from_front, spans.from_back):  # what was computed again is there at once, for one microbatch
+            temporary = temporary + np.where(run.again, run.saved, 0.0)
+        owned = own.owned_factor[worker] * _sum(self._parameters, weight)
+        return owned + own.replica_factor * replicas + frozen + kept + temporary
+
+
+@dataclass(frozen=True)
+class _Link:
+    """One link, in milliseconds a byte and milliseconds."""
+
+    rate: float
+    latency: float
+
+    def occupied(self, size: Floats) -> Floats:
+        """How long so many bytes occupy the link."""
+        return size * self.rate
+
+
+@dataclass(frozen=True)
+class Run:
+    """Mismatched units of every candidate.
+
+    Attributes:
+        first, end: from the first of them to the last; empty where end ≤ first.
+        size: bytes that travel for them.
+        again: whether they are computed again.
+        forward_ms: of their forward, at speed 1.
+        saved: bytes that their backward reads.
+    """
+
+    first: Places
+    end: Places
+    size: Floats
+    again: NDArray[np.bool_]
+    forward_ms: Floats
+    saved: Floats
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """What every candidate runs, and its runs of mismatched units by where their other half lies.
+
+    Attributes:
+        from_front, from_back: B or W here, F in front or behind.
+        to_front, to_back: F here, B or W in front or behind.
+    """
+
+    forward: Span
+    backward: Span
+    weight: Span
+    from_front: Run
+    from_back: Run
+    to_front: Run
+    to_back: Run
+
+    @property
+    def repeated_ms(self) -> Floats:
+        """Forward that is computed again here, at speed 1."""
+        runs = (self.from_front, self.from_back)
+        return sum((np.where(run.again, run.forward_ms, 0.0) for run in runs), np.zeros(len(self.forward[0])))
+
+    @staticmethod
+    def of(costs: WorkerCost, begins: Places, ends: Places) -> _Spans:
+        """The spans between boundaries."""
+        f, b, w, r = (begins[:, i] for i in range(4))
+        f2, b2, w2, r2 = (ends[:, i] for i in range(4))
+        forward, backward = (f, f2), (b, b2)
+        weight = costs.owning((w, w2))
+        return _Spans(
+            forward,
+            backward,
+            weight,
+            costs.run(_front(backward, f), _front(weight, f), r),
+            costs.run(_back(backward, f2), _back(weight, f2), r2),
+            costs.run(_front(forward, b), _front(forward, weight[0]), r),
+            costs.run(_back(forward, b2), _back(forward, weight[1]), r2),
+        )
+
+
+def prefix(values: Sequence[float]) -> Floats:
+    """Sums over the first 0, 1, … values."""
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+def _sum(sums: Floats, span: Span) -> Floats:
+    found: Floats = sums[np.maximum(span[1], span[0])] - sums[span[0]]
+    return found
+
+
+def _both(one: Span, other: Span) -> Span:
+    return np.maximum(one[0], other[0]), np.minimum(one[1], other[1])
+
+
+def _front(span: Span, limit: Places) -> Span:
+    """The part of a span in front of a position."""
+    return span[0], np.minimum(span[1], limit)
+
+
+def _back(span: Span, limit: Places) -> Span:
+    """The part of a span from a position on."""
+    return np.maximum(span[0], limit), span[1]
+
+
+def _hull(one: Span, other: Span) -> Span:
+    """From the first unit of either to the last; an empty span does not count."""
+    empty, empty_other = one[1] <= one[0], other[1] <= other[0]
+    first = np.where(empty, other[0], np.where(empty_other, one[0], np.minimum(one[0], other[0])))
+    end = np.where(empty, other[1], np.where(empty_other, one[1], np.maximum(one[1], other[1])))
+    return first, end
+
+
+def _neighbours(owns: Sequence[bool]) -> tuple[Places, Places]:
+    """For every position the first unit from there on that owns something, and the end of the last one before it."""
+    count = len(owns)
+    following, ended = np.full(count + 1, count), np.zeros(count + 1, dtype=np.int64)
+    for p in range(count - 1, -1, -1):
+        following[p] = p if owns[p] else following[p + 1]
+    for p in range(count):
+        ended[p + 1] = p + 1 if owns[p] else ended[p]
+    return following, ended
+
+
+class _Maximum:
+    """The largest of a run of values, from maxima over runs of 1, 2, 4, … (a sparse table)."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        level = np.asarray(values, dtype=np.float64)
+        self._levels = [level]
+        width = 1
+        while 2 * width <= len(level):
+            longer = self._levels[-1].copy()
+            longer[:-width] = np.maximum(longer[:-width], self._levels[-1][width:])
+            self._levels.append(longer)
+            width *= 2
+        self._stack = np.stack(self._levels)
+
+    def over(self, span: Span) -> Floats:
+        """The maximum over each span; 0 for an empty one."""
+        first, end = span
+        length = np.maximum(end - first, 1)
+        depth = np.floor(np.log2(length)).astype(np.int64)
+        last = len(self._levels[0]) - 1
+        start = np.minimum(first, last)
+        other = np.clip(end - (1 << depth), 0, last)
+        found = np.maximum(self._stack[depth, start], self._stack[depth, other])
+        return np.where(end > first, found, 0.0)

@@ -1,0 +1,32 @@
+"""What a build will do when it runs, by all that its compile knew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxpipe.planner.links import Links
+from fxpipe.runtime.assembly import choose
+from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.simulate import simulate
+
+if TYPE_CHECKING:
+    from fxpipe.build import Build
+
+
+def forecast(
+    build: Build, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
+) -> Simulation:
+    """Simulate a build: with its stages' measured times where it has them, on the links it was planned for.
+
+    Args:
+        schedule, policy: the build's own where None.
+        links: others than it was planned for.
+
+    Raises:
+        BuildError: a loaded build without `costs.json`.
+    """
+    recipe = choose(build.plan, schedule, policy)
+    minibatches = 4 if recipe.schedule.synchronous else 4 * build.plan.workers + 8
+    scenario = scenario_of(build, links or build.links, build.timings, build.times or None, schedule, policy)
+    return simulate(recipe.schedule, scenario, minibatches)

@@ -1,0 +1,141 @@
+"""What is simulated: the workers' costs, their messages and the links. Times are seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from itertools import pairwise
+from math import isfinite
+
+from fxpipe.errors import ProfileError
+from fxpipe.plan import Phase
+from fxpipe.planner.links import Links
+
+
+@dataclass(frozen=True)
+class WorkerCost:
+    """What one worker spends.
+
+    Attributes:
+        forward, backward: of one microbatch, without messages.
+        update: once a minibatch, at the end of its last backward, before new weights are sent.
+        static_bytes: held all the time.
+        saved_bytes: kept by each microbatch between its forward and its backward.
+        temporary_bytes: held besides while an action runs.
+    """
+
+    forward: float
+    backward: float
+    update: float = 0.0
+    static_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    temporary_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value that is sent once a microbatch.
+
+    Attributes:
+        made: the share of the source action's own compute after which it is sent.
+        needed: the share of the destination action's own compute before which it is waited for.
+    """
+
+    src: int
+    src_phase: Phase
+    dst: int
+    dst_phase: Phase
+    bytes: float
+    made: float = 1.0
+    needed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Weights that their owner sends to one reader after each of its updates, as one message.
+
+    Attributes:
+        reads: (phase, lag) pairs: that phase of minibatch m begins once the reader has version max(0, m − lag).
+            Version v is the weights after v updates; everybody has version 0 from the start.
+    """
+
+    owner: int
+    reader: int
+    reads: tuple[tuple[Phase, int], ...]
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Workers, what they send each other, and the links between them.
+
+    Messages that are sent, or awaited, at one point of an action are so in the order given here.
+
+    Raises:
+        ProfileError: costs below zero, workers that are not there, messages against the pipeline's direction, links
+            that carry nothing; all problems are listed.
+    """
+
+    workers: tuple[WorkerCost, ...]
+    messages: tuple[Message, ...] = ()
+    replicas: tuple[Replica, ...] = ()
+    links: Links = field(default_factory=Links)
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ProfileError("a simulation needs at least one worker")
+        self.links.check(len(self.workers))
+        problems = [*self._of_workers(), *self._of_messages(), *self._of_replicas()]
+        problems = problems or list(self._of_links())  # which read the links of workers that are there
+        if problems:
+            raise ProfileError(f"this cannot be simulated: {'; '.join(problems)}")
+
+    def busy(self, worker: int, microbatches: int) -> float:
+        """Seconds that a minibatch keeps a worker busy in the steady state: compute, its updates, and copying."""
+        cost = self.workers[worker]
+        moved = sum(m.bytes for m in self.messages if worker in (m.src, m.dst))
+        weights = sum(r.bytes for r in self.replicas if worker in (r.owner, r.reader))
+        action = cost.forward + cost.backward + self.links.copy * moved
+        return microbatches * action + cost.update + self.links.copy * weights
+
+    def _of_workers(self) -> Iterator[str]:
+        for worker, cost in enumerate(self.workers):
+            if not all(_possible(value) for value in astuple(cost)):
+                yield f"worker {worker} costs {cost}"
+
+    def _of_messages(self) -> Iterator[str]:
+        for m in self.messages:
+            if not self._two_workers(m.src, m.dst):
+                yield f"{m} names a worker that is not there, or one twice"
+            elif not (_possible(m.bytes) and 0 <= m.made <= 1 and 0 <= m.needed <= 1):
+                yield f"{m} has no bytes above zero, or a point outside 0 to 1"
+            elif m.dst_phase == "F" and (m.src_phase == "B" or m.src > m.dst):
+                yield f"{m}: a forward receives from forwards of earlier workers alone"
+            elif m.src_phase == "B" and m.src < m.dst:
+                yield f"{m}: a backward sends to earlier workers alone"
+
+    def _of_replicas(self) -> Iterator[str]:
+        for r in self.replicas:
+            if not self._two_workers(r.owner, r.reader):
+                yield f"{r} names a worker that is not there, or one twice"
+            elif not (_possible(r.bytes) and r.reads and all(lag >= 0 for _, lag in r.reads)):
+                yield f"{r} has no bytes above zero, no reader, or a lag below zero"
+
+    def _of_links(self) -> Iterator[str]:
+        used = {(m.src, m.dst) for m in self.messages} | {(r.owner, r.reader) for r in self.replicas}
+        for a, b in pairwise(range(len(self.workers))):
+            used |= {(a, b), (b, a)}
+        for a, b in sorted(used):
+            bandwidth, latency = self.links.bandwidth_of(a, b), self.links.latency_of(a, b)
+            if not (bandwidth > 0 and _possible(latency)):
+                yield f"the link from worker {a} to {b} has bandwidth {bandwidth} and latency {latency}"
+        if not _possible(self.links.copy):
+            yield f"the links copy in {self.links.copy} seconds a byte"
+
+    def _two_workers(self, a: int, b: int) -> bool:
+        count = len(self.workers)
+        return 0 <= a < count and 0 <= b < count and a != b
+
+
+def _possible(value: float) -> bool:
+    return isfinite(value) and value >= 0

@@ -1,0 +1,93 @@
+"""A build as a scenario: its stages' costs, its edges and its replicas of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from fxpipe.errors import BuildError
+from fxpipe.plan import Phase
+from fxpipe.planner.links import Links
+from fxpipe.runtime.assembly import choose
+from fxpipe.runtime.demand import PHASES, Demand
+from fxpipe.runtime.layout import Pack
+from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
+
+if TYPE_CHECKING:
+    from fxpipe.build import Build
+    from fxpipe.simulator.timings import EdgeTiming
+
+
+class WorkerTimes(Protocol):
+    """Measured seconds of one worker: of a microbatch's F and B, and of a minibatch's update."""
+
+    @property
+    def forward(self) -> float: ...
+    @property
+    def backward(self) -> float: ...
+    @property
+    def update(self) -> float: ...
+
+
+def scenario_of(
+    build: Build,
+    links: Links,
+    timings: Sequence[EdgeTiming] = (),
+    times: Sequence[WorkerTimes] | None = None,
+    schedule: str | None = None,
+    policy: str | None = None,
+) -> Scenario:
+    """What a build would do on such links, for `simulate(choose(build.plan, …).schedule, …)`.
+
+    Memory is the table's of `fxpipe compile`: weights, gradients, replicas, and saved values for each microbatch in
+    flight. Stashed and predicted copies, the optimizer's state and temporaries are not in it; an update costs nothing
+    unless `times` says so.
+
+    Args:
+        timings: where each edge's value is made and needed; an edge that is not among them is made at the end of its
+            action and needed at the start.
+        times: measured seconds by worker, instead of the compiler's estimates.
+        schedule, policy: the build's own where None; they say who needs which version of which weights.
+
+    Raises:
+        BuildError: a loaded build has no `costs.json`, or `times` are those of another number of workers.
+        ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+    """
+    plan = build.plan
+    if not build.workers:
+        raise BuildError("the build does not say what its workers cost", hint="compile the model again")
+    if times is not None and len(times) != plan.workers:
+        raise BuildError(f"there are times of {len(times)} workers, the build has {plan.workers}")
+    points = {timing.name: (timing.made, timing.needed) for timing in timings}
+    demand = choose(plan, schedule, policy).demand
+    return Scenario(
+        workers=tuple(_cost(build, worker, times) for worker in range(plan.workers)),
+        messages=tuple(
+            Message(e.src, e.src_phase, e.dst, e.dst_phase, e.tensor.bytes, *points.get(e.name, (1.0, 0.0)))
+            for e in plan.edges
+        ),
+        replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, owner)),
+        links=links,
+    )
+
+
+def _cost(build: Build, worker: int, times: Sequence[WorkerTimes] | None) -> WorkerCost:
+    row = build.workers[worker]
+    forward, backward, update = row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3, 0.0
+    if times is not None:
+        forward, backward, update = times[worker].forward, times[worker].backward, times[worker].update
+    held = row.memory_bytes - row.saved_bytes * row.in_flight
+    return WorkerCost(forward, backward, update, static_bytes=held, saved_bytes=row.saved_bytes)
+
+
+def _replicas(demand: Demand, owner: int) -> Iterator[Replica]:
+    """What an owner sends after an update: one message for each reader and distance of prediction."""
+    version = 1  # all are alike but the first, which serves the whole warm-up and is never sent
+    for reader in demand.readers(owner):
+        reads: dict[int, dict[tuple[Phase, int], None]] = {}
+        for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
+            ahead = demand.ahead(reading, version + reading.lag, version)
+            reads.setdefault(ahead, {})[reading.phase, reading.lag] = None
+        for message in demand.messages(owner, reader, version, 0, None):
+            size = Pack([demand.parameters[name].tensor for name in message.names]).bytes
+            yield Replica(owner, reader, tuple(reads[message.ahead]), size)

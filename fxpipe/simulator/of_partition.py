@@ -1,0 +1,157 @@
+"""A planned partition as a scenario: what it would do, before anything is compiled."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from fxpipe.plan import Phase
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile, Value
+from fxpipe.planner.worker_cost import Workers
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.versions import Versions
+from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
+
+_Key = tuple[int, Phase, int, Phase]
+PARTS = 8
+"""Into how many messages, by when they are made, the values between two workers are summed up."""
+
+
+def scenario_of_partition(profile: Profile, partition: Partition, workers: Workers, schedule: Schedule) -> Scenario:
+    """What the partition costs on these workers, for `simulate(schedule, …)`.
+
+    Values between two workers that are made at about the same time count as one message, sent when the last of them is
+    made and waited for when the first of them is needed. Peak memory is the planner's own.
+    """
+    return Scenario(
+        workers=tuple(_cost(profile, partition, workers, k) for k in range(workers.count)),
+        messages=tuple(_Messages(profile, partition).all()),
+        replicas=tuple(_replicas(profile, partition, schedule)),
+        links=workers.links,
+    )
+
+
+def _cost(profile: Profile, partition: Partition, workers: Workers, k: int) -> WorkerCost:
+    load = partition.loads[k]
+    update = load.update * workers.microbatches
+    backward = load.backward + load.weight + load.recompute
+    return WorkerCost(load.forward / 1e3, backward / 1e3, update / 1e3, static_bytes=load.memory)
+
+
+class _Messages:
+    """Sums up what travels between each two workers, by phases and by when it is made."""
+
+    def __init__(self, profile: Profile, partition: Partition) -> None:
+        self.profile = profile
+        self.cuts = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
+        self.recompute = partition.recompute
+        units = profile.units
+        self.forward = np.cumsum([0.0, *(u.forward_ms for u in units)])
+        self.found: dict[tuple[_Key, int], tuple[float, float, float]] = {}
+
+    def all(self) -> Iterator[Message]:
+        """Every message; activations and gradients stand in front of saved values on the same way."""
+        for value in self.profile.activations:
+            self._value(value, "F", True)
+        for value in self.profile.gradients:
+            self._value(value, "B", False)
+        yield from self._messages()
+        self.found = {}
+        self._saved()
+        yield from self._messages()
+
+    def _messages(self) -> Iterator[Message]:
+        for (way, _), (size, made, needed) in sorted(self.found.items()):
+            yield Message(*way, size, made, needed)
+
+    def _worker(self, unit: int, chain: str) -> int:
+        return bisect_right(self.cuts[chain], unit) - 1
+
+    def _share(self, worker: int, unit: int) -> float:
+        """The share of a worker's forward that is over when a unit begins."""
+        first, end = self.cuts["F"][worker : worker + 2]
+        whole = self.forward[end] - self.forward[first]
+        return float(np.clip((self.forward[unit] - self.forward[first]) / whole, 0.0, 1.0)) if whole else 0.0
+
+    def _save(self, source: int, target: int, size: float, made: float) -> None:
+        """Bytes that a forward saves for a backward elsewhere; to a worker behind they leave after the activations."""
+        self._add((source, "F", target, "B"), size, 1.0 if source < target else made)
+
+    def _add(self, key: _Key, size: float, made: float = 1.0, needed: float = 0.0) -> None:
+        if key[0] != key[2] and size:
+            part = key, int(made * PARTS)
+            before = self.found.get(part, (0.0, 0.0, 1.0))
+            self.found[part] = (before[0] + size, max(before[1], made), min(before[2], needed))
+
+    def _value(self, value: Value, chain: Phase, forward: bool) -> None:
+        source = self._worker(value.producer, chain)
+        made = self._share(source, value.producer + 1) if forward else 1.0
+        for target in {self._worker(reader, chain) for reader in value.readers}:
+            needed = 0.0
+            if forward:
+                first = min(r for r in value.readers if self._worker(r, chain) == target)
+                needed = self._share(target, first)
+            self._add((source, chain, target, chain), value.bytes, made, needed)
+
+    def _saved(self) -> None:
+        """Saved values, what is computed again needs, and gradients that W reads of B elsewhere."""
+        again = {(k, unit) for k, first, end in self.recompute for unit in range(first, end)}
+        for i, unit in enumerate(self.profile.units):
+            source = self._worker(i, "F")
+            backward, weight = self._worker(i, "B"), self._worker(i, "W")
+            of_b = 0.0 if (backward, i) in again else unit.saved_bytes - unit.weight_saved_bytes
+            of_w = unit.saved_bytes if unit.weight_ms and (weight, i) not in again else 0.0
+            made = self._share(source, i + 1)
+            if backward == weight:
+                self._save(source, backward, max(of_b, of_w), made)
+            else:
+                self._save(source, backward, of_b, made)
+                self._save(source, weight, of_w, made)
+                if unit.weight_ms:
+                    self._add((backward, "B", weight, "B"), unit.gradient_bytes)
+            for k in {backward, weight}:
+                if (k, i) in again:
+                    self._save(source, k, unit.fixed_bytes, made)
+        for k, first, _ in self.recompute:
+            self._entering(k, first)
+
+    def _entering(self, k: int, first: int) -> None:
+        """The activations that cross the start of a run which worker k computes again."""
+        for value in self.profile.activations:
+            if value.producer < first <= max(value.readers):
+                source = self._worker(value.producer, "F")
+                self._save(source, k, value.bytes, self._share(source, value.producer + 1))
+
+
+def _replicas(profile: Profile, partition: Partition, schedule: Schedule) -> Iterator[Replica]:
+    sizes: dict[tuple[int, int], float] = {}
+    phases: dict[tuple[int, int], set[Phase]] = {}
+    for i, unit in enumerate(profile.units):
+        if not unit.parameter_bytes:
+            continue
+        owner = _at(partition.weights, i)
+        readers: dict[int, set[Phase]] = {}
+        readers.setdefault(_at(partition.forward, i), set()).add("F")
+        readers.setdefault(_at(partition.backward, i), set()).add("B")
+        for reader, reads in readers.items():
+            if reader != owner:
+                sizes[owner, reader] = sizes.get((owner, reader), 0.0) + unit.parameter_bytes
+                phases.setdefault((owner, reader), set()).update(reads)
+    if not sizes:
+        return
+    versions = Versions(schedule)
+    for (owner, reader), size in sorted(sizes.items()):
+        lags = _lags(versions, owner, reader, sorted(phases[owner, reader]))
+        yield Replica(owner, reader, tuple(lags), size)
+
+
+def _lags(versions: Versions, owner: int, reader: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
+    for phase in phases:
+        yield phase, versions.lag(phase, reader, owner)
+
+
+def _at(cuts: Sequence[int], unit: int) -> int:
+    return bisect_right(cuts, unit) - 1

@@ -1,0 +1,75 @@
+"""What a simulation tells. Times are seconds from the start of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fxpipe.schedule.action import Action
+
+Kind = Literal["F", "B", "update"]
+
+
+class Span(NamedTuple):  # a tuple: a run has tens of thousands
+    """A worker busy without a break: an action between two waits, or the update at the end of one.
+
+    The last span of an action ends with it, and is of no length where the action ends with a wait.
+    """
+
+    kind: Kind
+    action: Action
+    start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """A message that occupies its direction of a link; it arrives the link's latency after `end`.
+
+    `action` is the one that sent it. Weights are sent by the backward that ends with their update.
+    """
+
+    src: int
+    dst: int
+    bytes: float
+    start: float
+    end: float
+    action: Action
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A finished run, from an empty pipeline to an empty pipeline.
+
+    Attributes:
+        spans: by worker, in order. Between them, and before the first, the worker waits.
+        transfers: every message, in order within each direction of a link.
+        finished: when worker 0 ended each minibatch.
+        seconds: the whole run.
+        seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, of
+            one repetition where they repeat themselves. Without a flush those behind which the pipeline empties do
+            not count; where fewer than two are left, as of workers + 1 for `async`, it is the mean of the whole run.
+        busy: each worker's seconds of compute, updates and copying.
+        waited: each worker's seconds of waiting before and between its actions and within them.
+        bubble: the share of the workers' time in the steady state in which they are not busy.
+        peak_bytes: each worker's memory at its fullest.
+    """
+
+    microbatches: int
+    spans: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Transfer, ...]
+    finished: tuple[float, ...]
+    seconds: float
+    seconds_per_minibatch: float
+    busy: tuple[float, ...]
+    waited: tuple[float, ...]
+    bubble: float
+    peak_bytes: tuple[float, ...]
+
+    @property
+    def workers(self) -> int:
+        return len(self.spans)
+
+    def samples_per_second(self, samples_per_minibatch: float) -> float:
+        """The throughput of the steady state; `inf` where nothing costs anything."""
+        seconds = self.seconds_per_minibatch
+        return samples_per_minibatch / seconds if seconds else float("inf")

@@ -1,0 +1,96 @@
+"""What a worker does within an action: a walk from point to point, compute before each, a message at each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from fxpipe.plan import Phase
+from fxpipe.planner.links import Links
+from fxpipe.simulator.channel import Channel, Direction
+from fxpipe.simulator.model import Message, Scenario
+
+
+class Point(NamedTuple):  # a tuple: read millions of times
+    """`seconds` of compute, then a message to send or to wait for, or the end of the action.
+
+    `lag` is that of a replica, −1 for a message of the microbatch itself.
+    """
+
+    seconds: float
+    channel: Channel | None = None
+    sends: bool = False
+    lag: int = -1
+
+
+class Outgoing(NamedTuple):
+    """Weights that a worker sends after its updates, up to the last version that anybody will read."""
+
+    channel: Channel
+    last: int
+
+
+@dataclass(frozen=True)
+class Script:
+    """One worker's part: its two actions, the update's seconds and what it sends after it."""
+
+    forward: tuple[Point, ...]
+    backward: tuple[Point, ...]
+    update: float
+    outgoing: tuple[Outgoing, ...]
+
+
+def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Script]:
+    """Every worker's script for one run, with channels in which nothing has been sent."""
+    directions: dict[tuple[int, int], Direction] = {}
+    steps: dict[tuple[int, Phase], list[_Step]] = {}
+    outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
+
+    def channel(src: int, dst: int, size: float, links: Links, count: int) -> Channel:
+        return Channel(src, dst, size, links, directions.setdefault((src, dst), Direction()), count)
+
+    for replica in scenario.replicas:
+        weights = channel(replica.owner, replica.reader, replica.bytes, scenario.links, minibatches)
+        weights.ready[0], weights.copied[0] = 0.0, True
+        outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - min(lag for _, lag in replica.reads)))
+        for phase, lag in replica.reads:
+            steps.setdefault((replica.reader, phase), []).append(_Step(0.0, Point(0.0, weights, False, lag)))
+    for m in (*scenario.messages, *tokens(scenario)):
+        value = channel(m.src, m.dst, m.bytes, scenario.links, microbatches * minibatches)
+        steps.setdefault((m.dst, m.dst_phase), []).append(_Step(m.needed, Point(0.0, value)))
+        steps.setdefault((m.src, m.src_phase), []).append(_Step(m.made, Point(0.0, value, True)))
+    return [
+        Script(
+            tuple(_walk(steps.get((worker, "F"), []), cost.forward)),
+            tuple(_walk(steps.get((worker, "B"), []), cost.backward)),
+            cost.update,
+            tuple(outgoing[worker]),
+        )
+        for worker, cost in enumerate(scenario.workers)
+    ]
+
+
+def tokens(scenario: Scenario) -> Iterator[Message]:
+    """Messages of no bytes where neighbours exchange nothing that would keep the pipeline's order."""
+    ordered = {(m.src, m.dst) for m in scenario.messages if m.src_phase == m.dst_phase}
+    for before, behind in pairwise(range(len(scenario.workers))):
+        if (before, behind) not in ordered:
+            yield Message(before, "F", behind, "F", 0.0)
+        if (behind, before) not in ordered:
+            yield Message(behind, "B", before, "B", 0.0)
+
+
+class _Step(NamedTuple):
+    share: float
+    point: Point
+
+
+def _walk(steps: list[_Step], seconds: float) -> Iterator[Point]:
+    """The points in order. Where a value is sent and another awaited, the other may be what it is made of."""
+    done = 0.0
+    for share, point in sorted(steps, key=lambda step: (step.share, step.point.sends)):
+        yield point._replace(seconds=(share - done) * seconds)
+        done = share
+    yield Point((1 - done) * seconds)

@@ -1,0 +1,175 @@
+"""Runs a schedule's rows against costs and links, each worker on a clock of its own.
+
+What a worker does depends on others only through the arrival of messages, and each direction of a link carries the
+messages of one worker in that worker's own order. So no clock is shared and no event queue is needed: a worker runs
+until it wants what nobody has sent yet, and is taken up again once that is sent, as in `schedule.order.play`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from math import isclose
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.order import Event, play, read
+from fxpipe.simulator.channel import Channel
+from fxpipe.simulator.model import Scenario
+from fxpipe.simulator.result import Simulation, Span, Transfer
+from fxpipe.simulator.script import Script, scripts
+
+
+def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simulation:
+    """Run `minibatches` minibatches, as the real runtime would. Linear in actions and messages.
+
+    Each worker runs its row strictly in order. An action computes up to the point where a message is needed, waits
+    for it, computes on, and sends what is made without waiting for anybody. A message leaves once its direction of
+    the link is free, occupies it for bytes ÷ bandwidth, and arrives the latency later. The processor of each end is
+    busy copying it: the sender's where it is sent; the receiver's where it is needed, or, if the receiver waits, in
+    the last part of that wait, while the message is on its way. Weights are waited for when an action begins.
+
+    Where no message runs from a worker's forward to its neighbour's, nor from a backward to the one before, a message
+    of no bytes keeps the pipeline's order.
+
+    Raises:
+        ScheduleError: the schedule is unlawful, deadlocks, or is for another number of workers.
+    """
+    workers = len(scenario.workers)
+    if schedule.workers != workers:
+        raise ScheduleError(f"the schedule has {schedule.workers} workers, the costs are those of {workers}")
+    if minibatches < 1:
+        raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
+    rows = read(schedule, minibatches)
+    run = _Run(scripts(scenario, schedule.microbatches, minibatches), schedule.microbatches)
+    run.run(rows)
+    if len(run.ends) < workers:
+        play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
+        raise AssertionError("a run that stops would stop with whole actions too")
+    ends = [run.ends[worker] for worker in range(workers)]
+    finished = {span.action.minibatch: span.end for span in run.spans[0] if span.kind != "F"}
+    period = _period(schedule, rows[0], list(finished.values()), max(ends))
+    working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
+    return Simulation(
+        microbatches=schedule.microbatches,
+        spans=tuple(tuple(spans) for spans in run.spans),
+        transfers=tuple(run.transfers),
+        finished=tuple(finished.values()),
+        seconds=max(ends),
+        seconds_per_minibatch=period,
+        busy=tuple(end - waited for end, waited in zip(ends, run.waited, strict=True)),
+        waited=tuple(run.waited),
+        bubble=1 - working / (workers * period) if period else 0.0,
+        peak_bytes=tuple(
+            cost.static_bytes + cost.saved_bytes * _in_flight(row) + cost.temporary_bytes
+            for cost, row in zip(scenario.workers, rows, strict=True)
+        ),
+    )
+
+
+class _Run:
+    """One simulation under way.
+
+    Attributes:
+        ends: by worker, when it has come to the end of its row.
+    """
+
+    def __init__(self, parts: Sequence[Script], microbatches: int) -> None:
+        self.parts = parts
+        self.microbatches = microbatches
+        self.spans: list[list[Span]] = [[] for _ in parts]
+        self.transfers: list[Transfer] = []
+        self.waited = [0.0 for _ in parts]
+        self.ends: dict[int, float] = {}
+        self._awake = list(reversed(range(len(parts))))
+
+    def run(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Run every worker until all have ended or none can go on."""
+        walks = [self._walk(worker, row) for worker, row in enumerate(rows)]
+        while self._awake:
+            next(walks[self._awake.pop()], None)
+
+    def _walk(self, worker: int, row: Sequence[Action]) -> Iterator[None]:
+        """A worker's way through its row; stops where it waits for what has not been sent."""
+        part, spans = self.parts[worker], self.spans[worker]
+        clock = 0.0
+        for action in row:
+            number = action.minibatch * self.microbatches + action.microbatch
+            begin = clock
+            for seconds, channel, sends, lag in part.forward if action.phase == "F" else part.backward:
+                clock += seconds
+                if channel is None:
+                    continue
+                if sends:
+                    clock = self._send(channel, number, clock, action)
+                    continue
+                wanted = number if lag < 0 else max(0, action.minibatch - lag)
+                if channel.ready[wanted] is None:
+                    channel.asleep = wanted
+                    yield
+                ready = channel.ready[wanted]
+                assert ready is not None
+                copy = 0.0 if channel.copied[wanted] else channel.copy
+                channel.copied[wanted] = True
+                if ready - copy > clock:
+                    if clock > begin:
+                        spans.append(Span(action.phase, action, begin, clock))
+                    begin = ready - copy
+                    self.waited[worker] += begin - clock
+                    clock = begin
+                clock += copy
+            spans.append(Span(action.phase, action, begin, clock))  # of no length too: every action has its end
+            if action.phase == "B" and action.microbatch == self.microbatches - 1:
+                clock = self._update(worker, action, clock)
+        self.ends[worker] = clock
+
+    def _update(self, worker: int, action: Action, begin: float) -> float:
+        """The update that ends a minibatch, and its weights on their way: when it is over."""
+        clock = begin + self.parts[worker].update
+        for weights in self.parts[worker].outgoing:
+            if action.minibatch < weights.last:
+                clock = self._send(weights.channel, action.minibatch + 1, clock, action)
+        if clock > begin:
+            self.spans[worker].append(Span("update", action, begin, clock))
+        return clock
+
+    def _send(self, channel: Channel, number: int, clock: float, action: Action) -> float:
+        """Send a message, wake its receiver; when the sender can go on."""
+        start, end = channel.send(number, clock)
+        if channel.bytes:
+            self.transfers.append(Transfer(channel.src, channel.dst, channel.bytes, start, end, action))
+        if channel.asleep == number:
+            channel.asleep = -1
+            self._awake.append(channel.dst)
+        return clock + channel.copy
+
+
+def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) -> Iterator[Event]:
+    """Whole actions that an action waits for, besides the pipeline's own order."""
+    for m in scenario.messages:
+        if (m.dst, m.dst_phase) == (worker, action.phase):
+            yield m.src, Action(m.src_phase, action.minibatch, action.microbatch)
+    for replica in scenario.replicas:
+        for phase, lag in replica.reads:
+            if (replica.reader, phase) == (worker, action.phase) and action.minibatch > lag:
+                yield replica.owner, Action("B", action.minibatch - lag - 1, schedule.microbatches - 1)
+
+
+def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float], seconds: float) -> float:
+    """`Simulation.seconds_per_minibatch`, from worker 0's row and its minibatches' ends."""
+    last = len(finished) - 1
+    if not schedule.synchronous:  # once nothing enters the pipeline, what is in it goes faster or slower
+        entered = max(place for place, action in enumerate(row) if action.phase == "F")
+        final = schedule.microbatches - 1
+        last = sum(action.phase == "B" and action.microbatch == final for action in row[:entered]) - 1
+    gaps = [b - a for a, b in pairwise(finished[last // 2 : last + 1])] if last > 0 else [seconds / len(finished)]
+    for length in range(1, len(gaps) // 2 + 1):  # a cycle over several workers comes round once in as many minibatches
+        if all(isclose(a, b, rel_tol=1e-6) for a, b in zip(gaps, gaps[length:], strict=False)):
+            return sum(gaps[:length]) / length
+    return sum(gaps) / len(gaps)
+
+
+def _in_flight(row: Iterable[Action]) -> int:
+    """The most microbatches whose forward has begun and whose backward is not over."""
+    return max(accumulate(1 if action.phase == "F" else -1 for action in row))

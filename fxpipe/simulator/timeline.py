@@ -1,0 +1,86 @@
+"""A simulation as something to look at: in Perfetto, or on a terminal."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any
+
+from fxpipe.simulator.result import Simulation, Span
+
+_FORWARD, _BACKWARD = "0123456789", "abcdefghij"
+_UPDATE, _WAITS = "*", "."
+
+
+def chrome_trace(simulation: Simulation) -> dict[str, Any]:
+    """The run in the Trace Event format, ready for `json.dump`; ui.perfetto.dev and chrome://tracing read it.
+
+    A process a worker; in it a thread of its actions and updates and a thread for each worker that it sends to, since
+    messages to several may be under way at once. What takes no time on a link is left out.
+    """
+    events = []
+    for worker, spans in enumerate(simulation.spans):
+        events += [_named("process_name", worker, 0, f"worker {worker}"), _named("thread_name", worker, 0, "compute")]
+        events.append({"ph": "M", "name": "process_sort_index", "pid": worker, "args": {"sort_index": worker}})
+        events += [_event(_title(span), span.kind, worker, 0, span.start, span.end) for span in spans]
+    sent = [transfer for transfer in simulation.transfers if transfer.end > transfer.start]
+    for src, dst in sorted({(transfer.src, transfer.dst) for transfer in sent}):
+        events.append(_named("thread_name", src, 1 + dst, f"to worker {dst}"))
+    for t in sent:
+        event = _event(f"{t.action} to worker {t.dst}", "message", t.src, 1 + t.dst, t.start, t.end)
+        events.append({**event, "args": {"bytes": t.bytes}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def picture(simulation: Simulation, width: int = 100, begin: float = 0.0, end: float | None = None) -> str:
+    """The seconds from `begin` to `end`, by default the whole run, as a row of `width` columns for each worker.
+
+        worker 0: 01...aabb
+        worker 1: .0aa1bb
+
+    A column shows what the worker does in the middle of its time: a digit is a forward, a letter a backward, of the
+    microbatch with that number's last digit (a: 0); `*` is an update, `.` waits. The last line says so.
+    """
+    end = simulation.seconds if end is None else end
+    column = (end - begin) / width
+    times = [begin + (i + 0.5) * column for i in range(width)]
+    number = len(str(simulation.workers - 1))
+    lines = [
+        f"worker {worker:>{number}}: {''.join(_row(simulation, worker, times))}".rstrip()
+        for worker in range(simulation.workers)
+    ]
+    key = f"{_FORWARD[0]}-{_FORWARD[-1]} forward, {_BACKWARD[0]}-{_BACKWARD[-1]} backward, {_UPDATE} update"
+    return "\n".join([*lines, f"{key}, {_WAITS} waits; a column is {column:.3g} s"])
+
+
+def _row(simulation: Simulation, worker: int, times: list[float]) -> Iterator[str]:
+    spans = simulation.spans[worker]
+    starts = [span.start for span in spans]
+    for time in times:
+        place = bisect_right(starts, time) - 1
+        if place >= 0 and time < spans[place].end:
+            yield _letter(simulation, spans[place])
+        else:
+            yield _WAITS if time < spans[-1].end else " "
+
+
+def _letter(simulation: Simulation, span: Span) -> str:
+    if span.kind == "update":
+        return _UPDATE
+    number = span.action.minibatch * simulation.microbatches + span.action.microbatch
+    return (_FORWARD if span.kind == "F" else _BACKWARD)[number % 10]
+
+
+def _title(span: Span) -> str:
+    return f"update {span.action.minibatch}" if span.kind == "update" else str(span.action)
+
+
+def _event(name: str, kind: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
+    # Whole nanoseconds: what does not overlap stays so, which sums of fractions of a microsecond do not promise.
+    first, last = round(start * 1e9), round(end * 1e9)
+    times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
+    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread, **times}
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,0 +1,282 @@
+"""How long every stage of a build takes, measured: the emitted code, worker by worker, alone, as a run would run it.
+
+The node costs that chose the cuts come from the program before it was cut. What is measured here has what the runtime
+adds: predicted weights, kept copies, sums of gradients, the update, the packing of replicas. Messages are not in it:
+what a worker receives was computed once beforehand and lies ready, and what it sends goes nowhere.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.batch import Splitter
+from fxpipe.optimizer_costs import STILL, quartile
+from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, Phase, Plan
+from fxpipe.runtime.assembly import Recipe, choose, open_worker
+from fxpipe.runtime.demand import PHASES, Demand
+from fxpipe.runtime.layout import Layout, Pack
+from fxpipe.runtime.loaded_stage import load_stage
+from fxpipe.runtime.local_run import threads as worker_threads
+from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.weights import MakeOptimizer, WeightStore
+from fxpipe.task import default_optimizer
+
+if TYPE_CHECKING:
+    from fxpipe.build import Build
+
+BUDGET = 2.0
+"""Seconds that measuring may take for all workers together, once each has made `LEAST` minibatches."""
+
+LEAST, MOST = 3, 50
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One worker's times, in seconds.
+
+    Attributes:
+        forward, backward: of one microbatch: the mean over a minibatch's, the lower quartile over minibatches, since
+            what else the machine does only ever adds.
+        update: once a minibatch, behind its last backward: kept copies, the optimizer's step, replicas packed.
+        nodes: the sums of the node costs of its forward and its backward, where the build has them.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    nodes: tuple[float, float] | None = None
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> StageTime:
+        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
+        return StageTime(row["forward"], row["backward"], row["update"], row["nodes"] and tuple(row["nodes"]))
+
+    @property
+    def correction(self) -> float | None:
+        """Forward and backward as measured, over the sum of their node costs; None where these are not known."""
+        if self.nodes is None or not sum(self.nodes):
+            return None
+        return (self.forward + self.backward) / sum(self.nodes)
+
+
+def measure_stages(
+    build: Build,
+    batch: Any,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    threads: int | None = None,
+    repeats: int | None = None,
+    schedule: str | None = None,
+    policy: str | None = None,
+) -> tuple[StageTime, ...]:
+    """Each worker's times, in this process; the build and the random state stay as they are.
+
+    One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline.
+
+    Args:
+        batch: one whole minibatch.
+        optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
+        threads: CPU threads of one worker; by default its share of the cores, as in a run.
+        repeats: minibatches that are measured; by default 3 to 50, as `BUDGET` allows.
+        schedule, policy: the build's own where None.
+
+    Raises:
+        BatchError: the batch does not fit the build.
+        RunError: a stage failed.
+    """
+    plan = build.plan
+    device = torch.device(plan.device)
+    recipe = choose(plan, schedule, policy)
+    leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)(batch, 0)
+    cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with (
+        tempfile.TemporaryDirectory(prefix="fxpipe_build_") as temporary,
+        worker_threads(threads, plan.workers),
+        torch.random.fork_rng(cuda),
+        torch.no_grad(),
+    ):
+        folder = build.folder
+        if folder is None:
+            folder = Path(temporary) / "build"
+            build.save(folder)
+        rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
+        weights = {name: build.tensors[row.name] for row in rows for name in row.names}
+        values = _messages(plan, folder, weights, leaves[0], device)
+        found = []
+        for rank in range(plan.workers):
+            transport = _Ready(plan, rank, recipe.demand, values, weights, device)
+            made = optimizer or default_optimizer
+            worker = _Worker(plan, folder, rank, recipe, transport, made, device)
+            found.append(worker.measure(leaves, repeats, _nodes(build, rank)))
+    return tuple(found)
+
+
+def _nodes(build: Build, rank: int) -> tuple[float, float] | None:
+    if not build.workers:
+        return None
+    row = build.workers[rank]
+    return row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3
+
+
+class _Box:
+    """The `comm` of stages that run one after the other: keeps every value."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def send(self, name: str, value: Tensor) -> None:
+        self.values[name] = value
+
+    def recv(self, name: str) -> Tensor:
+        return self.values[name]
+
+
+def _messages(
+    plan: Plan, folder: Path, weights: Mapping[str, Tensor], leaves: Sequence[Any], device: torch.device
+) -> dict[str, Tensor]:
+    """What travels along every edge for the first microbatch, by the edge's name."""
+    stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+    batch = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
+    box = _Box()
+
+    def tensors(names: Sequence[str]) -> list[Tensor]:
+        return [weights[name].to(device) for name in names]
+
+    kept = []
+    for stage, spec in zip(stages, plan.stages, strict=True):
+        part = spec.forward
+        given = [batch[name] for name in part.batch]
+        kept.append(stage.forward(tensors(part.weights), tensors(part.buffers), given, box)[2])
+    for stage, spec in reversed(list(zip(stages, plan.stages, strict=True))):
+        stage.backward(tensors(spec.backward.weights), tensors(spec.backward.buffers), kept.pop(), box)
+    return box.values
+
+
+class _Ready(Transport):
+    """A transport on which everything has arrived: values as they were computed once, replicas of initial weights."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        demand: Demand,
+        values: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.worker = worker
+        self.demand = demand
+        self.values = values
+        self.weights = weights
+        self.device = device
+        self.layouts = {e.name: Layout(e.tensor, e.name) for e in plan.edges if worker in (e.src, e.dst)}
+        self._blocks: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+
+    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
+        layout = self.layouts[edge.name]
+        layout.flat(layout(value))  # what every transport does before the message goes
+
+    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
+        # New memory, as from the wire: gradients may be summed in place. The executor takes this time for waiting.
+        return self.layouts[edge.name].empty(self.device).copy_(self.values[edge.name])
+
+    def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
+        pass
+
+    def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
+        messages = self.demand.messages(owner, self.worker, version, 0, None)
+        names = next(m.names for m in messages if m.ahead == ahead)
+        if (owner, names) not in self._blocks:
+            pack = Pack([self.demand.parameters[name].tensor for name in names])
+            self._blocks[owner, names] = pack.pack([self.weights[name].to(self.device) for name in names])
+        return self._blocks[owner, names]
+
+
+class _Worker:
+    """One worker, running alone."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        rank: int,
+        recipe: Recipe,
+        transport: Transport,
+        optimizer: MakeOptimizer,
+        device: torch.device,
+    ) -> None:
+        def still(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+            made = optimizer(named)
+            for group in made.param_groups:
+                if "lr" in group:
+                    group["lr"] = group["lr"] * STILL
+            return made
+
+        self.plan = plan
+        self.recipe = recipe
+        self.rank = rank
+        self.cuda = device.type == "cuda"
+        self.executor = open_worker(plan, folder, rank, recipe, transport, still, device=device)
+        self.updates: list[float] = []
+        self._watch(self.executor.store)
+
+    def measure(
+        self, leaves: Sequence[tuple[Any, ...]], repeats: int | None, nodes: tuple[float, float] | None
+    ) -> StageTime:
+        """Run its schedule until enough minibatches are measured."""
+        executor, plan = self.executor, self.plan
+        executor.store.begin(0)
+        warm = plan.workers + 1  # from here on the pipeline is full, and every kind of weights has been read
+        spent: dict[tuple[Phase, int], float] = defaultdict(float)
+        updates: list[float] = []
+        begin = perf_counter()
+        for action in self.recipe.schedule.actions(self.rank):
+            if action.minibatch < warm:
+                begin = perf_counter()
+            executor.expect(action)
+            first = self.rank == 0 and action.phase == "F"
+            waited, before = executor.times.waited, self._now()
+            executor.execute(action, leaves[action.microbatch] if first else None)
+            seconds = self._now() - before - (executor.times.waited - waited)
+            update = self.updates.pop() if self.updates else 0.0
+            if action.minibatch < warm:
+                continue
+            spent[action.phase, action.minibatch] += seconds - update
+            if action.phase == "B" and action.microbatch == plan.microbatches - 1:
+                updates.append(update)
+                if self._enough(len(updates), perf_counter() - begin, repeats):
+                    break
+        done = range(warm, warm + len(updates))
+        spans = {phase: [spent[phase, minibatch] / plan.microbatches for minibatch in done] for phase in PHASES}
+        return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates), nodes)
+
+    def _enough(self, done: int, seconds: float, repeats: int | None) -> bool:
+        if repeats is not None:
+            return done >= repeats
+        return done >= MOST or (done >= LEAST and seconds > BUDGET / self.plan.workers)
+
+    def _watch(self, store: WeightStore) -> None:
+        """Note the seconds of every update: for the executor they are part of the backward."""
+        update = store.update
+
+        def timed(minibatch: int) -> None:
+            before = self._now()
+            update(minibatch)
+            self.updates.append(self._now() - before)
+
+        store.update = timed  # type: ignore[method-assign]
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was asked to."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return perf_counter()

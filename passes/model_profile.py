@@ -1,0 +1,104 @@
+"""A model's profile: captured, measured or computed, unit by unit, without a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.profile import profile_of
+from fxpipe.passes.split_backward import SplitBackward
+from fxpipe.passes.units import Units
+from torch import nn
+
+from fxpipe.batch import split
+from fxpipe.optimizer_costs import optimizer_bytes, update_seconds_per_byte
+from fxpipe.planner.device import CPU, Device
+from fxpipe.planner.profile import Profile
+from fxpipe.program import Program
+from fxpipe.runtime.local_run import threads as worker_threads
+from fxpipe.runtime.weights import MakeOptimizer
+from fxpipe.task import default_optimizer
+from fxpipe.tracing import Loss, capture
+from fxpipe.transform import run_passes
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What a model's units cost a microbatch.
+
+    Attributes:
+        whole: for cuts that leave W with B.
+        apart: for three-way cuts: operators that make input and weight gradients in one call are split in two. The
+            same as `whole` where the model has none.
+        microbatches: of a minibatch.
+        samples: of a minibatch.
+        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
+        device: 'cpu' or 'cuda'.
+    """
+
+    whole: Profile
+    apart: Profile
+    microbatches: int
+    samples: int
+    optimizer_bytes: float
+    device: str
+
+
+def profile_model(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    workers: int = 1,
+    microbatches: int = 1,
+    autocast: str | None = None,
+    optimizer: MakeOptimizer = default_optimizer,
+    cost: Literal["measured", "analytic"] = "measured",
+    device: Device | None = None,
+    threads: int | None = None,
+    three_way: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> ModelProfile:
+    """Capture the step and cost it; nothing is cut or written.
+
+    Args:
+        batch: one whole minibatch.
+        workers: how many will share this machine's cores, for the threads of each.
+        optimizer: as for a run; its update is timed, its state weighed.
+        device: what analytic costs are computed for.
+        three_way: whether `apart` is wanted; else it is `whole`.
+        say: is told what is being done.
+
+    Raises:
+        FxpipeError: the step cannot be captured, or fails.
+    """
+    say("capturing")
+    program = capture(model, loss, split(batch, microbatches)[0], autocast=autocast)
+    program = run_passes(program, [Fold()], ())
+    split_up = run_passes(program, [SplitBackward()], ()) if three_way else program
+    with worker_threads(threads, workers):
+        costing = Cost(cost, threads=threads, device=device or CPU)
+        named = trained(program)
+        rate = 0.0
+        state = optimizer_bytes(named, optimizer)
+        if cost == "measured":
+            rate = update_seconds_per_byte(named, optimizer)
+        else:  # reads weight, gradient and state, writes weight and state
+            rate = (3.0 + 2.0 * state) / (device or CPU).bandwidth
+        say("costing the step")
+        whole = profile_of(run_passes(program, [Units(), costing], ()), rate)
+        apart = whole
+        if len(list(split_up)) != len(list(program)):
+            say("costing the step with split backward operators")
+            apart = profile_of(run_passes(split_up, [Units(), costing], ()), rate)
+    first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
+    samples = (first.shape[0] if first.shape else 1) * microbatches
+    return ModelProfile(whole, apart, microbatches, samples, state, program.device)
+
+
+def trained(program: Program) -> list[tuple[str, Any]]:
+    """The trained parameters, under their first names."""
+    return [(p.names[0], program.values[p.node]) for p in program.parameters if p.trained]

@@ -1,0 +1,94 @@
+"""split_backward: an operator that makes input and weight gradients in one call makes them in two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpipe.program import INFO, Level, Program, info, value
+from fxpipe.transform import Pass
+
+aten = torch.ops.aten
+_INPUT, _WEIGHT, _MASK = 1, 2, 10  # arguments of convolution_backward
+
+
+@dataclass(frozen=True)
+class SplitBackward(Pass):
+    """Split the backward of every convolution, so that its weight gradient can be placed apart (W).
+
+    Both calls give the bits of the one: PyTorch computes the two gradients by kernels of their own in any case. Of
+    the tensor whose gradient it makes a call reads the layout alone, so it gets an empty stand-in: the input's
+    gradient must not need the saved input, nor the weight's gradient the weight.
+
+    Before:                                                     After:
+        both = convolution_backward(dy, x, w, …, [True] * 3)        like_x = empty_strided([8, 3, 9, 9], …)
+        dx = both[0]                                                one = convolution_backward(dy, like_x, w, …,
+        dw = both[1]                                                                           [True, False, False])
+                                                                    dx = one[0]
+                                                                    like_w = empty_strided([4, 3, 3, 3], …)
+                                                                    two = convolution_backward(dy, x, like_w, …,
+                                                                                               [False, True, True])
+                                                                    dw = two[1]
+    """
+
+    name: ClassVar[str] = "split_backward"
+    requires: ClassVar[Level] = Level.CAPTURED
+    provides: ClassVar[Level] = Level.CAPTURED
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy()
+        for node in list(program):
+            if node.target is aten.convolution_backward.default and info(node).phase == "B":
+                _split(program.graph, node)
+        return program
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    parts = {
+        _Half("input", _INPUT, (True, False, False)): [n for n in node.users if n.args[1] == 0],
+        _Half("weight", _WEIGHT, (False, True, True)): [n for n in node.users if n.args[1] != 0],
+    }
+    if not all(parts.values()):
+        return  # it makes one kind alone, as the first convolution of a model does
+    for half, elements in parts.items():
+        made = half.make(graph, node)
+        for element in reversed(elements):
+            element.replace_input_with(node, made)
+            made.append(element)  # here, so that the input's gradient can go before the weight's is made
+    graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One of the two calls: which argument is only stood in for, and which gradients it makes."""
+
+    name: str
+    stands_in: int
+    makes: tuple[bool, bool, bool]
+
+    def make(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """The call, before `node`."""
+        whole, mask = node.args[self.stands_in], node.args[_MASK]
+        assert isinstance(whole, fx.Node)
+        assert isinstance(mask, Sequence)
+        like, wanted = value(whole), [bool(m) and k for m, k in zip(mask, self.makes, strict=True)]
+        layout = (list(like.shape), list(like.stride()))
+        options = {"dtype": like.dtype, "device": torch.device(like.device.type)}
+        with graph.inserting_before(node):
+            empty = graph.create_node(
+                "call_function", aten.empty_strided.default, layout, options, name=f"{node.name}_like_{self.name}"
+            )
+            made = graph.create_node(
+                "call_function", node.target, node.args, dict(node.kwargs), name=f"{node.name}_{self.name}"
+            )
+        made.update_arg(self.stands_in, empty)
+        made.update_arg(_MASK, wanted)
+        results = tuple(v if k else None for v, k in zip(value(node), wanted, strict=True))
+        for new, val in ((empty, like), (made, results)):
+            new.meta = {**node.meta, "val": val, INFO: copy.copy(node.meta[INFO])}
+        return made

@@ -1,0 +1,285 @@
+"""cost: measured times add up to the whole, known ones are not measured again, computed ones follow the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import captured
+from fxpipe.passes import clock, cost
+from fxpipe.passes.clock import again, measure
+from fxpipe.passes.cost import Cost, analytic_seconds
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
+from small_models import CASES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import CaptureError
+from fxpipe.measured_costs import MeasuredCosts
+from fxpipe.planner.device import CPU, Device
+from fxpipe.program import Program, info
+from fxpipe.transform import run_passes
+
+aten = torch.ops.aten
+
+
+def folded(name: str) -> Program:
+    return run_passes(captured(name)[2], [Fold(), Units()])
+
+
+def made(model: nn.Module, step: Callable[[nn.Module, Any], Tensor], batch: Any, **options: Any) -> Program:
+    return run_passes(fxpipe.capture(model, step, batch, **options), [Fold(), Units()])
+
+
+def phase_sums(program: Program, seconds: dict[str, float]) -> dict[str, float]:
+    return {p: sum(seconds[n.name] for n in program if info(n).phase == p) for p in ("F", "B")}
+
+
+class TickTock:
+    """A clock that goes on by one second whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+SEEN: list[tuple[str, Any]] = []
+
+
+def slow_tanh(x: Tensor) -> Tensor:
+    time.sleep(0.05)
+    return aten.tanh.default(x)
+
+
+def watched_tanh(x: Tensor) -> Tensor:
+    result = aten.tanh.default(x)
+    SEEN.append(("made", weakref.ref(result)))
+    return result
+
+
+def counting_view(x: Tensor, shape: list[int]) -> Tensor:
+    """Notes how many values of `watched_tanh` are alive."""
+    SEEN.append(("alive", sum(made() is not None for kind, made in SEEN if kind == "made")))
+    return aten.view.default(x, shape)
+
+
+def two_layers() -> Program:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return made(model, lambda m, x: m(x).square().mean(), torch.randn(8, 4))
+
+
+def test_nodes_are_scaled_to_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks at this clock lies a second: a plain phase takes one, and so does each node between ticks."""
+    monkeypatch.setattr(clock, "perf_counter", TickTock())
+    program = folded("gpt")
+    seconds, ratios = measure(program, repeats=3)
+    counts = {p: sum(info(n).phase == p for n in program) for p in ("F", "B")}
+    assert min(counts.values()) > 50
+    assert ratios == pytest.approx({p: 1 / n for p, n in counts.items()})
+    assert phase_sums(program, seconds) == pytest.approx({"F": 1.0, "B": 1.0})
+    assert len(set(seconds.values())) == 2
+
+
+def test_disturbed_runs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "perf_counter", TickTock())
+    run, runs = clock._run, iter(range(100))
+
+    def disturbed(*arguments: Any) -> Any:
+        times = run(*arguments)
+        return [[t * 1000 for t in row] for row in times] if next(runs) in (2, 3, 4) else times
+
+    monkeypatch.setattr(clock, "_run", disturbed)
+    program = folded("function")
+    assert phase_sums(program, measure(program, repeats=3)[0]) == pytest.approx({"F": 1.0, "B": 1.0})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_node_of_every_program_is_measured(name: str) -> None:
+    program = folded(name)
+    seconds, ratios = measure(program, repeats=1)
+    assert seconds.keys() == {n.name for n in program}
+    assert min(seconds.values()) > 0
+    assert set(ratios) == {"F", "B"}
+
+
+def test_a_slow_node_is_found() -> None:
+    program = two_layers()
+    (node,) = (n for n in program if n.target is aten.tanh.default)
+    node.target = slow_tanh
+    seconds, _ = measure(program, repeats=3)
+    assert max(seconds, key=seconds.__getitem__) == node.name
+    assert 0.04 < seconds[node.name] < 2.0
+
+
+@pytest.mark.parametrize(
+    ("done", "spent", "more"),
+    [
+        (0, 0.0, True),
+        (2, 5.0, True),
+        (3, 0.1, True),
+        (3, 1.6, False),
+        (99, 1.0, True),
+        (100, 1.0, False),
+        (1, 19.0, True),
+        (1, 21.0, False),
+        (2, 41.0, False),
+    ],
+)
+def test_how_often_a_step_is_run(done: int, spent: float, more: bool) -> None:
+    assert again(done, spent) is more
+
+
+def test_measuring_leaves_threads_random_numbers_and_values_alone() -> None:
+    program = folded("gpt-dropout")
+    torch.manual_seed(3)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    values = {name: value.clone() for name, value in program.values.items()}
+    measure(program, threads=threads + 1, repeats=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(program.values[name], value) for name, value in values.items())
+
+
+def test_backward_lets_go_of_what_it_has_used() -> None:
+    """Else a backward's new values would never find the memory of old ones, as they do in an emitted stage."""
+    program = two_layers()
+    (node,) = (n for n in program if n.target is aten.tanh.default)
+    node.target = watched_tanh
+    last = [n for n in program if info(n).phase == "B"][-1]
+    assert last.target is aten.view.default
+    last.target = counting_view
+    SEEN.clear()
+    measure(program, repeats=1)
+    assert [kind for kind, _ in SEEN].count("alive") == 4, "twice as it is and twice with ticks"
+    assert [reference for kind, reference in SEEN if kind == "alive"] == [0] * 4
+
+
+def test_a_ratio_far_from_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folded("function")
+    even = dict.fromkeys([n.name for n in program], 1e-3)
+    monkeypatch.setattr(cost, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}))
+    (warning,) = Cost()(program).warnings
+    assert warning.startswith("the times of backward's nodes add up to 0.50 times what it takes as a whole")
+
+
+def test_a_step_that_does_not_fit_the_device() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum() * torch.ones(1 << 50, dtype=torch.float64).sum()
+
+    program = made(nn.Linear(2, 2), step, torch.ones(1, 2))
+    with pytest.raises(CaptureError, match="the whole step does not fit this device") as caught:
+        Cost()(program)
+    assert "--cost analytic" in str(caught.value)
+    assert "test_cost.py" in str(caught.value)
+
+
+class Recording:
+    """What `keep` was told."""
+
+    def __init__(self) -> None:
+        self.found: list[MeasuredCosts] = []
+
+    def __call__(self, costs: MeasuredCosts) -> None:
+        self.found.append(costs)
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("measured again")
+
+
+def test_known_costs_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, path, first, second = folded("function"), tmp_path / "node_costs.json", Recording(), Recording()
+    measured = Cost(repeats=1, known=path, keep=first)(program)
+    first.found[0] = dataclasses.replace(first.found[0], ratios={"F": 1.0, "B": 0.9})
+    path.write_text(first.found[0].to_json())
+    monkeypatch.setattr(cost, "measure", never)
+    known = Cost(known=path, keep=second)(program)
+    assert second.found == first.found
+    assert [info(n).seconds for n in known] == [info(n).seconds for n in measured]
+    with pytest.raises(AssertionError, match="measured again"):
+        Cost(known=path, threads=7)(program)
+    with pytest.raises(AssertionError, match="measured again"):
+        Cost(known=path)(folded("dict"))
+
+
+def test_doubtful_costs_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, path, keep = folded("function"), tmp_path / "node_costs.json", Recording()
+    Cost(repeats=1, keep=keep)(program)
+    path.write_text(dataclasses.replace(keep.found[0], ratios={"F": 1.0, "B": 2.0}).to_json())
+    monkeypatch.setattr(cost, "measure", never)
+    with pytest.raises(AssertionError, match="measured again"):
+        Cost(known=path)(program)
+
+
+def test_a_corrupt_file_costs_a_warning(tmp_path: Path) -> None:
+    path, keep = tmp_path / "node_costs.json", Recording()
+    path.write_text("{")
+    costed = Cost(repeats=1, known=path, keep=keep)(folded("function"))
+    assert costed.warnings[0].startswith("the measured costs cannot be read: ")
+    assert costed.warnings[0].endswith(f"({path}); they are measured again")
+    assert len(keep.found) == 1
+
+
+def test_analytic_costs_are_not_kept() -> None:
+    keep = Recording()
+    Cost("analytic", keep=keep)(folded("function"))
+    assert keep.found == []
+
+
+def analytic(program: Program, device: Device, operator: str) -> list[float]:
+    found = [analytic_seconds(n, device) for n in program if str(n.target).startswith(f"aten.{operator}.")]
+    assert found, operator
+    return found
+
+
+def test_a_product_costs_its_flops() -> None:
+    program = made(nn.Linear(32, 16, bias=False), lambda m, x: m(x).sum(), torch.randn(8, 32))
+    busy = Device("busy", 1.0, float("inf"), launch=0.5)
+    assert analytic(program, busy, "mm")[0] == 2 * 8 * 32 * 16 + 0.5
+    slow = Device("slow", float("inf"), 1.0, launch=0.5)
+    assert analytic(program, slow, "mm")[0] == 4 * (8 * 32 + 32 * 16 + 8 * 16) + 0.5
+    assert analytic(program, slow, "t") == [0.0] * len(analytic(program, slow, "t")), "views are free"
+    assert info(next(iter(Cost("analytic", device=busy)(program)))).seconds is not None
+
+
+def test_flops_are_counted_in_their_dtype() -> None:
+    device = Device("d", {"float32": 1.0, "bfloat16": 4.0}, float("inf"), launch=0.0)
+    model, batch = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
+    full = made(model, lambda m, x: m(x).sum(), batch)
+    half = made(model, lambda m, x: m(x).sum(), batch, autocast="bf16")
+    assert analytic(full, device, "mm")[0] == 4 * analytic(half, device, "mm")[0]
+
+
+def test_attention_traced_on_a_cpu_costs_flops() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        q = model(x).view(2, 64, 4, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+
+    program = made(nn.Linear(32, 32), step, torch.randn(2, 64, 32))
+    device = Device("busy", 1.0, float("inf"), launch=0.0)
+    forward = analytic(program, device, "_scaled_dot_product_flash_attention_for_cpu")
+    backward = analytic(program, device, "_scaled_dot_product_flash_attention_for_cpu_backward")
+    assert forward == [4.0 * 2 * 4 * 64 * 64 * 8]
+    assert backward == [2.5 * forward[0]]
+
+
+def test_an_embedding_reads_the_rows_it_gives() -> None:
+    program = made(nn.Embedding(10_000, 8), lambda m, x: m(x).sum(), torch.arange(16))
+    device = Device("slow", float("inf"), 1.0, launch=0.0)
+    assert analytic(program, device, "embedding") == [2 * 16 * 8 * 4 + 16 * 8]
+
+
+def test_the_default_device_is_one_core() -> None:
+    program = folded("gpt")
+    assert [info(n).seconds for n in Cost("analytic")(program)] == [analytic_seconds(n, CPU) for n in program]

@@ -1,0 +1,109 @@
+"""Cuts by position: forward, backward and weight gradients apart, with parts that are empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cached import captured, lowered
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.cut import Cut
+from random_cuts import numbered, random_cuts
+from small_models import CASES
+
+from fxpipe.errors import CutError
+from fxpipe.program import Cuts, info
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ({"forward": (0, 3, 9), "backward": (0, 9)}, "every kind needs one position more than there are workers"),
+        ({"forward": (), "backward": ()}, "every kind needs one position more than there are workers"),
+        ({"forward": (1, 3, 9), "backward": (0, 3, 9)}, "must start with 0, never fall, and end with 9 units"),
+        ({"forward": (0, 3, 9), "backward": (0, 3, 8)}, "must start with 0, never fall, and end with 9 units"),
+        ({"forward": (0, 5, 3, 9), "backward": (0, 3, 5, 9)}, "forward cuts .* never fall"),
+        (
+            {"forward": (0, 3, 9), "backward": (0, 4, 9), "weights": (0, 3, 9)},
+            "weight gradients of unit 3 lie on worker 1, behind their backward on worker 0",
+        ),
+        ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((2, 3, 4),)}, "recomputed on worker 2"),
+        ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((1, 3, 10),)}, "there are 2 workers and 9 units"),
+    ],
+)
+def test_cuts_that_make_no_sense_are_refused(cuts: dict[str, Any], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        Cuts(**cuts)
+
+
+def test_without_cuts_of_their_own_weight_gradients_go_with_backward() -> None:
+    assert Cuts((0, 3, 9), (0, 4, 9)).weights == (0, 4, 9)
+    plan = lowered("gpt", forward_at=[captured("gpt")[0].paths[2]]).plan
+    assert all(stage.weight_units == stage.backward_units for stage in plan.stages)
+
+
+def test_cuts_for_another_program_are_refused() -> None:
+    program = Cost("analytic")(numbered("function"))
+    count = len(program.units)
+    cuts = Cuts((0, 3, count), (0, 3, count))
+    with pytest.raises(CutError, match="for 2 workers and"):
+        Cut(3, cuts=cuts)(program)
+    with pytest.raises(CutError, match=f"2 workers and {count - 1} units, the step for 2 and {count}"):
+        Cut(2, cuts=Cuts((0, 3, count - 1), (0, 3, count - 1)))(program)
+
+
+def test_given_cuts_may_not_part_a_buffer_from_its_update() -> None:
+    program = Cost("analytic")(numbered("conv"))
+    # Each batch norm has statistics of its own: let the last one read the first one's.
+    first, middle, *_, last = (program.placeholders[b.node] for b in program.buffers if "running_mean" in b.node)
+    between = info(next(iter(middle.users))).unit
+    next(iter(last.users)).replace_input_with(last, first)
+    count = len(program.units)
+    with pytest.raises(CutError, match=f"parts the readers of buffer {first.name}"):
+        Cut(2, cuts=Cuts((0, between, count), (0, between, count)))(program)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_node_lies_where_the_cuts_say(name: str) -> None:
+    cuts = random_cuts(name, 3, 0)
+    program = Cut(3, cuts=cuts)(Cost("analytic")(numbered(name)))
+    for node in program:
+        record = info(node)
+        bounds = cuts.forward if record.phase == "F" else cuts.weights if record.weight else cuts.backward
+        assert record.worker is not None
+        assert bounds[record.worker] <= record.unit < bounds[record.worker + 1]
+
+
+def test_a_pin_may_be_repeated_where_the_other_phase_gives_the_worker_work() -> None:
+    where = {"forward_at": ("layers.2", "layers.2"), "backward_at": ("layers.1", "layers.3")}
+    plan = lowered("function", workers=3, **where).plan
+    first, end = plan.stages[1].forward_units
+    assert first == end
+    assert plan.stages[1].backward_units[0] < first < plan.stages[1].backward_units[1]
+    for falling in (("layers.3", "layers.2"), ("layers.2", "layers.1")):
+        with pytest.raises(CutError, match="does not come after"):
+            lowered("function", workers=3, **{**where, "forward_at": falling})
+
+
+def test_the_plan_and_its_summary_tell_weight_gradients_apart() -> None:
+    count = len(numbered("function").units)
+    cuts = Cuts((0, count, count, count), (0, 4, 8, count), (0, 8, 8, count))
+    build = lowered("function", workers=3, cuts=cuts)
+    assert [s.weight_units for s in build.plan.stages] == [(0, 8), (8, 8), (8, count)]
+    assert [w.weight_units for w in build.workers] == [(0, 8), (8, 8), (8, count)]
+    assert [w.begins for w in build.workers] == [
+        ("layers.0", "layers.0"), ("nothing", "layers.2"), ("nothing", "layers.4")
+    ]  # fmt: skip
+    assert [w.forward_ms > 0 for w in build.workers] == [True, False, False]
+    assert [w.weight_ms > 0 for w in build.workers] == [True, False, True]
+    same = lowered("function", workers=3, cuts=Cuts(cuts.forward, cuts.backward))
+    for whole in (build, same):
+        total = sum(w.backward_ms + w.weight_ms for w in whole.workers)
+        assert total == pytest.approx(sum(w.backward_ms + w.weight_ms for w in same.workers))
+    assert build.workers[1].backward_ms == pytest.approx(same.workers[1].backward_ms)
+    owners = {p.name: p.owner for p in build.plan.parameters}
+    assert {owners[f"layers.{i}.weight"] for i in (0, 1, 2, 3)} == {0}
+    assert (
+        "backward  units 4 to 7, layers.2 to (no module)\nweights   gradients of nothing\n" in build.files["stage_1.py"]
+    )
+    assert "weights " not in same.files["stage_1.py"].split('"""')[1]

@@ -1,0 +1,131 @@
+"""A build as a scenario: what is simulated is what the runtime sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from cached import captured, cuts, lowered
+from torch import Tensor
+
+from fxpipe.build import Build
+from fxpipe.errors import BuildError, PolicyError
+from fxpipe.planner.links import Links
+from fxpipe.runtime.assembly import choose
+from fxpipe.runtime.mailbox import LocalTransport
+from fxpipe.simulator import simulate
+from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.timings import EdgeTiming
+
+
+@dataclass
+class Times:
+    forward: float
+    backward: float
+    update: float
+
+
+def shifted(microbatches: int = 1, **options: Any) -> Build:
+    """A GPT with a tied weight for three workers, its backward cut elsewhere than its forward."""
+    case, _, _ = captured("gpt", microbatches)
+    return lowered("gpt", microbatches, workers=3, **cuts(case, 3, 1), **options)
+
+
+def test_costs_and_memory_are_the_tables() -> None:
+    build = shifted()
+    scenario = scenario_of(build, Links(latency=1e-3))
+    assert scenario.links == Links(latency=1e-3)
+    for cost, row in zip(scenario.workers, build.workers, strict=True):
+        assert cost.forward == pytest.approx(row.forward_ms / 1e3)
+        assert cost.backward == pytest.approx((row.backward_ms + row.weight_ms) / 1e3)
+        assert row.weight_ms > 0
+        assert cost.update == 0
+    found = simulate(choose(build.plan).schedule, scenario, 12)
+    assert found.peak_bytes == tuple(row.memory_bytes for row in build.workers)
+
+
+def test_measured_times_take_the_place_of_the_tables() -> None:
+    build = shifted()
+    scenario = scenario_of(build, Links(), times=[Times(1, 2, 3), Times(4, 5, 6), Times(7, 8, 9)])
+    assert [(c.forward, c.backward, c.update) for c in scenario.workers] == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    assert [c.saved_bytes for c in scenario.workers] == [row.saved_bytes for row in build.workers]
+    with pytest.raises(BuildError, match="times of 1 workers, the build has 3"):
+        scenario_of(build, Links(), times=[Times(1, 2, 3)])
+
+
+def test_edges_become_messages_at_their_points() -> None:
+    build = shifted()
+    known = build.plan.edges[1]
+    scenario = scenario_of(build, Links(), [EdgeTiming(known.name, 0.25, 0.75)])
+    for edge, message in zip(build.plan.edges, scenario.messages, strict=True):
+        assert (message.src, message.src_phase) == (edge.src, edge.src_phase)
+        assert (message.dst, message.dst_phase) == (edge.dst, edge.dst_phase)
+        assert message.bytes == edge.tensor.bytes > 0
+        assert (message.made, message.needed) == ((0.25, 0.75) if edge is known else (1, 0))
+
+
+def test_a_build_without_costs_is_refused() -> None:
+    with pytest.raises(BuildError, match="does not say what its workers cost"):
+        scenario_of(dataclasses.replace(shifted(), workers=()), Links())
+
+
+def test_a_policy_that_does_not_fit_the_schedule_is_refused() -> None:
+    with pytest.raises(PolicyError):
+        scenario_of(shifted(), Links(), schedule="1f1b", policy="stash")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy", "microbatches"),
+    [("async", "spectrain", 1), ("async", "stash", 1), ("async", "latest", 1), ("1f1b", "latest", 4)],
+)
+def test_the_runtime_sends_the_same(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, policy: str, microbatches: int
+) -> None:
+    """The values sent and the weights received in a real run: ends, bytes and minibatch of each."""
+    real: Counter[tuple[object, ...]] = Counter()
+    send, receive = LocalTransport.send, LocalTransport.recv_weights
+
+    def spied_send(self: LocalTransport, edge: Any, minibatch: int, microbatch: int, value: Tensor) -> None:
+        real[edge.src, edge.dst, value.nbytes, f"{edge.src_phase}{minibatch}.{microbatch}"] += 1
+        send(self, edge, minibatch, microbatch, value)
+
+    def spied_receive(self: LocalTransport, owner: int, version: int, ahead: int) -> Tensor:
+        block = receive(self, owner, version, ahead)
+        if version:
+            real[owner, self.worker, block.numel(), "weights", version] += 1
+        return block
+
+    monkeypatch.setattr(LocalTransport, "send", spied_send)
+    monkeypatch.setattr(LocalTransport, "recv_weights", spied_receive)
+    build = shifted(microbatches, schedule=schedule, policy=policy)
+    minibatches = 9
+    case, _, _ = captured("gpt", microbatches)
+    build.local().run(case.batches(minibatches))
+
+    scenario = scenario_of(build, Links())
+    found = simulate(choose(build.plan).schedule, scenario, minibatches)
+    sizes = {(r.owner, r.reader, r.bytes) for r in scenario.replicas}
+    assert sizes.isdisjoint((m.src, m.dst, m.bytes) for m in scenario.messages)  # so that they can be told apart
+    assert scenario.replicas
+    simulated: Counter[tuple[object, ...]] = Counter()
+    for t in found.transfers:
+        weights = (t.src, t.dst, t.bytes) in sizes
+        sent = f"{t.action.phase}{t.action.minibatch}.{t.action.microbatch}"
+        label = ("weights", t.action.minibatch + 1) if weights else (sent,)
+        simulated[t.src, t.dst, t.bytes, *label] += 1
+    assert simulated == real
+
+
+@pytest.mark.parametrize("policy", ["spectrain", "stash", "latest"])
+def test_versions_are_those_of_the_demand(policy: str) -> None:
+    build = shifted(policy=policy)
+    demand = choose(build.plan).demand
+    scenario = scenario_of(build, Links())
+    for worker in range(3):
+        wanted = {(r.owner, ph, r.lag) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
+        found = {(r.owner, ph, lag) for r in scenario.replicas if r.reader == worker for ph, lag in r.reads}
+        assert found == wanted
+    assert any(len(replica.reads) > 1 for replica in scenario.replicas) or policy == "latest"

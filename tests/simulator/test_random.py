@@ -1,0 +1,224 @@
+"""Random scenarios against a second simulator: one clock for all, and an event queue."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.plan import Phase
+from fxpipe.planner.links import Links
+from fxpipe.schedule import Action, Schedule, make
+from fxpipe.schedule.order import read
+from fxpipe.simulator import Message, Replica, Scenario, Simulation, WorkerCost, simulate
+
+Key = tuple[Any, ...]
+KINDS: list[tuple[Phase, Phase, bool]] = [("F", "F", True), ("B", "B", False), ("F", "B", True), ("F", "B", False)]
+
+
+class Events:
+    """The reference: processes that sleep until a time or until something has happened."""
+
+    def __init__(self, schedule: Schedule, scenario: Scenario, minibatches: int) -> None:
+        self.schedule, self.scenario, self.minibatches = schedule, scenario, minibatches
+        self.now = 0.0
+        self.happened: set[Key] = set()
+        self.sleepers: dict[Key, list[Iterator[Any]]] = defaultdict(list)
+        self.queue: list[tuple[float, int, Iterator[Any]]] = []
+        self.ties = count()
+        self.posted: dict[tuple[int, int], deque[tuple[Key, float]]] = defaultdict(deque)
+        self.begun: dict[tuple[int, Action], float] = {}
+        self.ended: dict[tuple[int, Action], float] = {}
+        self.copied: set[Key] = set()
+        tokens = []
+        for a, b in pairwise(range(schedule.workers)):
+            for src, dst, phase in ((a, b, "F"), (b, a, "B")):
+                same = [m for m in scenario.messages if (m.src, m.src_phase, m.dst, m.dst_phase)
+                        == (src, phase, dst, phase)]  # fmt: skip
+                tokens += [] if same else [Message(src, phase, dst, phase, 0)]  # type: ignore[arg-type]
+        self.messages = [*scenario.messages, *tokens]
+        rows = read(schedule, minibatches)
+        for worker, row in enumerate(rows):
+            self.start(self.work(worker, row))
+        for src in range(schedule.workers):
+            for dst in range(schedule.workers):
+                self.start(self.carry(src, dst))
+        while self.queue:
+            self.now, _, process = heapq.heappop(self.queue)
+            self.resume(process)
+        assert set(self.ended) == {(w, a) for w, row in enumerate(rows) for a in row}
+
+    def start(self, process: Iterator[Any]) -> None:
+        heapq.heappush(self.queue, (self.now, next(self.ties), process))
+
+    def resume(self, process: Iterator[Any]) -> None:
+        for wish in process:
+            if isinstance(wish, float):
+                heapq.heappush(self.queue, (self.now + wish, next(self.ties), process))
+                return
+            if wish not in self.happened:
+                self.sleepers[wish].append(process)
+                return
+
+    def happen(self, key: Key) -> None:
+        self.happened.add(key)
+        for process in self.sleepers.pop(key, []):
+            self.start(process)
+
+    def carry(self, src: int, dst: int) -> Iterator[Any]:
+        links, posted = self.scenario.links, self.posted[src, dst]
+        for number in count():
+            yield ("posted", src, dst, number)
+            key, size = posted.popleft()
+            self.start(self.later(links.latency_of(src, dst), ("first byte", key)))
+            yield float(size / links.bandwidth_of(src, dst))
+            self.start(self.later(links.latency_of(src, dst), ("arrived", key)))
+
+    def later(self, seconds: float, key: Key) -> Iterator[Any]:
+        yield float(seconds)
+        self.happen(key)
+
+    def send(self, src: int, dst: int, key: Key, size: float) -> Iterator[Any]:
+        self.posted[src, dst].append((key, size))
+        done = sum(1 for k in self.happened if k[:3] == ("posted", src, dst))
+        self.happen(("posted", src, dst, done))
+        yield float(self.scenario.links.copy * size)
+
+    def receive(self, key: Key, size: float) -> Iterator[Any]:
+        yield ("first byte", key)
+        if key not in self.copied:
+            self.copied.add(key)
+            yield float(self.scenario.links.copy * size)
+        yield ("arrived", key)
+
+    def work(self, worker: int, row: list[Action]) -> Iterator[Any]:
+        cost, last = self.scenario.workers[worker], self.schedule.microbatches - 1
+        for action in row:
+            self.begun[worker, action] = self.now
+            for i, r in enumerate(self.scenario.replicas):
+                for phase, lag in r.reads:
+                    if (worker, action.phase) == (r.reader, phase) and action.minibatch > lag:
+                        yield from self.receive(("weights", i, action.minibatch - lag), r.bytes)
+            seconds = cost.forward if action.phase == "F" else cost.backward
+            events: list[tuple[float, int, int]] = []
+            for i, m in enumerate(self.messages):
+                if (worker, action.phase) == (m.dst, m.dst_phase):
+                    events.append((m.needed, 0, i))
+                if (worker, action.phase) == (m.src, m.src_phase):
+                    events.append((m.made, 1, i))
+            done = 0.0
+            for share, sends, i in sorted(events):
+                yield float((share - done) * seconds)
+                done = share
+                m = self.messages[i]
+                key = (i, action.minibatch, action.microbatch)
+                yield from self.send(m.src, m.dst, key, m.bytes) if sends else self.receive(key, m.bytes)
+            yield float((1 - done) * seconds)
+            if action.phase == "B" and action.microbatch == last:
+                yield float(cost.update)
+                for i, r in enumerate(self.scenario.replicas):
+                    version = action.minibatch + 1
+                    if r.owner == worker and any(version + lag < self.minibatches for _, lag in r.reads):
+                        yield from self.send(r.owner, r.reader, ("weights", i, version), r.bytes)
+            self.ended[worker, action] = self.now
+
+
+def ends(simulation: Simulation) -> dict[tuple[int, Action], float]:
+    """When each action is over, its update included."""
+    return {(w, span.action): span.end for w, spans in enumerate(simulation.spans) for span in spans}
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
+    """Costs in quarters, so that all sums are exact; every lag is one that the schedule can have."""
+    workers = draw(st.integers(1, 4))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "async"]))
+    microbatches = draw(st.integers(1, 3)) if name != "async" else 1
+    small = st.integers(0, 12).map(lambda v: v / 4)
+    share = st.integers(0, 4).map(lambda v: v / 4)
+    costs = draw(st.lists(st.builds(WorkerCost, small, small, small), min_size=workers, max_size=workers))
+    messages, replicas = [], []
+    if workers > 1:
+        pair = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1)).filter(lambda p: p[0] < p[1])
+        for low, high in draw(st.lists(pair, max_size=8)):
+            source, target, down = draw(st.sampled_from(KINDS))
+            src, dst = (low, high) if down else (high, low)
+            messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share)))
+        reads = st.lists(
+            st.tuples(st.sampled_from(["F", "B"]), st.integers(0 if name != "async" else workers - 1, 4)),
+            min_size=1,
+            max_size=2,
+        )
+        for low, high in draw(st.lists(pair, max_size=3)):
+            owner, reader = (low, high) if draw(st.booleans()) else (high, low)
+            replicas.append(Replica(owner, reader, tuple(draw(reads)), draw(small)))  # type: ignore[arg-type]
+    latency = tuple(tuple(draw(small) for _ in costs) for _ in costs)
+    links = Links(draw(st.sampled_from([0.5, 2.0, float("inf")])), latency, draw(st.sampled_from([0.0, 0.25, 1.0])))
+    scenario = Scenario(tuple(costs), tuple(messages), tuple(replicas), links)
+    return make(name, workers, microbatches), scenario, draw(st.integers(1, 5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(runs())
+def test_it_equals_the_event_queue(run: tuple[Schedule, Scenario, int]) -> None:
+    assert ends(simulate(*run)) == Events(*run).ended
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> None:
+    schedule, scenario, minibatches = run
+    found = simulate(*run)
+    for worker, spans in enumerate(found.spans):
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert all(span.start <= span.end for span in spans)
+        busy = sum(span.end - span.start for span in spans)
+        assert found.busy[worker] == busy
+        assert found.busy[worker] + found.waited[worker] == spans[-1].end
+        if not scenario.replicas:  # of whose last versions not all are sent
+            assert busy == minibatches * scenario.busy(worker, schedule.microbatches)
+    for src in range(schedule.workers):
+        for dst in range(schedule.workers):
+            carried = [t for t in found.transfers if (t.src, t.dst) == (src, dst)]
+            assert all(a.end <= b.start for a, b in pairwise(carried))
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs(), st.data())
+def test_what_costs_more_ends_no_sooner(run: tuple[Schedule, Scenario, int], data: st.DataObject) -> None:
+    schedule, scenario, minibatches = run
+    worker = data.draw(st.integers(0, schedule.workers - 1))
+    field = data.draw(st.sampled_from(["forward", "backward", "update"]))
+    costs = list(scenario.workers)
+    costs[worker] = replace(costs[worker], **{field: getattr(costs[worker], field) + 1})
+    slower = [replace(scenario, workers=tuple(costs)), replace(scenario, links=replace(scenario.links, latency=4.0))]
+    slower += [replace(scenario, messages=tuple(replace(m, bytes=m.bytes + 1) for m in scenario.messages))]
+    before = ends(simulate(*run))
+    for other in slower:
+        after = ends(simulate(schedule, other, minibatches))
+        assert all(after[key] >= before[key] for key in before)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "minibatches"), [("1f1b", 256, 1), ("gpipe", 256, 1), ("async", 1, 256)]
+)
+def test_64_workers_and_256_microbatches_take_seconds(name: str, microbatches: int, minibatches: int) -> None:
+    messages = [
+        Message(*ends, size, made, needed)
+        for k in range(63)
+        for ends in ((k, "F", k + 1, "F"), (k + 1, "B", k, "B"), (k, "F", k + 1, "B"))
+        for size, made, needed in ((1e6, 1.0, 0.0), (2e6, 0.5, 0.25))
+    ]  # fmt: skip
+    scenario = Scenario((WorkerCost(0.01, 0.02, 0.001),) * 64, tuple(messages), (), Links(1e9, 1e-4, 3e-10))
+    start = time.perf_counter()
+    found = simulate(make(name, 64, microbatches), scenario, minibatches)
+    assert time.perf_counter() - start < 30  # one second here; the limit only catches another order of growth
+    assert len(found.transfers) == 63 * 6 * 256

@@ -1,0 +1,295 @@
+"""Small runs, worked out by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.planner.links import Links
+from fxpipe.schedule import Action, Schedule, make, parse_row
+from fxpipe.schedule.order import play, read
+from fxpipe.simulator import Message, Replica, Scenario, Simulation, WorkerCost, simulate
+
+
+@dataclass(frozen=True)
+class Written(Schedule):
+    """A schedule written by hand, one row a worker."""
+
+    name = "written"
+    synchronous = False
+    rows: tuple[str, ...] = ()
+
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        yield from parse_row(self.rows[worker])
+
+
+def shown(simulation: Simulation) -> list[str]:
+    """Each worker's spans: `F0 0-1, B0 3-4`."""
+    rows = []
+    for spans in simulation.spans:
+        named = [("update" if s.kind == "update" else str(s.action), s.start, s.end) for s in spans]
+        rows.append(", ".join(f"{name} {start:g}-{end:g}" for name, start, end in named))
+    return rows
+
+
+def carried(simulation: Simulation) -> list[str]:
+    """Each transfer: `F0 0>1 2-3`."""
+    return [f"{t.action} {t.src}>{t.dst} {t.start:g}-{t.end:g}" for t in simulation.transfers]
+
+
+def of(workers: Sequence[WorkerCost], *messages: Message, **fields: object) -> Scenario:
+    return Scenario(tuple(workers), messages, **fields)  # type: ignore[arg-type]
+
+
+UNEQUAL = (WorkerCost(2, 4), WorkerCost(3, 5))
+ONES = (WorkerCost(1, 1), WorkerCost(1, 1))
+
+
+def test_free_links() -> None:
+    found = simulate(make("gpipe", 2, 2), of(UNEQUAL), 1)
+    assert shown(found) == [
+        "F0 0-2, F0.1 2-4, B0 13-17, B0.1 18-22",
+        "F0 2-5, F0.1 5-8, B0 8-13, B0.1 13-18",
+    ]
+    assert found.seconds == found.seconds_per_minibatch == 22
+    assert (found.busy, found.waited) == ((12, 16), (10, 2))
+    assert found.bubble == pytest.approx(1 - 28 / 44)
+    assert found.transfers == ()
+    assert found.samples_per_second(11) == 0.5
+
+
+def test_bandwidth_and_latency() -> None:
+    links = Links(bandwidth=10, latency=0.5)
+    messages = (Message(0, "F", 1, "F", 10), Message(1, "B", 0, "B", 20))
+    found = simulate(make("gpipe", 2, 2), of(UNEQUAL, *messages, links=links), 1)
+    assert shown(found) == [
+        "F0 0-2, F0.1 2-4, B0 17-21, B0.1 22-26",
+        "F0 3.5-6.5, F0.1 6.5-9.5, B0 9.5-14.5, B0.1 14.5-19.5",
+    ]
+    assert carried(found) == ["F0 0>1 2-3", "F0.1 0>1 4-5", "B0 1>0 14.5-16.5", "B0.1 1>0 19.5-21.5"]
+    assert (found.busy, found.waited) == ((12, 16), (14, 3.5))
+
+
+def test_the_pipelines_order_takes_the_latency_where_nothing_is_sent() -> None:
+    found = simulate(make("1f1b", 2), of(ONES, links=Links(latency=0.25)), 1)
+    assert shown(found) == ["F0 0-1, B0 3.5-4.5", "F0 1.25-2.25, B0 2.25-3.25"]
+
+
+def test_each_link_has_its_own_matrix_entry() -> None:
+    links = Links(bandwidth=((1, 1), (4, 1)), latency=((0, 3), (5, 0)))
+    messages = (Message(0, "F", 1, "F", 2), Message(1, "B", 0, "B", 2))
+    found = simulate(make("1f1b", 2), of(ONES, *messages, links=links), 1)
+    assert shown(found) == ["F0 0-1, B0 13.5-14.5", "F0 6-7, B0 7-8"]
+
+
+def test_one_direction_carries_one_message_at_a_time_in_the_order_of_sending() -> None:
+    activation, saved = Message(0, "F", 1, "F", 3), Message(0, "F", 1, "B", 2)
+    links = Links(bandwidth=1)
+    found = simulate(make("1f1b", 2), of(ONES, activation, saved, links=links), 1)
+    assert carried(found) == ["F0 0>1 1-4", "F0 0>1 4-6"]
+    assert shown(found)[1] == "F0 4-5, B0 6-7"
+    found = simulate(make("1f1b", 2), of(ONES, saved, activation, links=links), 1)
+    assert shown(found)[1] == "F0 6-7, B0 7-8"
+    found = simulate(make("1f1b", 2), of(ONES, activation, replace(saved, made=0.5), links=links), 1)
+    assert carried(found) == ["F0 0>1 0.5-2.5", "F0 0>1 2.5-5.5"]
+
+
+def test_a_message_waits_for_the_ones_of_earlier_actions() -> None:
+    found = simulate(make("gpipe", 2, 2), of(ONES, Message(0, "F", 1, "F", 3), links=Links(bandwidth=1)), 1)
+    assert carried(found) == ["F0 0>1 1-4", "F0.1 0>1 4-7"]
+    assert shown(found)[1] == "F0 4-5, F0.1 7-8, B0 8-9, B0.1 9-10"
+
+
+def test_both_directions_and_other_links_are_free() -> None:
+    messages = (
+        Message(0, "F", 1, "F", 3),
+        Message(0, "F", 2, "F", 4),
+        Message(2, "B", 1, "B", 2),
+        Message(1, "B", 0, "B", 1),
+        Message(1, "F", 0, "B", 9),
+    )
+    found = simulate(make("1f1b", 3), of([WorkerCost(1, 1)] * 3, *messages, links=Links(bandwidth=1)), 1)
+    assert carried(found) == [
+        "F0 0>1 1-4",
+        "F0 0>2 1-5",
+        "F0 1>0 5-14",
+        "B0 2>1 7-9",
+        "B0 1>0 14-15",  # behind what the forward sent along
+    ]
+    assert shown(found) == ["F0 0-1, B0 15-16", "F0 4-5, B0 9-10", "F0 5-6, B0 6-7"]
+
+
+def test_a_value_made_early_and_needed_late() -> None:
+    message = Message(0, "F", 1, "F", 0, made=0.25, needed=0.5)
+    workers = (WorkerCost(4, 1), WorkerCost(4, 1))
+    found = simulate(make("1f1b", 2), of(workers, message, links=Links(latency=5)), 1)
+    assert shown(found) == ["F0 0-4, B0 14-15", "F0 0-2, F0 6-8, B0 8-9"]
+    assert (found.busy, found.waited) == ((5, 5), (10, 4))
+
+
+def test_several_waits_in_one_action() -> None:
+    messages = [
+        Message(0, "F", 1, "F", 1, made=0.5, needed=0.25),
+        Message(0, "F", 1, "F", 0, made=1, needed=0.25),
+        Message(0, "F", 1, "F", 0, made=1, needed=0.75),
+    ]
+    workers = (WorkerCost(4, 1), WorkerCost(8, 1))
+    found = simulate(make("1f1b", 2), of(workers, *messages, links=Links(bandwidth=0.25, latency=2)), 1)
+    assert carried(found) == ["F0 0>1 2-6"]  # what has no bytes is behind it
+    assert shown(found)[1] == "F0 0-2, F0 8-14, B0 14-15"
+
+
+def test_where_one_value_arrives_and_another_is_sent_the_first_comes_first() -> None:
+    messages = (Message(0, "F", 1, "F", 0, needed=0.5), Message(1, "F", 2, "F", 0, made=0.5))
+    found = simulate(make("1f1b", 3), of([WorkerCost(4, 1)] * 3, *messages, links=Links(latency=3)), 1)
+    assert shown(found)[1:] == ["F0 0-2, F0 7-9, B0 18-19", "F0 10-14, B0 14-15"]
+
+
+def test_both_ends_copy() -> None:
+    message, workers = Message(0, "F", 1, "F", 10), (WorkerCost(2, 1), WorkerCost(2, 1))
+    links = Links(bandwidth=5, latency=0.5, copy=0.1)
+    found = simulate(make("1f1b", 2), of(workers, message, links=links), 1)
+    assert carried(found) == ["F0 0>1 2-4"]
+    assert shown(found) == ["F0 0-3, B0 8-9", "F0 3.5-6.5, B0 6.5-7.5"]  # the copy ends as the message arrives
+    assert (found.busy, found.waited) == ((4, 4), (5, 3.5))
+    slow = simulate(make("1f1b", 2), of(workers, message, links=replace(links, bandwidth=100)), 1)
+    assert shown(slow)[1] == "F0 2.5-5.5, B0 5.5-6.5"  # copying takes longer than the link
+    late = simulate(make("1f1b", 2), of((workers[0], WorkerCost(20, 1)), replace(message, needed=0.5), links=links), 1)
+    assert shown(late)[1] == "F0 0-21, B0 21-22"  # long there: copied when it is needed
+    partly = simulate(make("1f1b", 2), of((workers[0], WorkerCost(8, 1)), replace(message, needed=0.5), links=links), 1)
+    assert shown(partly)[1] == "F0 0-9, B0 9-10"  # half a second of the copy is behind the arrival
+    assert found.bubble == pytest.approx(1 - 8 / 18)
+
+
+def test_weights_are_waited_for_by_the_first_action_that_reads_them() -> None:
+    workers = (WorkerCost(1, 1, 0.25), WorkerCost(1, 1, 0.5))
+    links = Links(bandwidth=1)
+    found = simulate(make("1f1b", 2, 2), of(workers, replicas=(Replica(1, 0, (("F", 0),), 4),), links=links), 2)
+    assert shown(found) == [
+        "F0 0-1, F0.1 1-2, B0 3-4, B0.1 5-6, update 6-6.25, F1 9.5-10.5, F1.1 10.5-11.5, B1 12.5-13.5, "
+        "B1.1 14.5-15.5, update 15.5-15.75",
+        "F0 1-2, B0 2-3, F0.1 3-4, B0.1 4-5, update 5-5.5, F1 10.5-11.5, B1 11.5-12.5, F1.1 12.5-13.5, "
+        "B1.1 13.5-14.5, update 14.5-15",
+    ]
+    assert carried(found) == ["B0.1 1>0 5.5-9.5"]  # nobody reads what the last update made
+    assert found.finished == (6.25, 15.75)
+    assert found.seconds_per_minibatch == 9.5
+
+
+def test_weights_of_older_versions_by_phase() -> None:
+    """Worker 1's weights: F of minibatch m reads version m − 2, B version m − 1, from one message."""
+    links = Links(latency=10, bandwidth=1, copy=0.5)
+    weights = Replica(1, 0, (("F", 2), ("B", 1)), 2)
+    found = simulate(make("1f1b", 2), of(ONES, replicas=(weights,), links=links), 4)
+    assert shown(found)[1].split(", ")[:5] == ["F0 11-12", "B0 12-13", "update 13-14", "F1 35-36", "B1 36-37"]
+    assert shown(found)[0].split(", ") == [
+        *("F0 0-1", "B0 23-24", "F1 24-25", "B1 47-48", "F2 48-49"),
+        *("B2 49-50", "B2 71-72"),  # copies version 1, then waits for the gradient
+        "F3 72-73",  # has it
+        *("B3 73-74", "B3 95-96"),
+    ]
+    assert carried(found) == ["B0 1>0 13-15", "B1 1>0 37-39"]  # version 3 would serve minibatches past the end
+    assert found.busy == (10, 10)
+
+
+def test_an_action_that_ends_with_a_wait_ends_when_that_is_over() -> None:
+    message = Message(1, "B", 0, "B", 0, needed=1)
+    found = simulate(make("1f1b", 2), of(ONES, message), 1)
+    assert shown(found) == ["F0 0-1, B0 1-2, B0 3-3", "F0 1-2, B0 2-3"]
+    assert found.finished == (3,)
+
+
+def test_a_worker_sends_weights_in_the_order_of_the_scenario() -> None:
+    pair = (Replica(1, 0, (("F", 0),), 2), Replica(1, 0, (("F", 1),), 3))
+    found = simulate(make("1f1b", 2), of(ONES, replicas=pair, links=Links(bandwidth=1)), 3)
+    assert [(str(t.action), t.bytes) for t in found.transfers] == [("B0", 2), ("B0", 3), ("B1", 2)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "async"])
+@pytest.mark.parametrize(("workers", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 4), (4, 7), (5, 3)])
+def test_at_unit_cost_it_is_the_picture_of_the_schedule(name: str, workers: int, microbatches: int) -> None:
+    schedule = make(name, workers, microbatches)
+    steps = play(schedule, read(schedule, 6))
+    found = simulate(schedule, of([WorkerCost(1, 1)] * workers), 6)
+    started = {(w, span.action): span.start for w, spans in enumerate(found.spans) for span in spans}
+    assert started == {(step.worker, step.action): step.time for step in steps}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("workers", "microbatches"), [(1, 1), (2, 1), (4, 2), (4, 4), (4, 32), (7, 10)])
+def test_the_bubble_of_a_flush(name: str, workers: int, microbatches: int) -> None:
+    found = simulate(make(name, workers, microbatches), of([WorkerCost(1.5, 2.75)] * workers), 5)
+    assert found.bubble == pytest.approx((workers - 1) / (microbatches + workers - 1))
+    assert found.seconds_per_minibatch == pytest.approx((microbatches + workers - 1) * 4.25)
+
+
+def test_peak_memory() -> None:
+    costs = [WorkerCost(1, 1, 0, 100 * (w + 1), 10, 1) for w in range(3)]
+    assert simulate(make("async", 3), of(costs), 9).peak_bytes == (131, 221, 311)
+    assert simulate(make("1f1b", 3, 2), of(costs), 2).peak_bytes == (121, 221, 311)
+    assert simulate(make("gpipe", 3, 5), of(costs), 2).peak_bytes == (151, 251, 351)
+
+
+def test_nothing_costs_anything() -> None:
+    found = simulate(make("async", 2), of([WorkerCost(0, 0)] * 2), 3)
+    assert found.seconds == found.bubble == 0
+    assert found.samples_per_second(1) == float("inf")
+    assert [len(spans) for spans in found.spans] == [6, 6]  # every action is there all the same
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, fxpipe.simulator; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_short_run_of_async_is_its_own_mean() -> None:
+    found = simulate(make("async", 3), of([WorkerCost(1, 1)] * 3), 4)
+    assert found.seconds_per_minibatch == found.seconds / 4
+
+
+def test_the_end_of_async_is_no_steady_state() -> None:
+    """Worker 1 is slow in F: once the last F is in, the B follow each other faster."""
+    found = simulate(make("async", 2), of((WorkerCost(0, 0), WorkerCost(10, 1))), 20)
+    assert found.seconds_per_minibatch == 11
+
+
+def test_a_deadlock_of_the_rows_is_told_as_check_tells_it() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        simulate(Written(2, rows=("F0 B0 F1 B1", "F0 F1 B0 B1")), of(ONES), 2)
+    assert str(caught.value).splitlines() == [
+        "schedule 'written' deadlocks: "
+        "worker 0 waits at B0 for B0 of worker 1; worker 1 waits at F1 for F1 of worker 0",
+        "  worker 0: F0   >B0<",
+        "  worker 1: ..   F0   >F1<",
+    ]
+
+
+def test_a_deadlock_for_weights() -> None:
+    too_new = Replica(0, 1, (("F", 0),), 1)
+    with pytest.raises(ScheduleError, match=r"worker 1 waits at F1 for B0 of worker 0"):
+        simulate(make("async", 3), of([WorkerCost(1, 1)] * 3, replicas=(too_new,)), 4)
+
+
+def test_a_deadlock_for_a_message() -> None:
+    """Worker 1's B0 stands behind its F1; without the pipeline's token it is the message that is missed."""
+    rows = ("F0 B0 F1 B1", "F0 B0 F1 B1", "F0 F1 B0 B1")
+    messages = (Message(0, "F", 2, "F", 1), Message(2, "B", 0, "B", 1))
+    with pytest.raises(ScheduleError, match=r"worker 2 waits at F1 for F1 of worker 1"):
+        simulate(Written(3, rows=rows), of([WorkerCost(1, 1)] * 3, *messages), 2)
+
+
+def test_an_unlawful_schedule() -> None:
+    with pytest.raises(ScheduleError, match="worker 0 does B0 before F0"):
+        simulate(Written(1, rows=("B0 F0",)), of(ONES[:1]), 1)
+
+
+def test_schedule_and_costs_must_fit() -> None:
+    with pytest.raises(ScheduleError, match="has 3 workers, the costs are those of 2"):
+        simulate(make("async", 3), of(ONES), 1)
+    with pytest.raises(ScheduleError, match="at least 1 minibatch, not 0"):
+        simulate(make("async", 2), of(ONES), 0)

@@ -1,0 +1,146 @@
+"""Workers in threads of one process, over wires as strict as wires may be."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.batch import Splitter
+from fxpipe.folder import read_plan
+from fxpipe.runtime.assembly import choose, open_worker
+from fxpipe.runtime.distributed import DistTransport
+from fxpipe.runtime.executor import Executor
+from fxpipe.runtime.loop import train
+from fxpipe.schedule import check
+
+
+class Message:
+    """A send or a receive: over once both ends are there."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.over = threading.Event()
+
+
+class Hub:
+    """Pairs sends and receives per (source, target, line), in their order; copies as late as possible."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sends: dict[Any, deque[Message]] = defaultdict(deque)
+        self.receives: dict[Any, deque[Message]] = defaultdict(deque)
+
+    def put(self, queue: Any, key: Any, flat: Tensor) -> Message:
+        message = Message(flat)
+        with self.lock:
+            queue[key].append(message)
+            while self.sends[key] and self.receives[key]:
+                sent, received = self.sends[key].popleft(), self.receives[key].popleft()
+                received.flat.copy_(sent.flat)
+                sent.over.set()
+                received.over.set()
+        return message
+
+
+class StrictWires:
+    """`Wires` without processes: a send is over only when its receive was posted.
+
+    Args:
+        by_channel: as with NCCL, all edges of a channel share one line and must keep its order.
+    """
+
+    def __init__(self, hub: Hub, worker: int, by_channel: bool) -> None:
+        self.hub, self.worker, self.ordered = hub, worker, by_channel
+
+    def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None) -> Message:
+        time.sleep(random.random() * 2e-4)
+        return self.hub.put(self.hub.sends, self.key(self.worker, to, channel, tag), flat)
+
+    def irecv(self, count: int, dtype: torch.dtype, source: int, channel: Any, tag: int | None = None) -> Message:
+        key = self.key(source, self.worker, channel, tag)
+        return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
+
+    def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
+        return (source, target, channel if self.ordered or tag is None else tag)
+
+    def wait(self, message: Message) -> Tensor:
+        self.finished(message)
+        return message.flat
+
+    def finished(self, message: Message) -> None:
+        assert message.over.wait(10), "deadlock"
+
+
+@dataclass
+class ThreadedRun:
+    """What `run_in_threads` leaves."""
+
+    losses: list[float] = field(default_factory=list)
+    executors: list[Executor] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+
+    def check(self, losses: list[float], state: dict[str, Tensor]) -> None:
+        """Assert that it is the local run, bit for bit, and that nothing is left over."""
+        assert not self.failures
+        assert self.losses == losses
+        for executor in self.executors:
+            for name, value in executor.store.parameters.items():
+                assert torch.equal(value, state[name]), name
+            assert not executor.store._copies
+            assert not executor.transport._posted  # type: ignore[attr-defined]
+
+
+def run_in_threads(
+    folder: Path, data: list[Any], optimizer: Callable[[Any], torch.optim.Optimizer], by_channel: bool
+) -> ThreadedRun:
+    """Train a build on `data`, a thread a worker; every message that was sent was received."""
+    plan = read_plan(folder)
+    recipe = choose(plan)
+    hub = Hub()
+    run = ThreadedRun()
+    split = Splitter(plan.batch, plan.batch_spec, plan.microbatches)
+    threads = []
+    computing = torch.get_num_threads()
+
+    def work(worker: int) -> None:
+        torch.set_num_threads(computing)  # a number of this thread's own
+        try:
+            first = worker == 0
+            transport = run.executors[worker].transport
+            assert isinstance(transport, DistTransport)
+            train(
+                plan,
+                run.executors[worker],
+                transport,
+                recipe.schedule.until(worker, len(data)),
+                (lambda m: split(data[m], m)) if first else None,
+                (lambda m, loss, lr: run.losses.append(loss)) if first else None,
+            )
+            transport.finish()
+        except BaseException as error:
+            run.failures.append(error)
+
+    in_flight = check(recipe.schedule, 10).in_flight[0]
+    for worker in range(plan.workers):
+        wires: Any = StrictWires(hub, worker, by_channel)
+        transport = DistTransport(plan, worker, wires, recipe.demand, in_flight)
+        run.executors.append(open_worker(plan, folder, worker, recipe, transport, optimizer))
+        run.executors[-1].store.begin(0, len(data))
+        threads.append(threading.Thread(target=work, args=(worker,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not run.failures:
+        assert not any(hub.sends.values())
+        assert not any(hub.receives.values())
+    return run
