@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,18 @@ def compile_command(
     from fxpipe.folder import check_target
     from fxpipe.lowering import compile
     from fxpipe.measured_costs import NODE_COSTS
+    from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.local_run import threads_for
     from fxpipe.simulator.forecast import forecast
     from fxpipe.stage_times import StageTime, measure_stages
     from fxpipe.task import load_task, source_digests
 
+    if cuts != "auto" and (fp_cut or bp_cut):
+        raise click.UsageError(f"--cuts {cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them")
     check_target(Path(out))
     choice = costs.choice(workers)
+    if save_profile is not None:
+        _check_profile_path(Path(save_profile), Path(out))
     reuse_freed_memory()
     with working("reading the model"):
         task = load_task(model)
@@ -107,6 +113,8 @@ def compile_command(
         example = task.example()
         if device is not None:
             made, example = to_device(device, made, example)
+    if any(p.device.type == "cuda" for p in made.parameters()):
+        choice = costs.choice(workers, NCCL_NODE)
     for warning in task.warnings:
         warn(warning)
     if microbatches is None:
@@ -138,14 +146,15 @@ def compile_command(
         times: tuple[StageTime, ...] = ()
         if choice.cost == "measured":
             say("timing the stages")
-            times = measure_stages(build, example, optimizer=task.optimizer, threads=threads_for(threads, workers))
+            own = threads_for(threads, workers)
+            times = measure_stages(build, example, optimizer=task.optimizer, threads=own, say=say)
             build = dataclasses.replace(build, times=times)
         simulation = forecast(build)
         build = dataclasses.replace(
             build, plan=dataclasses.replace(build.plan, sources=source_digests(Path(model)))
         ).save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
-        Path(save_profile).write_text(build.profile.to_json())
+        Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
     for warning in build.warnings:
         warn(warning)
     agreement = None
@@ -240,6 +249,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
         "microbatches": plan.microbatches,
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
+        "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],
         "partitions": {p.mode: p.efficiency for p in build.partitions},
         "cuts": build.partitions[-1].mode if build.partitions else "pinned",
         "forecast": {
@@ -248,11 +258,22 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
             "bubble": simulation.bubble,
         },
         "workers": [dataclasses.asdict(w) for w in build.workers],
+        "times": [dataclasses.asdict(t) for t in build.times],
         "warnings": list(build.warnings),
     }
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)
     return result
+
+
+def _check_profile_path(path: Path, out: Path) -> None:
+    """Before the work: the profile can be written, and not into the build, which is replaced as a whole."""
+    from fxpipe.errors import BuildError
+
+    if path.resolve().is_relative_to(out.resolve()):
+        raise BuildError(f"--save-profile {path} lies in the build folder", hint="choose a place beside it")
+    if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        raise BuildError(f"--save-profile {path} cannot be written", hint="choose a file in a folder that exists")
 
 
 def _unit(plan: Plan, position: int) -> str | None:

@@ -11,8 +11,8 @@ import click
 
 from fxpipe.errors import FxpipeError, ProfileError
 from fxpipe.planner import quantity
-from fxpipe.planner.device import BUILT_IN, INFINITE, Device, DeviceSpec, read_device_spec
-from fxpipe.planner.links import GLOO_LOOPBACK, Links
+from fxpipe.planner.device import BUILT_IN, CPU, INFINITE, Device, DeviceSpec, read_device_spec
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class CostOptions:
         """What they mean for so many workers. Options go before files, and --links before --device-spec.
 
         Args:
-            default_links: what --bandwidth or --latency alone change one part of.
+            default_links: what --bandwidth or --latency alone change one part of; for a device that is not a CPU,
+                those between GPUs of one machine.
 
         Raises:
             click.UsageError: options that contradict each other, a wrong quantity, or a list of the wrong length.
@@ -61,11 +62,13 @@ class CostOptions:
             raise click.UsageError(
                 "--device-spec computes the times for a device that need not be here; leave --cost measured out"
             )
+        if spec.device is not None and spec.device.name != CPU.name:
+            default_links = NCCL_NODE
         device_memory = INFINITE if spec.device is None else spec.device.memory
         return CostChoice(
             cost=self.cost or ("measured" if spec.device is None else "analytic"),
             device=spec.device,
-            links=self._links(spec, workers, default_links),
+            links=self._links(spec, workers, default_links) or (None if spec.device is None else default_links),
             speeds=_each(self.speed, "--speed", _speed, spec.speeds, 1.0, workers),
             memory=_each(self.memory, "--memory", quantity.memory, spec.memory, device_memory, workers),
         )

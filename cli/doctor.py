@@ -62,11 +62,13 @@ def _links(workers: int, out: str | None, as_json: bool) -> int:
         check_output(Path(out).resolve().parent)  # before any work is done
     reports = []
     for transport in transports(workers):
-        with working(f"measuring {transport}"):
-            reports.append(measure_links(workers, transport))
+        with working(f"measuring {transport}") as say:
+            reports.append(measure_links(workers, transport, say=say))
     chosen = reports[-1]  # what workers would use here
     if out is not None:
         comment = f"{chosen.transport} between {workers} processes of one machine, measured by `fxpipe doctor --links`"
+        if chosen.coverage is not None:
+            comment += f"\n{chosen.coverage}: these are medians"
         try:
             Path(out).resolve().parent.mkdir(parents=True, exist_ok=True)
             Path(out).write_text(links_toml(chosen.links, comment), encoding="utf-8")
@@ -115,6 +117,8 @@ def _print_links(report: LinkReport) -> None:
         for pair in report.pairs
     ]
     print_table([report.transport, "latency", *map(size, SIZES), "processor"], rows)
+    if report.coverage is not None:
+        click.echo(f"measured {report.coverage}")
     links = report.links
     if not isinstance(links.bandwidth, tuple) and not isinstance(links.latency, tuple):
         click.echo(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,16 +47,28 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         with console.status(what) as status:
             yield status.update
         return
-    begin = last = time.monotonic()
+    last = time.monotonic()
+    waiting: threading.Timer | None = None
 
     def say(text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - begin > 1 and now - last > QUIET:
-            note(f"{what}: {text}")
-            last = now
+        nonlocal last, waiting
+        if waiting is not None:
+            waiting.cancel()
+        rest = max(QUIET - (time.monotonic() - last), 0.0)
+        waiting = threading.Timer(rest, tell, [text])  # what is done within a second need not be told
+        waiting.daemon = True
+        waiting.start()
 
-    yield say
+    def tell(text: str) -> None:
+        nonlocal last
+        last = time.monotonic()
+        note(f"{what}: {text}")
+
+    try:
+        yield say
+    finally:
+        if waiting is not None:
+            waiting.cancel()
 
 
 def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:

@@ -17,7 +17,7 @@ from fxpipe.schedule import SCHEDULES
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
     from fxpipe.planner.profile import Profile
-    from fxpipe.planner.worker_cost import Workers
+    from fxpipe.planner.workers import Workers
     from fxpipe.schedule.base import Schedule
     from fxpipe.simulator.result import Simulation
 
@@ -80,6 +80,7 @@ def plan_command(
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
     choice = costs.choice(workers)
+    cuts = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
         if target.endswith(".py"):
             if weight_fraction:
@@ -87,7 +88,7 @@ def plan_command(
             three_way = not cuts or "three-way" in cuts
             subject = _profile_model(target, workers, microbatches, schedule, autocast, threads, choice, three_way, say)
         else:
-            subject = _read_profile(target, microbatches, weight_fraction, costs)
+            subject = _read_profile(target, microbatches, weight_fraction, autocast, threads, costs)
         default_links = NCCL_NODE if subject.device == "cuda" else GLOO_LOOPBACK
         links = Links() if no_communication else choice.links or default_links
 
@@ -132,12 +133,21 @@ class Subject:
         return self.apart if mode == "three-way" else self.whole
 
 
-def _read_profile(path: str, microbatches: int | None, weight_fraction: float, costs: CostOptions) -> Subject:
+def _read_profile(
+    path: str,
+    microbatches: int | None,
+    weight_fraction: float,
+    autocast: str | None,
+    threads: int | None,
+    costs: CostOptions,
+) -> Subject:
     from fxpipe.planner.pipedream import read_profile
     from fxpipe.planner.setting import MOMENTUM
 
     if costs.device_spec or costs.cost:
         raise click.UsageError("--cost and --device-spec are for models; a profile has its own times")
+    if autocast or threads:
+        raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
     profile = read_profile(path)
     if weight_fraction:
         profile = profile.split_backward(weight_fraction)
@@ -183,6 +193,8 @@ def _profile_model(
         three_way=three_way,
         say=say,
     )
+    for warning in found.warnings:
+        warn(warning)
     return Subject(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)
 
 
@@ -260,7 +272,7 @@ def _print(
                 "" if subject.samples is None else f"{simulation.samples_per_second(subject.samples):.1f}",
             ]
         )
-    headers = ["cuts", "slowest", "", "efficiency", "best possible", "simulated", "bubble", "samples/s"]
+    headers = ["cuts", "slowest", "which", "efficiency", "best possible", "simulated", "bubble", "samples/s"]
     print_table(
         headers if subject.samples is not None else headers[:-1],
         [r[: len(headers)] if subject.samples is not None else r[:-1] for r in rows],

@@ -6,7 +6,7 @@ build/
     weights.safetensors   initial parameters, buffers and constants, under the model's own names
     costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
                           same from compile to compile
-    node_costs.json       what every node took when it was measured: compiling again measures nothing
+    node_costs.json       what every node took when it was measured: compiling again takes it from here
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from fxpipe.errors import BuildError
 from fxpipe.folder import COSTS, PLAN, WEIGHTS, check_target, load_plan, replacing
-from fxpipe.measured_costs import NODE_COSTS, MeasuredCosts
+from fxpipe.measured_costs import NODE_COSTS
 from fxpipe.plan import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
@@ -52,7 +52,7 @@ class Build:
         timings: where in its stages each edge's value is made and needed, for the simulator.
         profile: what every unit costs; None for a loaded build.
         partitions: what the planner compared, the chosen one last; empty where the cuts were given.
-        links: what the planner took them to be.
+        links, speeds: what the planner took them to be; no speeds: all equal.
         node_costs: what was measured, kept so that the next compile need not.
         folder: where it lies on disk, if it does.
         warnings: what capture wants the user to know.
@@ -67,7 +67,8 @@ class Build:
     profile: Profile | None = field(default=None, repr=False)
     partitions: tuple[Partition, ...] = field(default=(), repr=False)
     links: Links = field(default_factory=Links, repr=False)
-    node_costs: MeasuredCosts | None = field(default=None, repr=False)
+    speeds: tuple[float, ...] = field(default=(), repr=False)
+    node_costs: str | None = field(default=None, repr=False)
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
 
@@ -93,6 +94,7 @@ class Build:
             "times": [dataclasses.asdict(t) for t in self.times],
             "timings": [dataclasses.asdict(t) for t in self.timings],
             "links": self.links.to_row(),
+            "speeds": list(self.speeds),
             "partitions": [dataclasses.asdict(p) for p in self.partitions],
         }
         with replacing(folder) as fresh:
@@ -101,7 +103,7 @@ class Build:
             (fresh / WEIGHTS).write_bytes(weights)
             (fresh / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
             if self.node_costs is not None:
-                (fresh / NODE_COSTS).write_text(self.node_costs.to_json())
+                (fresh / NODE_COSTS).write_text(self.node_costs)
             (fresh / PLAN).write_text(plan.to_json())
         return dataclasses.replace(self, plan=plan, folder=folder)
 
@@ -189,17 +191,24 @@ def load(folder: str | Path) -> Build:
     files = {stage.file: (folder / stage.file).read_text() for stage in plan.stages}
     if not (folder / COSTS).is_file():
         return Build(plan, files, tensors, folder=folder)
-    costs = json.loads((folder / COSTS).read_text())
-    return Build(
-        plan,
-        files,
-        tensors,
-        workers=tuple(WorkerSummary.from_row(row) for row in costs["workers"]),
-        times=tuple(StageTime.from_row(row) for row in costs["times"]),
-        timings=tuple(EdgeTiming(**row) for row in costs["timings"]),
-        links=Links.from_row(costs["links"]),
-        folder=folder,
-    )
+    try:
+        costs = json.loads((folder / COSTS).read_text())
+        return Build(
+            plan,
+            files,
+            tensors,
+            workers=tuple(WorkerSummary.from_row(row) for row in costs["workers"]),
+            times=tuple(StageTime.from_row(row) for row in costs["times"]),
+            timings=tuple(EdgeTiming(**row) for row in costs["timings"]),
+            links=Links.from_row(costs["links"]),
+            speeds=tuple(costs["speeds"]),
+            partitions=tuple(Partition.from_row(row) for row in costs["partitions"]),
+            node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
+            folder=folder,
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        hint = "compile again, or delete it: a run does not need it"
+        raise BuildError(f"{COSTS} cannot be read: {error!r}", where=str(folder), hint=hint) from error
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -42,7 +42,10 @@ AHEAD = 4
 """Receives that are posted ahead, and sends under way: as the runtime has them."""
 
 PATIENCE = 180.0
-"""Seconds after which the test is given up."""
+"""Seconds after which the test is given up, if no pair was measured in them; the first ones are for starting."""
+
+ALIKE = 6
+"""Pairs that are measured over gloo, at most: on one machine all are alike, and their medians are what is wanted."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,21 @@ class PairTimes:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """All pairs of processes over one transport."""
+    """Pairs of processes over one transport: all of them, or `ALIKE` of them where they are alike."""
 
     transport: Transport
     workers: int
     pairs: tuple[PairTimes, ...]
 
     @property
+    def coverage(self) -> str | None:
+        """How many pairs were measured, in words; None if all were."""
+        total = self.workers * (self.workers - 1)
+        return None if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs, which are alike"
+
+    @property
     def links(self) -> Links:
-        """For the planner and the simulator: medians of all pairs; over NCCL, where pairs differ, a matrix of them."""
+        """For the planner and the simulator: medians of the pairs; over NCCL, where pairs differ, a matrix of them."""
         copy = 0.0 if self.transport == "nccl" else statistics.median(p.copy for p in self.pairs)
         if self.transport != "nccl" or self.workers == 2:
             rate = statistics.median(_overall(p) for p in self.pairs)
@@ -99,11 +108,23 @@ def transports(workers: int) -> tuple[Transport, ...]:
     return ("gloo", "nccl" if devices >= workers and dist.is_nccl_available() else "gloo-cuda")
 
 
-def measure_links(workers: int = 2, transport: Transport = "gloo", total: int = 128 << 20) -> LinkReport:
+def pairs_to_measure(workers: int, transport: Transport) -> list[tuple[int, int]]:
+    """All (source, target), or over gloo up to `ALIKE` of them, spread over the processes."""
+    pairs = list(permutations(range(workers), 2))
+    return pairs if transport == "nccl" else pairs[:: -(-len(pairs) // ALIKE)]
+
+
+def measure_links(
+    workers: int = 2,
+    transport: Transport = "gloo",
+    total: int = 128 << 20,
+    say: Callable[[str], None] = lambda text: None,
+) -> LinkReport:
     """Latency, bandwidth and processor time between `workers` new processes, one pair after the other.
 
     Args:
         total: bytes sent for each size, three times.
+        say: is told how many pairs are measured.
 
     Raises:
         RunError: a process failed or did not come back; the others were ended.
@@ -113,7 +134,7 @@ def measure_links(workers: int = 2, transport: Transport = "gloo", total: int = 
         try:
             for rank in range(workers):
                 processes.append(_start(exchange, rank, workers, transport, total))
-            _wait(processes, Path(exchange))
+            _wait(processes, Path(exchange), len(pairs_to_measure(workers, transport)), say)
         finally:
             for process in processes:
                 process.kill()
@@ -130,14 +151,21 @@ def _start(exchange: str, rank: int, workers: int, transport: str, total: int) -
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, start_new_session=True)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], exchange: Path) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], exchange: Path, pairs: int, say: Callable[[str], None]) -> None:
     """Return when all have ended well; raise when one has not, without waiting for the others."""
-    deadline = time.monotonic() + PATIENCE
+    measured, deadline = 0, time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             break
+        if (exchange / f"measured_{measured}").exists():
+            measured, deadline = measured + 1, time.monotonic() + PATIENCE
+            say(f"measured {measured} of {pairs} pairs")
+            continue
         if time.monotonic() > deadline:
-            raise RunError(f"the link test did not end within {PATIENCE:.0f} s")
+            raise RunError(
+                f"the link test got stuck: {measured} of {pairs} pairs measured, and none in the last {PATIENCE:.0f} s",
+                hint="the machine may be too busy: try again when it is not, or with fewer processes (-n)",
+            )
         time.sleep(0.05)
     failed = {rank: process.poll() for rank, process in enumerate(processes) if process.poll()}
     if failed:
@@ -176,10 +204,10 @@ def main(request: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     store = Path(request["exchange"]) / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
-    pairs = list(permutations(range(workers), 2))
-    wires = Wires(rank, transport.removesuffix("-cuda"), [("link", *pair) for pair in pairs], device)
+    channels = [("link", *pair) for pair in permutations(range(workers), 2)]
+    wires = Wires(rank, transport.removesuffix("-cuda"), channels, device)
     rows = []
-    for source, target in pairs:
+    for number, (source, target) in enumerate(pairs_to_measure(workers, transport)):
         dist.barrier()
         mine = _End(wires, source, target).measure(request["total"]) if rank in (source, target) else None
         ends: list[Any] = [None] * workers
@@ -187,6 +215,8 @@ def main(request: dict[str, Any]) -> None:
         sent, received = ends[source], ends[target]
         copy = (sent["copy"] + received["copy"]) / 2
         rows.append(PairTimes(source, target, sent["latency"], tuple(received["bandwidth"]), copy))
+        if rank == 0:
+            (Path(request["exchange"]) / f"measured_{number}").touch()
     if rank == 0:
         text = json.dumps([dataclasses.asdict(row) for row in rows])
         (Path(request["exchange"]) / "pairs.json").write_text(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch import nn
 import fxpipe
 from fxpipe.batch import split, tensor_spec
 from fxpipe.build import Build
+from fxpipe.errors import CutError, near
 from fxpipe.folder import WEIGHTS
 from fxpipe.measured_costs import MeasuredCosts
-from fxpipe.optimizer_costs import optimizer_bytes, update_seconds_per_byte
+from fxpipe.optimizer_costs import optimizer_costs
 from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
@@ -106,19 +107,25 @@ def lower(
     chosen = schedules.make(schedule, workers, microbatches)
     chosen_policy = policies.make(policy or policies.default_for(chosen))
     chosen_policy.check(chosen)
+    _check_choices(cuts, bool(forward_at or backward_at), cost)
     links = links or (NCCL_NODE if program.device == "cuda" else GLOO_LOOPBACK)
     kept: list[MeasuredCosts] = []
     given = cuts if isinstance(cuts, Cuts) else None
     planned = given is None and not forward_at and not backward_at
-    state, update = optimizer_costs(program, optimizer, cost, device or CPU, threads)
+    with worker_threads(threads, 1):
+        of_optimizer = optimizer_costs(
+            trained(program), optimizer, timed=cost == "measured", bandwidth=(device or CPU).bandwidth
+        )
     options = Options(
         workers=workers,
         forward_at=tuple(forward_at),
         backward_at=tuple(backward_at),
         cuts=given,
         mode=cuts if isinstance(cuts, str) else "auto",
-        setting=Setting(chosen.name, chosen_policy.name, microbatches, links, tuple(speeds), tuple(memory), state),
-        update_seconds_per_byte=update,
+        setting=Setting(
+            chosen.name, chosen_policy.name, microbatches, links, tuple(speeds), tuple(memory), of_optimizer.state_bytes
+        ),
+        update_seconds_per_byte=of_optimizer.seconds_per_byte,
         split_backward=split_backward or (planned and cuts == "three-way"),
         cost=cost,
         device=device or CPU,
@@ -129,36 +136,42 @@ def lower(
     )
     program = run_passes(program, default_passes(options), observers)
     plan = _plan(program, chosen.name, chosen_policy.name, microbatches)
-    held = in_flight(chosen)
+    held, demand = in_flight(chosen), Demand(plan, chosen, chosen_policy)
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     tensors = {row.names[0]: program.values[row.node] for row in rows}
     return Build(
         plan=plan,
         files=program.files,
         tensors={name: t.detach().clone() for name, t in tensors.items()},
-        workers=tuple(summarize(program, plan, held, Demand(plan, chosen, chosen_policy))),
+        workers=tuple(summarize(program, plan, held, demand, of_optimizer.seconds_per_byte)),
         timings=edge_timings(program),
         profile=program.profile,
         partitions=program.partitions,
         links=links,
-        node_costs=kept[-1] if kept else None,
-        warnings=(*program.warnings, *_idle(plan)),
+        speeds=tuple(speeds),
+        node_costs=kept[-1].to_json() if kept else None,
+        warnings=(
+            *program.warnings,
+            *([of_optimizer.doubt] if of_optimizer.doubt else []),
+            *(_idle(plan) if planned else ()),
+        ),
     )
 
 
-def optimizer_costs(
-    program: Program, optimizer: MakeOptimizer, cost: str, device: Device, threads: int | None
-) -> tuple[float, float]:
-    """Bytes of the optimizer's state, and seconds of its update, for each byte of trained weights.
+def _check_choices(cuts: Any, pinned: bool, cost: str) -> None:
+    modes = get_args(CutsMode)
+    if not isinstance(cuts, Cuts) and cuts not in modes:
+        near_text = near(cuts, modes) if isinstance(cuts, str) else ""
+        raise CutError(f"cuts={cuts!r} is neither Cuts nor one of {', '.join(modes)}{near_text}")
+    if pinned and cuts != "auto":
+        raise CutError("cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at=")
+    if cost not in ("measured", "analytic"):
+        raise CutError(f"cost={cost!r} is neither 'measured' nor 'analytic'")
 
-    Analytic, an update reads weight, gradient and state and writes weight and state.
-    """
-    named = [(p.names[0], program.values[p.node]) for p in program.parameters if p.trained]
-    state = optimizer_bytes(named, optimizer)
-    if cost == "analytic":
-        return state, (3.0 + 2.0 * state) / device.bandwidth
-    with worker_threads(threads, 1):
-        return state, update_seconds_per_byte(named, optimizer)
+
+def trained(program: Program) -> list[tuple[str, torch.Tensor]]:
+    """The trained parameters, under their first names."""
+    return [(p.names[0], program.values[p.node]) for p in program.parameters if p.trained]
 
 
 def _idle(plan: Plan) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
     if body.get("format") != _FORMAT or body["fingerprint"] != fingerprint:
         return None
     seconds, ratios = body.get("seconds"), body.get("ratios")
-    if not (_are_times(seconds) and _are_times(ratios)):
+    if not (_are_times(seconds) and _are_times(ratios) and _are_ratios(ratios)):
         raise BuildError("the measured costs are no times", where=str(path), hint=_HINT)
     return MeasuredCosts(fingerprint, seconds, ratios)
 
@@ -129,3 +129,7 @@ def _type(found: Any) -> str:
 
 def _are_times(found: Any) -> TypeGuard[dict[str, float]]:
     return isinstance(found, dict) and all(isinstance(v, float) and 0 <= v < float("inf") for v in found.values())
+
+
+def _are_ratios(found: Mapping[str, float]) -> bool:
+    return found.keys() == {"F", "B"} and all(found.values())

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
 from fxpipe.runtime.weights import MakeOptimizer
-
-if TYPE_CHECKING:
-    from fxpipe.build import Build
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -29,9 +28,40 @@ STILL = 1e-6
 """What learning rates are multiplied by: the weights stay where they are, and nothing overflows or underflows."""
 
 
-def trained_parameters(build: Build) -> list[tuple[str, Tensor]]:
-    """A build's trained parameters, under their first names."""
-    return [(p.name, build.tensors[p.name]) for p in build.plan.parameters if p.trained]
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """What a model's optimizer costs.
+
+    Attributes:
+        state_bytes: of its state, for each byte of trained parameters.
+        seconds_per_byte: of its step, for each byte of trained parameters.
+        doubt: one sentence for a warning, where the optimizer could not be tried and they are assumed; else None.
+    """
+
+    state_bytes: float
+    seconds_per_byte: float
+    doubt: str | None = None
+
+
+def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, bandwidth: float) -> OptimizerCosts:
+    """What the optimizer costs for these parameters; never fails, since a run may well do what a sample cannot.
+
+    Args:
+        named: the trained parameters.
+        timed: measure a step here, with the threads that torch has now; else compute it: weight, gradient and state
+            are read, weight and state written.
+        bandwidth: bytes a second of the memory that is computed for; also where the optimizer cannot be tried.
+    """
+    state = 1.0
+    try:
+        state = optimizer_bytes(named, optimizer)
+        if timed:
+            return OptimizerCosts(state, update_seconds_per_byte(named, optimizer))
+    except TaskError as error:
+        said = " ".join(error.what.split())
+        doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
+        return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, doubt)
+    return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth)
 
 
 def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
@@ -82,7 +112,8 @@ def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device:
     begin = perf_counter()
     while len(taken) < LEAST or (len(taken) < MOST and perf_counter() - begin < BUDGET):
         before = _now(sample)
-        made.step()
+        with _users():
+            made.step()
         taken.append(_now(sample) - before)
     return quartile(taken) / sum(p.nbytes for _, p in sample)
 
@@ -113,19 +144,26 @@ def _shrunk(shape: tuple[int, ...], numel: float) -> tuple[int, ...]:
 
 
 def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-    try:
+    with _users():
         made = optimizer(sample)
         for group in made.param_groups:
             if "lr" in group:
                 group["lr"] = group["lr"] * STILL
         for _ in range(2):  # the first makes the state
             made.step()
+    return made
+
+
+@contextmanager
+def _users() -> Iterator[None]:
+    """Errors in here are the user's optimizer's."""
+    try:
+        yield
     except Exception as error:
         raise TaskError(
             f"the optimizer fails on small copies of the model's parameters: {type(error).__name__}: {error}",
             hint="optimizer(named_parameters) returns a torch.optim.Optimizer whose step() needs no arguments",
         ) from error
-    return made
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,15 +28,20 @@ from fxpipe.runtime.loaded_stage import load_stage
 from fxpipe.runtime.local_run import threads as worker_threads
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.weights import MakeOptimizer, WeightStore
+from fxpipe.schedule.action import Action
 from fxpipe.task import default_optimizer
 
 if TYPE_CHECKING:
     from fxpipe.build import Build
 
 BUDGET = 2.0
-"""Seconds that measuring may take for all workers together, once each has made `LEAST` minibatches."""
+"""Seconds that measuring may take for all workers together, once each has measured the least: see `_Worker.measure`."""
 
-LEAST, MOST = 3, 50
+LONG = 1.0
+"""Seconds of one microbatch's forward and backward on one worker, from which on they are measured once."""
+
+WANTED, MOST = 3, 50
+"""Minibatches: how many the budget should hold, so that fewer microbatches of each are run, and how many are enough."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class StageTime:
 
     Attributes:
         forward, backward: of one microbatch: the mean over a minibatch's, the lower quartile over minibatches, since
-            what else the machine does only ever adds.
+            what else the machine does only ever adds. Of many microbatches some stand for all: the first, which also
+            predicts weights and begins the sum of gradients, and some of the others.
         update: once a minibatch, behind its last backward: kept copies, the optimizer's step, replicas packed.
         nodes: the sums of the node costs of its forward and its backward, where the build has them.
     """
@@ -77,17 +83,20 @@ def measure_stages(
     repeats: int | None = None,
     schedule: str | None = None,
     policy: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[StageTime, ...]:
     """Each worker's times, in this process; the build and the random state stay as they are.
 
-    One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline.
+    One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline, for
+    about `BUDGET` seconds in all; longer only where a few microbatches take longer.
 
     Args:
         batch: one whole minibatch.
         optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
         threads: CPU threads of one worker; by default its share of the cores, as in a run.
-        repeats: minibatches that are measured; by default 3 to 50, as `BUDGET` allows.
+        repeats: minibatches that are measured, whatever they take; by default up to 50, as `BUDGET` allows.
         schedule, policy: the build's own where None.
+        say: is told which stage is being timed.
 
     Raises:
         BatchError: the batch does not fit the build.
@@ -113,6 +122,7 @@ def measure_stages(
         values = _messages(plan, folder, weights, leaves[0], device)
         found = []
         for rank in range(plan.workers):
+            say(f"timing stage {rank + 1} of {plan.workers}")
             transport = _Ready(plan, rank, recipe.demand, values, weights, device)
             made = optimizer or default_optimizer
             worker = _Worker(plan, folder, rank, recipe, transport, made, device)
@@ -232,37 +242,67 @@ class _Worker:
     def measure(
         self, leaves: Sequence[tuple[Any, ...]], repeats: int | None, nodes: tuple[float, float] | None
     ) -> StageTime:
-        """Run its schedule until enough minibatches are measured."""
-        executor, plan = self.executor, self.plan
-        executor.store.begin(0)
-        warm = plan.workers + 1  # from here on the pipeline is full, and every kind of weights has been read
-        spent: dict[tuple[Phase, int], float] = defaultdict(float)
+        """Run its schedule, less the microbatches that others stand for, until enough is measured.
+
+        That is when the worker's share of the budget is used, and at least two minibatches behind the warm-up have
+        been measured, by two microbatches each; where these are long, one minibatch by one.
+        """
+        microbatches, workers = self.plan.microbatches, self.plan.workers
+        share = BUDGET / workers
+        # Without a flush: then the pipeline is full, and every kind of weights has been read.
+        warm = 1 if self.recipe.schedule.synchronous else workers + 1
+        count = 1
+        kept: dict[int, set[int]] = {}  # by minibatch, which microbatches are run
+        last: dict[Phase, float] = {}  # seconds of the newest minibatch's last microbatch
+        spent: dict[tuple[Phase, int], list[float]] = defaultdict(list)
         updates: list[float] = []
+        measuring = False
+        self.executor.store.begin(0)
         begin = perf_counter()
         for action in self.recipe.schedule.actions(self.rank):
-            if action.minibatch < warm:
-                begin = perf_counter()
-            executor.expect(action)
-            first = self.rank == 0 and action.phase == "F"
-            waited, before = executor.times.waited, self._now()
-            executor.execute(action, leaves[action.microbatch] if first else None)
-            seconds = self._now() - before - (executor.times.waited - waited)
-            update = self.updates.pop() if self.updates else 0.0
-            if action.minibatch < warm:
+            phase, minibatch = action.phase, action.minibatch
+            if action.microbatch not in kept.setdefault(minibatch, _some(microbatches, count)):
                 continue
-            spent[action.phase, action.minibatch] += seconds - update
-            if action.phase == "B" and action.microbatch == plan.microbatches - 1:
+            seconds, update = self._execute(action, leaves)
+            if measuring:
+                spent[phase, minibatch].append(seconds)
+            if action.microbatch < microbatches - 1:
+                continue
+            last[phase] = seconds
+            if phase == "F":
+                continue
+            step, used = sum(last.values()), perf_counter() - begin
+            if repeats is not None:
+                least = most = repeats
+                count = microbatches
+            elif step > LONG:
+                least = most = count = 1
+            else:
+                least, most = 2, MOST
+                count = max(2, int(share / (WANTED * step))) if step else microbatches
+            if measuring:
                 updates.append(update)
-                if self._enough(len(updates), perf_counter() - begin, repeats):
+                if len(updates) >= (least if used > share else most):
                     break
-        done = range(warm, warm + len(updates))
-        spans = {phase: [spent[phase, minibatch] / plan.microbatches for minibatch in done] for phase in PHASES}
+            elif minibatch + 1 >= warm or (repeats is None and used > share / 2):
+                measuring, begin = True, perf_counter()
+        spans: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
+        for (phase, minibatch), times in spent.items():
+            if len(times) == len(kept[minibatch]):
+                others = times[1:] or times
+                spans[phase].append((times[0] + sum(others) / len(others) * (microbatches - 1)) / microbatches)
         return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates), nodes)
 
-    def _enough(self, done: int, seconds: float, repeats: int | None) -> bool:
-        if repeats is not None:
-            return done >= repeats
-        return done >= MOST or (done >= LEAST and seconds > BUDGET / self.plan.workers)
+    def _execute(self, action: Action, leaves: Sequence[tuple[Any, ...]]) -> tuple[float, float]:
+        """Seconds of an action without its waits and its update, and of the update."""
+        executor = self.executor
+        executor.expect(action)
+        first = self.rank == 0 and action.phase == "F"
+        waited, before = executor.times.waited, self._now()
+        executor.execute(action, leaves[action.microbatch] if first else None)
+        seconds = self._now() - before - (executor.times.waited - waited)
+        update = self.updates.pop() if self.updates else 0.0
+        return seconds - update, update
 
     def _watch(self, store: WeightStore) -> None:
         """Note the seconds of every update: for the executor they are part of the backward."""
@@ -280,3 +320,10 @@ class _Worker:
         if self.cuda:
             torch.cuda.synchronize()
         return perf_counter()
+
+
+def _some(microbatches: int, count: int) -> set[int]:
+    """`count` microbatches that stand for all: the first and the last ones; the last, which updates, if it is one."""
+    if count == 1:
+        return {microbatches - 1}
+    return {0, *range(max(0, microbatches - count + 1), microbatches)}

@@ -17,6 +17,7 @@ class WorkerSummary:
 
     Attributes:
         backward_ms: without what makes weight gradients alone: that is `weight_ms`, of the units `weight_units`.
+        update_ms: of one minibatch.
         begins: the module paths where its forward and its backward begin.
         bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
         owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
@@ -33,6 +34,7 @@ class WorkerSummary:
     forward_ms: float
     backward_ms: float
     weight_ms: float
+    update_ms: float
     owned: int
     owned_bytes: int
     replicas: int
@@ -52,12 +54,15 @@ class WorkerSummary:
         return WorkerSummary(**fields)
 
 
-def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...], demand: Demand) -> list[WorkerSummary]:
+def summarize(
+    program: Program, plan: Plan, in_flight: tuple[int, ...], demand: Demand, update_seconds_per_byte: float = 0.0
+) -> list[WorkerSummary]:
     """The table's rows, for a program that has been through every pass.
 
     Args:
         in_flight: microbatches that each worker holds at most, from the schedule's check.
         demand: who reads which weights, for the bytes of replicas.
+        update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
     """
     seconds: dict[tuple[int, str], float] = {}
     for node in program:
@@ -70,6 +75,7 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...], demand: 
     for rank, stage in enumerate(plan.stages):
         owned = [p.name for p in plan.owned(rank)]
         copies = [p.name for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
+        trained = sum(p.tensor.bytes for p in plan.owned(rank) if p.trained)
         owned_bytes, replica_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
         saved = _saved_bytes(program, rank)
         rows.append(
@@ -82,6 +88,7 @@ def summarize(program: Program, plan: Plan, in_flight: tuple[int, ...], demand: 
                 forward_ms=seconds.get((rank, "F"), 0.0) * 1e3,
                 backward_ms=seconds.get((rank, "B"), 0.0) * 1e3,
                 weight_ms=seconds.get((rank, "W"), 0.0) * 1e3,
+                update_ms=1e3 * update_seconds_per_byte * trained,
                 owned=len(owned),
                 owned_bytes=owned_bytes,
                 replicas=len(copies),

@@ -14,10 +14,10 @@ from fxpipe.passes.units import Units
 from torch import nn
 
 from fxpipe.batch import split
-from fxpipe.optimizer_costs import optimizer_bytes, update_seconds_per_byte
+from fxpipe.lowering import trained
+from fxpipe.optimizer_costs import optimizer_costs
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.profile import Profile
-from fxpipe.program import Program
 from fxpipe.runtime.local_run import threads as worker_threads
 from fxpipe.runtime.weights import MakeOptimizer
 from fxpipe.task import default_optimizer
@@ -37,6 +37,7 @@ class ModelProfile:
         samples: of a minibatch.
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
         device: 'cpu' or 'cuda'.
+        warnings: what capture and costs want the user to know.
     """
 
     whole: Profile
@@ -45,6 +46,7 @@ class ModelProfile:
     samples: int
     optimizer_bytes: float
     device: str
+    warnings: tuple[str, ...] = ()
 
 
 def profile_model(
@@ -81,13 +83,10 @@ def profile_model(
     split_up = run_passes(program, [SplitBackward()], ()) if three_way else program
     with worker_threads(threads, workers):
         costing = Cost(cost, threads=threads, device=device or CPU)
-        named = trained(program)
-        rate = 0.0
-        state = optimizer_bytes(named, optimizer)
-        if cost == "measured":
-            rate = update_seconds_per_byte(named, optimizer)
-        else:  # reads weight, gradient and state, writes weight and state
-            rate = (3.0 + 2.0 * state) / (device or CPU).bandwidth
+        of_optimizer = optimizer_costs(
+            trained(program), optimizer, timed=cost == "measured", bandwidth=(device or CPU).bandwidth
+        )
+        rate = of_optimizer.seconds_per_byte
         say("costing the step")
         whole = profile_of(run_passes(program, [Units(), costing], ()), rate)
         apart = whole
@@ -96,9 +95,5 @@ def profile_model(
             apart = profile_of(run_passes(split_up, [Units(), costing], ()), rate)
     first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
     samples = (first.shape[0] if first.shape else 1) * microbatches
-    return ModelProfile(whole, apart, microbatches, samples, state, program.device)
-
-
-def trained(program: Program) -> list[tuple[str, Any]]:
-    """The trained parameters, under their first names."""
-    return [(p.names[0], program.values[p.node]) for p in program.parameters if p.trained]
+    warnings = (*program.warnings, *([of_optimizer.doubt] if of_optimizer.doubt else []))
+    return ModelProfile(whole, apart, microbatches, samples, of_optimizer.state_bytes, program.device, warnings)

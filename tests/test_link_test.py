@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import finish, fxpipe, processes, start_module, unchanged
 
 from fxpipe import link_test
 from fxpipe.errors import RunError
-from fxpipe.link_test import SIZES, LinkReport, PairTimes, measure_links, transports
+from fxpipe.link_test import SIZES, LinkReport, PairTimes, measure_links, pairs_to_measure, transports
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.links import Links
 
@@ -47,6 +48,27 @@ def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.multiproc
+def test_of_many_pairs_some_are_measured_each_with_patience_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    said: list[str] = []
+    report = measure_links(4, "gloo", total=1 << 20, say=said.append)
+    assert [(p.source, p.target) for p in report.pairs] == pairs_to_measure(4, "gloo")
+    assert report.coverage == "6 of 12 pairs, which are alike"
+    assert said
+    assert said == [f"measured {i + 1} of 6 pairs" for i in range(len(said))]
+
+
+def test_pairs_that_are_alike_are_sampled() -> None:
+    assert pairs_to_measure(2, "gloo") == [(0, 1), (1, 0)]
+    assert len(pairs_to_measure(3, "gloo-cuda")) == 6
+    for workers in range(4, 20):
+        assert 3 < len(pairs_to_measure(workers, "gloo")) <= link_test.ALIKE
+    assert len(pairs_to_measure(11, "nccl")) == 110, "devices are linked differently"
+
+
+@pytest.mark.multiproc
 def test_a_process_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
@@ -59,7 +81,7 @@ def test_a_process_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_test_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(link_test, "PATIENCE", 0.1)
-    with unchanged(tmp_path), pytest.raises(RunError, match="did not end within"):
+    with unchanged(tmp_path), pytest.raises(RunError, match="got stuck: 0 of 2 pairs measured"):
         measure_links(2, "gloo")
     assert mine(tmp_path) == []
 
@@ -117,8 +139,9 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, devices: int, found: 
 def test_the_command_reports_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, str]] = []
 
-    def measured(workers: int, transport: str) -> LinkReport:
+    def measured(workers: int, transport: str, say: Any) -> LinkReport:
         asked.append((workers, transport))
+        say("measured 1 of 6 pairs")
         return LinkReport("gloo" if transport == "gloo" else "nccl", workers, PAIRS)
 
     monkeypatch.setattr(link_test, "measure_links", measured)
@@ -137,8 +160,18 @@ def test_the_command_reports_and_writes(tmp_path: Path, monkeypatch: pytest.Monk
     assert said["transports"][1]["pairs"][0]["source"] == 0
 
 
+def test_the_command_says_that_it_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_test, "measure_links", lambda workers, transport, say: LinkReport("gloo", 11, PAIRS))
+    monkeypatch.setattr(link_test, "transports", lambda _: ("gloo",))
+    path = tmp_path / "links.toml"
+    result = fxpipe("doctor", "--links", "-n", 11, "-o", path)
+    assert "measured 6 of 110 pairs, which are alike" in result.out
+    assert "# 6 of 110 pairs, which are alike: these are medians\n" in path.read_text()
+    assert read_device_spec(path).links == LinkReport("gloo", 11, PAIRS).links
+
+
 def test_the_command_refuses_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> LinkReport:
+    def never(*_: object, **__: object) -> LinkReport:
         raise AssertionError("measured")
 
     monkeypatch.setattr(link_test, "measure_links", never)

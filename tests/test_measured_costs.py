@@ -45,6 +45,8 @@ def test_costs_of_something_else_are_none(tmp_path: Path) -> None:
     "text",
     ["", "[]", '{"format": 1}', COSTS.to_json()[:40], COSTS.to_json().replace("1.01", '"long"'),
      COSTS.to_json().replace("0.0,", "-1.0,").replace("0.0\n", "-1.0\n"), COSTS.to_json().replace("1.01", "true"),
+     COSTS.to_json().replace("1.01", "0.0"), COSTS.to_json().replace('"F"', '"G"'),
+     COSTS.to_json().replace('"F": 1.01,', ""), COSTS.to_json().replace('"F"', '"G": 1.0, "F"'),
      json.dumps({"format": 1, "fingerprint": "mark", "ratios": {}})],
 )  # fmt: skip
 def test_a_corrupt_file_is_told_from_none(tmp_path: Path, text: str) -> None:

@@ -10,9 +10,15 @@ import torch
 from cached import lowered
 from torch import Tensor
 
-from fxpipe import optimizer_costs
+import fxpipe.optimizer_costs
 from fxpipe.errors import TaskError
-from fxpipe.optimizer_costs import STATE_SAMPLE, optimizer_bytes, trained_parameters, update_seconds_per_byte
+from fxpipe.optimizer_costs import (
+    STATE_SAMPLE,
+    OptimizerCosts,
+    optimizer_bytes,
+    optimizer_costs,
+    update_seconds_per_byte,
+)
 
 SMALL = [("weight", torch.zeros(256, 256)), ("bias", torch.zeros(256))]
 LARGE = [("weight", torch.empty(1 << 14, 1 << 12, device="meta")), ("bias", torch.empty(1 << 14, device="meta"))]
@@ -75,7 +81,7 @@ def test_seconds_of_a_step() -> None:
 
 
 def test_many_tensors_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_costs, "TIME_SAMPLE", 64 << 10)
+    monkeypatch.setattr(fxpipe.optimizer_costs, "TIME_SAMPLE", 64 << 10)
     made: list[int] = []
 
     def watching(named: Any) -> torch.optim.Optimizer:
@@ -98,14 +104,53 @@ def test_an_optimizer_that_fails_is_the_users() -> None:
         optimizer_bytes(SMALL, lbfgs)
 
 
-def test_a_builds_parameters() -> None:
+def test_of_a_builds_parameters() -> None:
     build = lowered("gpt")
-    found = dict(trained_parameters(build))
-    assert found.keys() == {p.name for p in build.plan.parameters if p.trained}
-    assert found["blocks.0.qkv.weight"] is build.tensors["blocks.0.qkv.weight"]
-    assert optimizer_bytes(list(found.items()), adam) == pytest.approx(2.0, abs=0.05)
+    named = [(p.name, build.tensors[p.name]) for p in build.plan.parameters if p.trained]
+    assert optimizer_bytes(named, adam) == pytest.approx(2.0, abs=0.05)
+
+
+def test_costs_are_timed_or_computed() -> None:
+    found = optimizer_costs(SMALL, momentum, timed=False, bandwidth=10.0)
+    assert found == OptimizerCosts(pytest.approx(1.0), pytest.approx(0.5))
+    found = optimizer_costs(SMALL, lambda named: Sleepy([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
+    size = sum(t.nbytes for _, t in SMALL)
+    assert (found.state_bytes, found.doubt) == (0.0, None)
+    assert 0.01 / size <= found.seconds_per_byte < 1.0 / size
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_an_optimizer_that_wants_true_shapes_is_doubted(timed: bool) -> None:
+    def picky(named: Any) -> torch.optim.Optimizer:
+        assert all(p.shape in [(1 << 14, 1 << 12), (1 << 14,)] for _, p in named), "the wrong\nmodel"
+        return momentum(named)
+
+    with torch.device("meta"):
+        large = [("weight", torch.empty(1 << 14, 1 << 12)), ("bias", torch.empty(1 << 14))]
+    found = optimizer_costs(large, picky, timed=timed, bandwidth=10.0)
+    assert (found.state_bytes, found.seconds_per_byte) == (1.0, 0.5)
+    assert found.doubt is not None
+    assert found.doubt.startswith("the optimizer fails on small copies of the model's parameters: AssertionError: the")
+    assert found.doubt.endswith("1 bytes of state for each byte of weights and a computed update are assumed")
+    assert "\n" not in found.doubt
+
+
+def test_an_optimizer_that_fails_while_timed_is_doubted_too() -> None:
+    class Tired(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            if self.steps > 3:
+                raise RuntimeError("enough")
+            return super().step(closure)
+
+    found = optimizer_costs(SMALL, lambda named: Tired([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
+    assert (found.state_bytes, found.seconds_per_byte) == (0.0, pytest.approx(0.3))
+    assert found.doubt is not None
+    assert "RuntimeError: enough" in found.doubt
 
 
 def test_the_lower_quartile_forgets_disturbed_times() -> None:
-    assert optimizer_costs.quartile([9.0, 1.0, 2.0, 3.0, 8.0, 7.0, 6.0, 5.0]) == 3.0
-    assert optimizer_costs.quartile([4.0]) == 4.0
+    assert fxpipe.optimizer_costs.quartile([9.0, 1.0, 2.0, 3.0, 8.0, 7.0, 6.0, 5.0]) == 3.0
+    assert fxpipe.optimizer_costs.quartile([4.0]) == 4.0

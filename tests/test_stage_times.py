@@ -33,12 +33,12 @@ def batch_of(name: str = "gpt") -> Any:
     return CASES[name].batches(1)[0]
 
 
-def slowed(build: fxpipe.Build, stage: str, function: str) -> fxpipe.Build:
+def slowed(build: fxpipe.Build, stage: str, function: str, pause: float = PAUSE) -> fxpipe.Build:
     """The build with a pause at the start of one function of one stage."""
     head = f"def {function}(weights, buffers, {'batch' if function == 'forward' else 'saved'}, comm):\n"
     source = build.files[stage]
     assert head in source
-    slow = source.replace(head, f"{head}    __import__('time').sleep({PAUSE})\n")
+    slow = source.replace(head, f"{head}    __import__('time').sleep({pause})\n")
     return dataclasses.replace(build, files={**build.files, stage: slow})
 
 
@@ -56,12 +56,18 @@ class Clock:
 
 
 @pytest.fixture
-def sleepers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, float]]]:
-    """Measures a build's stages by a clock that only sleep moves: what is not zero, by worker."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which stages are measured: only sleep moves it."""
     clock = Clock()
     monkeypatch.setattr(time, "sleep", clock.sleep)
     for module in (stage_times, executor, transport):
         monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def sleepers(clock: Clock) -> Callable[..., list[dict[str, float]]]:
+    """Measures a build's stages by that clock: what is not zero, by worker."""
 
     def measured(build: fxpipe.Build, name: str = "gpt", **options: Any) -> list[dict[str, float]]:
         times = measure_stages(build, batch_of(name), threads=1, repeats=2, **options)
@@ -106,15 +112,19 @@ def test_times_are_a_microbatchs(sleepers: Any) -> None:
 
 class SlowSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        time.sleep(PAUSE)
+        time.sleep(0.05)
         return super().step(closure)
+
+
+def slow_sgd(named: Any) -> torch.optim.Optimizer:
+    return SlowSGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_update_is_apart_from_the_backward(sleepers: Any, microbatches: int) -> None:
     build = build_of(microbatches=microbatches, schedule="1f1b")
-    found = sleepers(build, optimizer=lambda named: SlowSGD([p for _, p in named], lr=0.1, momentum=0.9))
-    assert found == [{"update": PAUSE}] * 2
+    found = sleepers(build, optimizer=slow_sgd)
+    assert found == [{"update": 0.05}] * 2
 
 
 def test_a_prediction_counts_where_it_is_read(sleepers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +140,41 @@ def test_a_prediction_counts_where_it_is_read(sleepers: Any, monkeypatch: pytest
     assert sleepers(own, "function", policy="latest") == [{}] * 3
     assert sleepers(own, "function", policy="spectrain") == [{"forward": PAUSE}] * 3, "the last backward reads it again"
     assert sleepers(tied, policy="spectrain")[0] == {"forward": PAUSE, "update": PAUSE}, "replicas are sent predicted"
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 32), ("gpipe", 32), ("async", 1)])
+@pytest.mark.parametrize("pause", [0.001, 0.3, 5.0])
+def test_measuring_takes_no_longer_than_it_must(clock: Clock, schedule: str, microbatches: int, pause: float) -> None:
+    build = lowered("gpt", microbatches, 32, workers=2, schedule=schedule, **cuts(CASES["gpt"], 2, 0))
+    build = slowed(slowed(build, "stage_1.py", "forward", pause), "stage_0.py", "backward", pause)
+    said: list[str] = []
+    times = measure_stages(build, CASES["gpt"].batches(1, 32)[0], optimizer=slow_sgd, threads=1, say=said.append)
+    assert [round(t.forward, 9) for t in times] == [0.0, pause]
+    assert [round(t.backward, 9) for t in times] == [pause, 0.0]
+    assert [round(t.update, 9) for t in times] == [0.05, 0.05]
+    assert said == ["timing stage 1 of 2", "timing stage 2 of 2"]
+    assert clock.now < 1.5 * stage_times.BUDGET + 7 * pause + 1.0, "the budget, a warm-up, and what began within it"
+
+
+def test_some_microbatches_stand_for_all() -> None:
+    assert [stage_times._some(4, count) for count in (1, 2, 3, 4, 9)] == [
+        {3}, {0, 3}, {0, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}
+    ]  # fmt: skip
+    assert stage_times._some(1, 1) == stage_times._some(1, 2) == {0}
+
+
+def test_what_only_the_first_microbatch_does_counts_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = executor.Executor.execute
+
+    def slow(self: Any, action: Any, leaves: Any = None) -> Any:
+        time.sleep(0.3 if action.microbatch == 0 else 0.1)
+        return execute(self, action, leaves)
+
+    monkeypatch.setattr(executor.Executor, "execute", slow)
+    build = lowered("gpt", 8, 8, workers=2, schedule="1f1b", **cuts(CASES["gpt"], 2, 0))
+    for found in measure_stages(build, batch_of(), threads=1):
+        assert found.forward == pytest.approx((0.3 + 7 * 0.1) / 8)
+        assert found.backward == pytest.approx((0.3 + 7 * 0.1) / 8)
 
 
 def test_waiting_is_not_counted(sleepers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fxpipe.errors import CutError, ProfileError
 from fxpipe.planner.candidates import MODES
-from fxpipe.planner.partition import BUDGET, Partition, TooLittleMemory, partitions
+from fxpipe.planner.partition import BUDGET, Partition, TooLittleMemory, fits, partitions
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
 
-_TRIED = 8  # numbers of workers
+_TRIED = (1, 2, 3, 4)
+"""How many workers more are tried, and how many times as many."""
 
 
 def advised_partitions(
@@ -31,9 +33,10 @@ def advised_partitions(
         return partitions(profile, workers, modes, say, budget)
     except TooLittleMemory as error:
         equal = len(set(workers.memory)) == len(set(workers.speeds)) == 1
-        enough = f"give every worker {size(error.share * workers.memory[0])}" if equal else "give that worker more"
+        least = size(error.share * workers.memory[0], enough=True)
+        enough = f"give every worker {least}" if equal else "give that worker more"
         widest = [mode for mode in MODES if mode in modes][-1]
-        more = _enough_workers(profile, setting, count, widest, say, budget) if equal else None
+        more = _enough_workers(profile, setting, count, widest, say) if equal else None
         error.hint = f"{enough}, or use -n {more}" if more else f"{enough}; more workers alone do not help"
         if not equal:
             error.hint = f"{enough}, or use more workers"
@@ -46,15 +49,14 @@ def _enough_workers(
     count: int,
     mode: str,
     say: Callable[[str], None],
-    budget: int,
 ) -> int | None:
     """The least number of workers that fits, among the next few and a few larger ones."""
-    tried = sorted({*range(count + 1, count + 1 + _TRIED // 2), *(count * 2**i for i in range(1, 1 + _TRIED // 2))})
+    tried = sorted({count + more for more in _TRIED} | {count * times for times in _TRIED[1:]})
     for more in tried:
         say(f"does it fit {more} workers?")
         try:
-            partitions(profile, setting.workers(more), (mode,), budget=budget // 10)
-        except TooLittleMemory:
-            continue
-        return more
+            if fits(profile, setting.workers(more), mode):
+                return more
+        except (CutError, ProfileError):  # there are no links for so many
+            return None
     return None

@@ -7,18 +7,15 @@ bottleneck the furthest reach of the first k workers decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
+from fxpipe.planner.spans import Floats, Maximum, Places, prefix
 
 _TOLERANCE = 1e-10  # relative; far below what a clock can measure
-
-Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ def worker_loads(
     forward: Sequence[float], backward: Sequence[float], balance: Balance, speeds: Sequence[float]
 ) -> list[float]:
     """The time of every worker under these cuts."""
-    f, b = _prefix(forward), _prefix(backward)
+    f, b = prefix(forward), prefix(backward)
     return [
         float(f[balance.forward[k + 1]] - f[balance.forward[k]] + b[balance.backward[k + 1]] - b[balance.backward[k]])
         / speed
@@ -44,7 +41,7 @@ def worker_loads(
 
 def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> Balance:
     """The best contiguous cuts that forward and backward share: what PipeDream does."""
-    total = _prefix([f + b for f, b in zip(forward, backward, strict=True)])
+    total = prefix([f + b for f, b in zip(forward, backward, strict=True)])
     _check(len(forward), speeds)
 
     def cuts(limit: float) -> tuple[int, ...] | None:
@@ -72,7 +69,7 @@ def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], spee
 
     Time: O(N·U·log U) for each of about thirty bisection steps; 10,000 units and 64 workers take a few seconds.
     """
-    f, b = _prefix(forward), _prefix(backward)
+    f, b = prefix(forward), prefix(backward)
     _check(len(forward), speeds)
     shared = same_cuts(forward, backward, speeds).bottleneck
     limit = _bisect(lambda t: _reach(f, b, speeds, t)[-1][-1] == len(b) - 1, float(f[-1] + b[-1]) / sum(speeds), shared)
@@ -93,13 +90,8 @@ def _check(units: int, speeds: Sequence[float]) -> None:
         raise CutError("every worker needs a speed above zero", hint="1 is the device that was measured")
 
 
-def _prefix(values: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-
-
-def _bisect(feasible: object, low: float, high: float) -> float:
+def _bisect(feasible: Callable[[float], bool], low: float, high: float) -> float:
     """The least feasible bottleneck; `high` is feasible, below `low` nothing is."""
-    assert callable(feasible)
     while high - low > _TOLERANCE * high:
         middle = (low + high) / 2
         if feasible(middle):
@@ -119,27 +111,11 @@ def _reach(f: Floats, b: Floats, speeds: Sequence[float], limit: float) -> list[
         time = limit * speed * (1 + _TOLERANCE)
         value = np.where(reach >= 0, b[np.maximum(reach, 0)] + f, -np.inf)
         first = np.minimum(np.searchsorted(f, f - time, side="left"), places)
-        best = _window_maximum(value, first)
+        best = Maximum(value).over((first, places + 1))
         furthest = np.searchsorted(b, best + time - f, side="right") - 1
         reach = np.where(np.isfinite(best), np.minimum(furthest, len(b) - 1), -1)
         found.append(reach)
     return found
-
-
-def _window_maximum(value: Floats, first: Places) -> Floats:
-    """The maximum of value[first[i]..i] for every i, from maxima over runs of 1, 2, 4, … (a sparse table)."""
-    places = np.arange(len(value))
-    level = np.log2(places - first + 1).astype(np.int64)
-    result = np.full(len(value), -np.inf)
-    table, width = value, 1
-    for depth in range(int(level.max()) + 1):
-        mine = places[level == depth]
-        result[mine] = np.maximum(table[first[mine]], table[mine - width + 1])
-        longer = np.full(len(value), -np.inf)
-        if width < len(value):
-            longer[:-width] = np.maximum(table[:-width], table[width:])
-        table, width = longer, 2 * width
-    return result
 
 
 def _came_from(f: Floats, b: Floats, reach: Places, at: int, back: int, time: float) -> int:

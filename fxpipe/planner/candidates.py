@@ -9,7 +9,8 @@ import numpy as np
 
 from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.search import EPSILON
-from fxpipe.planner.worker_cost import Places, WorkerCost
+from fxpipe.planner.spans import Places
+from fxpipe.planner.worker_cost import WorkerCost
 
 MODES = ("same", "bidirectional", "three-way")
 
@@ -26,13 +27,13 @@ class Positions:
 def positions(costs: WorkerCost, mode: str) -> Positions:
     """All positions but the forbidden and the dominated ones.
 
-    A unit that computes, saves and owns nothing can go to either side of a cut. The position on one side of it
+    A free unit (it computes, saves and owns nothing) can go to either side of a cut. The position on one side of it
     dominates the one on the other, if every worker that begins or ends there would receive no more: the other is
-    dropped. Both chains keep the best plan.
+    dropped, and the best plan is still among the rest.
     """
     count = costs.count
     every = np.arange(count + 1)
-    free = np.array([_is_free(u) for u in costs.profile.units])
+    free = np.array([u.free for u in costs.profile.units])
     forward = np.setdiff1d(every, np.array(sorted(costs.profile.uncut), dtype=np.int64))
     backward = every
     if mode != "same":  # with shared cuts a position serves both chains: only what both drop could go
@@ -41,11 +42,6 @@ def positions(costs: WorkerCost, mode: str) -> Positions:
         backward = np.setdiff1d(every, count - flipped)
     weight = backward if mode != "three-way" else _weight_positions(costs)
     return Positions(*(np.union1d(p, [0, count]) for p in (forward, backward, weight)))
-
-
-def _is_free(unit: object) -> bool:
-    costs = ("forward_ms", "backward_ms", "weight_ms", "update_ms", "saved_bytes", "parameter_bytes", "temporary_bytes")
-    return not any(getattr(unit, name) for name in costs)
 
 
 def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
@@ -58,7 +54,7 @@ def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
         at_p, at_q = chain.open_at(p), chain.open_at(q)
         read = at_p[chain.ends(at_p) == unit]  # what the unit itself reads from in front of it
         columns = np.unique(np.concatenate([chain.ends(at_p), chain.ends(at_q)])) + 1
-        rows = chain.table(np.array([p, q]), columns[columns > q])
+        rows = chain.table(np.array([p, q]), np.append(columns[columns > q], q + 1))
         if (rows[1] <= rows[0]).all() and (chain.starts(read) >= p - 1).all():
             dropped.add(p)  # behind the unit no more crosses, and who ends there receives nothing more
         elif (rows[0] <= rows[1]).all():
@@ -68,7 +64,7 @@ def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
 
 def _weight_positions(costs: WorkerCost) -> Places:
     """W may be cut before every unit that has some; the positions between two of those are alike."""
-    return np.unique(costs.next_weight)
+    return np.unique(costs.owning.following)
 
 
 def all_layers(costs: WorkerCost, where: Positions, mode: str, bound: float, budget: int) -> list[Places] | None:

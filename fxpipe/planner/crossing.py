@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
+from fxpipe.planner.spans import Floats, Places
 
 
 class Crossing:

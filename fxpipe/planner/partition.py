@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +19,13 @@ from fxpipe.planner.balance import bidirectional_cuts, same_cuts
 from fxpipe.planner.candidates import MODES, Positions, all_layers, positions, window
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
-from fxpipe.planner.search import EPSILON, Aim, Path, bottleneck, fullest, least_bottleneck
-from fxpipe.planner.worker_cost import Places, WorkerCost, Workers
+from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck
+from fxpipe.planner.spans import Places
+from fxpipe.planner.worker_cost import WorkerCost
+from fxpipe.planner.workers import Workers
 
 BUDGET = 150_000_000  # pairs of cuts that the exact search may look at
+MEMORY_BUDGET = 10_000_000  # likewise, where nothing seems to fit into memory
 _FINE = range(-4, 5)
 _FAR = (-55, -34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34, 55)
 _WIDE = (-377, -233, -144, -89, -34, -8, -1, 0, 1, 8, 34, 89, 144, 233, 377)
@@ -77,6 +81,14 @@ class Partition:
     ideal_ms: float
     lower_bound_ms: float
     loads: tuple[Load, ...]
+
+    @staticmethod
+    def from_row(row: dict[str, Any]) -> Partition:
+        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        fields["recompute"] = tuple((int(k), int(a), int(b)) for k, a, b in row["recompute"])
+        fields["loads"] = tuple(Load(**load) for load in row["loads"])
+        return Partition(**fields)
 
     @property
     def efficiency(self) -> float:
@@ -138,6 +150,20 @@ def partitions(
     return found
 
 
+def fits(profile: Profile, workers: Workers, mode: str) -> bool:
+    """Whether a plan of that mode was found that fits into every worker's memory; says nothing of time."""
+    costs = WorkerCost(profile, workers)
+    search = _Search(costs, lambda text: None, MEMORY_BUDGET)
+    for narrow in MODES[: MODES.index(mode) + 1]:
+        where = positions(costs, narrow)
+        try:
+            search.fitting(narrow, where)
+        except TooLittleMemory:
+            continue
+        return True
+    return False
+
+
 class TooLittleMemory(CutError):
     """No plan fits; `share` is how many times its memory the fullest worker would need at the least."""
 
@@ -154,6 +180,7 @@ class _Search:
         self.say = say
         self.budget = budget
         self.known: list[Places] = []
+        self.known_empty: list[Places] = []  # plans that need little memory, whether or not they fit
         profile, speeds = costs.profile, costs.workers.speeds
         forward = [u.forward_ms for u in profile.units]
         share = costs.workers.microbatches
@@ -167,16 +194,15 @@ class _Search:
         """The best plan of a mode, and a bound that no plan of it can beat."""
         costs, where = self.costs, positions(self.costs, mode)
         bound = {"same": self.same.bottleneck, "bidirectional": self.free.bottleneck}.get(mode, self.ideal)
-        best = self._fitting(mode, where, [*self._starts(mode, where), *self.known])
+        best = self.fitting(mode, where)
         proved = best.bottleneck <= bound * (1 + EPSILON)
         if not proved:
             best = self._improved(mode, where, best)
         self.say(f"{mode}: proving {best.bottleneck:.3f} ms")
         layers = all_layers(costs, where, mode, best.bottleneck, self.budget // (20 if proved else 1))
         if layers is not None:  # if it is proved already, there may still be one with less traffic
-            found = least_bottleneck(costs, layers, best.bottleneck)
-            assert found is not None
-            best, bound = found, found.bottleneck
+            best = least_bottleneck(costs, layers, best.bottleneck) or best
+            bound = best.bottleneck
         for cuts in self.known:  # cuts of a narrower mode are simpler, where the wider one gains nothing
             narrow = Path(cuts, bottleneck(costs, cuts))
             if narrow.bottleneck <= best.bottleneck * (1 + EPSILON):
@@ -196,56 +222,90 @@ class _Search:
             at = _snapped(where.backward, plan.backward)
             rows = [_snapped(where.forward, plan.forward), at, at, 0 * at]
             if mode == "three-way":
-                rows[2] = np.concatenate([[0], self.costs.next_weight[at[1:]]])
+                rows[2] = np.concatenate([[0], self.costs.owning.following[at[1:]]])
             starts.append(np.stack(rows, axis=1))
         return starts
 
-    def _fitting(self, mode: str, where: Positions, starts: Sequence[Places]) -> Path:
-        """The best of some plans; if none fits into memory, the plan that needs least of it.
+    def fitting(self, mode: str, where: Positions) -> Path:
+        """The best of the plans to begin with; if none fits into memory, one that needs least of it.
 
         Raises:
             TooLittleMemory: even that one does not fit.
         """
         costs = self.costs
-        paths = [Path(cuts, bottleneck(costs, cuts)) for cuts in starts]
+        paths = [Path(cuts, bottleneck(costs, cuts)) for cuts in [*self._starts(mode, where), *self.known]]
         best = min(paths, key=lambda path: path.bottleneck)
         if np.isfinite(best.bottleneck):
             return best
         self.say(f"{mode}: looking for cuts that fit into memory")
-        emptiest = min(paths, key=lambda path: fullest(costs, path.cuts)[0])
-        layers = all_layers(costs, where, mode, np.inf, self.budget // 4)
-        if layers is not None:
-            found = least_bottleneck(costs, layers, np.inf, "memory")
-            assert found is not None
-            emptiest = found
-        else:
-            emptiest = self._improved(mode, where, Path(emptiest.cuts, fullest(costs, emptiest.cuts)[0]), "memory")
-        share, worker = fullest(costs, emptiest.cuts)
+        shared = roomy_shared_cuts(costs, np.intersect1d(where.forward, where.backward))
+        candidates = [*(path.cuts for path in paths), shared, *self.known_empty]
+        share, cuts = min(((fullest(costs, c)[0], c) for c in candidates), key=lambda pair: pair[0])
+        proved = mode == "same"
+        if share > 1 + EPSILON and not proved:
+            layers = all_layers(costs, where, mode, np.inf, MEMORY_BUDGET)
+            proved = layers is not None
+            layers = layers or window(costs, where, mode, cuts, _OFFSETS[mode][0])
+            found = least_bottleneck(costs, layers, share, "memory")
+            cuts = cuts if found is None else found.cuts
+        self.known_empty.append(cuts)
+        share, worker = fullest(costs, cuts)
         if share > 1 + EPSILON:
             memory = costs.workers.memory[worker]
-            least = "the least that would do" if layers is not None else "the least that was found"
-            raise TooLittleMemory(
-                f"no {mode} plan for {costs.workers.count} workers fits into memory: {least} is "
-                f"{size(share * memory)} on worker {worker}, which has {size(memory)}",
-                share,
-            )
-        return Path(emptiest.cuts, bottleneck(costs, emptiest.cuts))
+            room = f"{size(share * memory, enough=True)} on worker {worker}, which has {size(memory)}"
+            workers = f"{costs.workers.count} workers"
+            if proved:
+                what = f"no {mode} plan for {workers} fits into memory: the least that would do is {room}"
+            else:
+                what = (
+                    f"no {mode} plan for {workers} was found that fits into memory: the least that was found is {room}"
+                )
+            raise TooLittleMemory(what, share)
+        return Path(cuts, bottleneck(costs, cuts))
 
-    def _improved(self, mode: str, where: Positions, best: Path, aim: Aim = "time") -> Path:
+    def _improved(self, mode: str, where: Positions, best: Path) -> Path:
         """Search windows of cuts around the best plan, fine and wide ones in turn, until none improves it."""
         fruitless = 0
         patterns = _OFFSETS[mode]
         for turn in range(_ROUNDS):
-            if aim == "time":
-                self.say(f"{mode}: {best.bottleneck:.3f} ms after {turn} rounds")
+            self.say(f"{mode}: {best.bottleneck:.3f} ms after {turn} rounds")
             layers = window(self.costs, where, mode, best.cuts, patterns[turn % len(patterns)])
-            found = least_bottleneck(self.costs, layers, best.bottleneck, aim, calm=False)
-            assert found is not None
+            found = least_bottleneck(self.costs, layers, best.bottleneck, calm=False) or best
             fruitless = 0 if found.bottleneck < best.bottleneck * (1 - _WORTH) else fruitless + 1
             best = found
             if fruitless >= len(patterns):
                 break
         return best
+
+
+def roomy_shared_cuts(costs: WorkerCost, allowed: Places) -> Places:
+    """Shared cuts that fit into memory; if there are none, those whose fullest worker is least full.
+
+    More units never need less memory, so for a given share of it the furthest reach of the first workers decides.
+    """
+
+    def reach(share: float) -> Places | None:
+        rows = [np.zeros(4, dtype=np.int64)]
+        for k in range(costs.workers.count):
+            at = allowed[allowed >= rows[-1][0]]
+            ends = np.stack([at, at, at, 0 * at], axis=1)
+            begins = np.repeat(rows[-1][None], len(ends), axis=0)
+            costs.remember(begins, ends)
+            fits = costs.memory(k, begins, ends) <= share * costs.workers.memory[k] * (1 + EPSILON)
+            rows.append(ends[np.flatnonzero(fits)[-1]])  # no units need no memory: there always is one
+        return np.array(rows) if rows[-1][0] == costs.count else None
+
+    low = high = 1.0
+    while (found := reach(high)) is None:
+        low, high = high, 2 * high
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        closer = reach(middle)
+        if closer is None:
+            low = middle
+        else:
+            high, found = middle, closer
+    return found
 
 
 def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:

@@ -70,6 +70,16 @@ class Unit:
         if self.saved_bytes < 0:
             works = self.forward_ms + self.backward_ms + self.weight_ms > 0
             object.__setattr__(self, "saved_bytes", self.output_bytes if works else 0.0)
+        if self.weight_saved_bytes > self.saved_bytes:
+            raise ProfileError(
+                f"unit {self.name} saves {self.saved_bytes:g} bytes, of which weight_saved_bytes cannot be more"
+            )
+
+    @property
+    def free(self) -> bool:
+        """Whether it may run anywhere: it takes no time and holds nothing; it only hands values on."""
+        names = {f.name for f in dataclasses.fields(self)} - {"name", "output_bytes", "gradient_bytes"}
+        return not any(getattr(self, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,8 @@ def from_json(text: str, where: str) -> Profile:
     except ValueError as error:
         line = getattr(error, "lineno", None)
         raise ProfileError(f"not JSON: {error}", where=f"{where}:{line}" if line else where) from error
+    if isinstance(body, dict):
+        _check_form(body, where)
     rows = body.get("units") if isinstance(body, dict) else None
     if not isinstance(rows, list) or not rows:
         raise ProfileError("the profile has no units", where=where, hint='it is {"units": [...], "edges": [...]}')
@@ -173,6 +185,18 @@ def from_json(text: str, where: str) -> Profile:
     reasons = body.get("no_forward_cut", {})
     uncut = {order[_known(name, units, f"{where}, no_forward_cut")]: str(reasons[name]) for name in reasons}
     return Profile(tuple(units[n] for n in order), activations, gradients, uncut)
+
+
+_FORM = {"units": list, "edges": list, "activations": list, "gradients": list, "no_forward_cut": dict}
+
+
+def _check_form(body: Mapping[str, Any], where: str) -> None:
+    for key, found in body.items():
+        if key not in _FORM:
+            raise ProfileError(f"a profile has no {key!r}{near(key, _FORM)}", where=where)
+        if not isinstance(found, _FORM[key]):
+            kind = "a list" if _FORM[key] is list else "an object"
+            raise ProfileError(f"{key} is {str(found)[:40]}, not {kind}", where=f"{where}, {key}")
 
 
 Output = tuple[str, float, Sequence[str]]  # producer, bytes, readers; by name
@@ -237,6 +261,9 @@ def in_turn(values: Iterable[Value]) -> list[Value]:
     return sorted(values, key=lambda v: (v.producer, v.readers, v.bytes))
 
 
+MOST = 1e30
+"""No time and no size is larger: sums of them stay numbers."""
+
 _FIELDS = {f.name for f in dataclasses.fields(Unit)}
 
 
@@ -251,7 +278,12 @@ def _unit(row: Any, where: str) -> Unit:
         raise ProfileError(
             f"the unit lacks {' and '.join(missing)}", where=where, hint="a unit has name, forward_ms and backward_ms"
         )
-    return Unit(str(row["name"]), **{key: cost(v, f"{where}, {key}") for key, v in row.items() if key != "name"})
+    costs = {key: cost(v, f"{where}, {key}") for key, v in row.items() if key != "name"}
+    try:
+        return Unit(str(row["name"]), **costs)
+    except ProfileError as error:
+        error.where = where
+        raise
 
 
 def cost(value: Any, where: str) -> float:
@@ -260,7 +292,7 @@ def cost(value: Any, where: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = -1.0
-    if isinstance(value, bool) or not 0 <= number < float("inf"):
+    if isinstance(value, bool) or not 0 <= number < MOST:
         raise ProfileError(f"{value!r} is no time or size", where=where)
     return number
 
@@ -292,6 +324,6 @@ def _values(rows: Any, units: Mapping[str, Unit], where: str) -> list[Output]:
 
 
 def _known(name: Any, units: Mapping[str, Unit], where: str) -> str:
-    if name not in units:
+    if not isinstance(name, str) or name not in units:
         raise ProfileError(f"there is no unit {name!r}{near(str(name), units)}", where=where)
     return str(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from fxpipe.errors import ProfileError
@@ -42,13 +43,16 @@ def rate(text: str | float) -> float:
     return _positive(_size(found), text)
 
 
-def size(count: float) -> str:
-    """`1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+def size(count: float, *, enough: bool = False) -> str:
+    """`1.5 MiB`, rounded; with `enough` rounded up, to one more digit."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
         count /= 1024
-    return f"{count:.1f} TiB"
+    digits = (0 if unit == "B" or count >= 100 else 1) + enough
+    if enough:
+        count = math.ceil(count * 10**digits - 1e-6) / 10**digits
+    return f"{count:.{digits}f} {unit}"
 
 
 def _parts(pattern: re.Pattern[str], text: str | float, what: str, examples: str) -> re.Match[str]:

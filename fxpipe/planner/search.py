@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpipe.planner.worker_cost import Floats, Places, WorkerCost
+from fxpipe.planner.spans import Floats, Places
+from fxpipe.planner.worker_cost import WorkerCost
 
 EPSILON = 1e-9
 """Relative; two plans that differ by less are equally good. Far below what a clock can measure."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fxpipe.planner.links import Links
-from fxpipe.planner.worker_cost import Workers
+from fxpipe.planner.workers import Workers
 from fxpipe.policy import default_for
 from fxpipe.schedule import make
 from fxpipe.schedule.check import in_flight

@@ -22,7 +22,8 @@ of one-forward-one-backward, in milliseconds:
   next forward, those that come from behind, behind the reader's backward. Gradients that W reads of B elsewhere are
   needed first of all and hide behind nothing. Replicas travel once a minibatch.
 - **Mismatch.** Of a run of units with F on one side and B or W on the other, B's worker receives the saved values, or
-  the activations that cross the run's start together with its random values, and then runs its forward again.
+  the activations that cross the start of the run together with its random values, and then runs its forward again. The
+  run begins and ends with units that save something.
 - **copy** (seconds a byte of the processor) is paid at both ends.
 - A message is priced on the link to the neighbour on its side, wherever it comes from or goes to: where runs reach past
   a neighbour, the schedule may take a little longer than the slowest worker's cost, never so otherwise.
@@ -36,65 +37,16 @@ Everything here is arithmetic on arrays of cut positions: any number of candidat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.errors import CutError
 from fxpipe.planner.crossing import Crossing
-from fxpipe.planner.links import Links
 from fxpipe.planner.profile import Profile
-
-Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The workers a profile is planned for; what is left out is plain `async` on equal workers without limits.
-
-    Attributes:
-        count: how many.
-        speeds: relative to the device that was measured.
-        memory: bytes each has; inf for no limit.
-        links: between them.
-        microbatches: of a minibatch: updates and replicas come once for so many.
-        in_flight: microbatches each worker holds at most; N−k where None (1F1B).
-        owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
-        replica_factor: bytes of memory for each byte of a replica.
-    """
-
-    count: int
-    speeds: tuple[float, ...] = ()
-    memory: tuple[float, ...] = ()
-    links: Links = field(default_factory=Links)
-    microbatches: int = 1
-    in_flight: tuple[int, ...] = ()
-    owned_factor: tuple[float, ...] = ()
-    replica_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise CutError("there must be at least one worker")
-        n = self.count
-        defaults = {
-            "speeds": (1.0,) * n,
-            "memory": (float("inf"),) * n,
-            "in_flight": tuple(n - k for k in range(n)),
-            "owned_factor": (3.0,) * n,
-        }
-        for name, default in defaults.items():
-            given = getattr(self, name) or default
-            if len(given) != n:
-                raise CutError(f"{len(given)} values of {name} for {n} workers")
-            object.__setattr__(self, name, tuple(given))
-        if min(self.speeds) <= 0:
-            raise CutError("every worker needs a speed above zero", hint="1 is the device that was measured")
-        if min(self.memory) <= 0:
-            raise CutError("every worker needs some memory")
-        self.links.check(n)
+from fxpipe.planner.spans import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
+from fxpipe.planner.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -115,7 +67,6 @@ class Costs:
 
 
 _Table = tuple[Places, Places, Floats]  # begins, ends, bytes
-Span = tuple[Places, Places]  # [first, end) of every candidate; empty where end ≤ first
 
 
 class WorkerCost:
@@ -143,8 +94,12 @@ class WorkerCost:
         self._parameters = prefix([u.parameter_bytes for u in units])
         self._frozen = prefix([u.frozen_bytes for u in units])
         owns = [w or u.parameter_bytes > 0 or u.update_ms > 0 for w, u in zip(works, units, strict=True)]
-        self.next_weight, self._end_weight = _neighbours(owns)
-        self._temporary = _Maximum([u.temporary_bytes for u in units])
+        self.owning = Trim(owns)
+        self._saving = (
+            Trim([u.saved_bytes > u.weight_saved_bytes for u in units]),
+            Trim([w and u.saved_bytes > 0 for w, u in zip(works, units, strict=True)]),
+        )
+        self._temporary = Maximum([u.temporary_bytes for u in units])
         last = count - 1
         self.activations = Crossing(count, [(v.bytes, v.producer, v.readers) for v in profile.activations])
         self.gradients = Crossing(
@@ -206,11 +161,11 @@ class WorkerCost:
         busy, activation, gradient = self._round_trip(worker, begins, ends)
         speed, share = self.workers.speeds[worker], 1.0 / self.workers.microbatches
         before, behind = self._links(worker)
-        own_forward = _sum(self.forward, spans.forward) / speed
-        own_backward = _sum(self.backward, spans.backward) / speed
+        own_forward = total(self.forward, spans.forward) / speed
+        own_backward = total(self.backward, spans.backward) / speed
         in_front, in_back = share * self._replicas(spans, "in", 0), share * self._replicas(spans, "in", 1)
         out_front, out_back = share * self._replicas(spans, "out", 0), share * self._replicas(spans, "out", 1)
-        handed = _sum(self._handed, spans.weight) - _sum(self._handed, _both(spans.weight, spans.backward))
+        handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
         waits = before.occupied(activation) + behind.occupied(gradient + handed) + before.latency + behind.latency
         waits = waits + np.maximum(before.occupied(spans.from_front.size) - own_forward, 0.0)
         waits = waits + np.maximum(before.occupied(spans.to_front.size) - own_backward, 0.0)
@@ -224,7 +179,7 @@ class WorkerCost:
         if copy:
             sent = self._entering[ends[:, 0]] + self._leaving[begins[:, 1]] + out_front + out_back
             sent = sent + spans.to_front.size + spans.to_back.size
-            sent = sent + _sum(self._handed, spans.backward) - _sum(self._handed, _both(spans.backward, spans.weight))
+            sent = sent + total(self._handed, spans.backward) - total(self._handed, both(spans.backward, spans.weight))
             busy = busy + copy * (from_before + from_behind + sent)
         return busy, waits, wire
 
@@ -244,12 +199,12 @@ class WorkerCost:
         """
         sums, weight = self._parameters, spans.weight
         if way == "in":
-            cut = (lambda span: _front(span, weight[0])) if side == 0 else (lambda span: _back(span, weight[1]))
+            cut = (lambda span: front(span, weight[0])) if side == 0 else (lambda span: back(span, weight[1]))
             forward, backward = cut(spans.forward), cut(spans.backward)
         else:
             readers = (spans.forward, spans.backward)
-            forward, backward = ((_front if side == 0 else _back)(weight, r[side]) for r in readers)
-        return _sum(sums, forward) + _sum(sums, backward) - _sum(sums, _both(forward, backward))
+            forward, backward = ((front if side == 0 else back)(weight, r[side]) for r in readers)
+        return total(sums, forward) + total(sums, backward) - total(sums, both(forward, backward))
 
     def remember(self, begins: Places, ends: Places) -> None:
         """Look up what crosses between all these cuts beforehand; `price` is then asked for no others."""
@@ -266,30 +221,26 @@ class WorkerCost:
         found: Floats = table[np.searchsorted(rows, begins), np.searchsorted(columns, ends)]
         return found
 
-    def owning(self, weight: Span) -> Span:
-        """A span of W without the units at its ends that have none: where they are counted must not matter."""
-        return self.next_weight[weight[0]], self._end_weight[np.maximum(weight[1], 0)]
-
     def run(self, backward: Span, weight: Span, again: Places) -> Run:
         """A run of units between two sides: B of some, W of some on the one, F of all on the other."""
         saved = self._saved(backward, weight)
-        first, end = _hull(backward, self.owning(weight))
-        entering = np.where(end > first, self._entering[first] + _sum(self._fixed, (first, end)), 0.0)
+        first, end = hull(self._saving[0](backward), self._saving[1](weight))
+        entering = np.where(end > first, self._entering[first] + total(self._fixed, (first, end)), 0.0)
         repeated = (again > 0) & (end > first)
-        return Run(first, end, np.where(repeated, entering, saved), repeated, _sum(self.forward, (first, end)), saved)
+        return Run(first, end, np.where(repeated, entering, saved), repeated, total(self.forward, (first, end)), saved)
 
     def _saved(self, backward: Span, weight: Span) -> Floats:
         """Saved bytes that B of some units and W of some units read."""
-        both = _sum(self._saved_both, _both(backward, weight))
-        return _sum(self._saved_b, backward) + _sum(self._saved_w, weight) - both
+        twice = total(self._saved_both, both(backward, weight))
+        return total(self._saved_b, backward) + total(self._saved_w, weight) - twice
 
     def _memory(self, worker: int, spans: _Spans) -> Floats:
         own = self.workers
         forward, backward, weight = spans.forward, spans.backward, spans.weight
-        frozen = _sum(self._frozen, forward) + _sum(self._frozen, backward)
-        frozen = frozen - _sum(self._frozen, _both(forward, backward))
+        frozen = total(self._frozen, forward) + total(self._frozen, backward)
+        frozen = frozen - total(self._frozen, both(forward, backward))
         replicas = self._replicas(spans, "in", 0) + self._replicas(spans, "in", 1)
-        kept = self._saved(_both(forward, backward), _both(forward, weight))
+        kept = self._saved(both(forward, backward), both(forward, weight))
         now, earlier = own.in_flight[worker], own.in_flight[max(worker - 1, 0)]
         kept = now * (kept + spans.to_front.size + spans.to_back.size + spans.from_back.size)
         kept = kept + earlier * spans.from_front.size
@@ -298,7 +249,7 @@ class WorkerCost:
         )
         for run in (spans.from_front, spans.from_back):  # what was computed again is there at once, for one microbatch
             temporary = temporary + np.where(run.again, run.saved, 0.0)
-        owned = own.owned_factor[worker] * _sum(self._parameters, weight)
+        owned = own.owned_factor[worker] * total(self._parameters, weight)
         return owned + own.replica_factor * replicas + frozen + kept + temporary
 
 
@@ -368,77 +319,8 @@ class _Spans:
             forward,
             backward,
             weight,
-            costs.run(_front(backward, f), _front(weight, f), r),
-            costs.run(_back(backward, f2), _back(weight, f2), r2),
-            costs.run(_front(forward, b), _front(forward, weight[0]), r),
-            costs.run(_back(forward, b2), _back(forward, weight[1]), r2),
+            costs.run(front(backward, f), front(weight, f), r),
+            costs.run(back(backward, f2), back(weight, f2), r2),
+            costs.run(front(forward, b), front(forward, weight[0]), r),
+            costs.run(back(forward, b2), back(forward, weight[1]), r2),
         )
-
-
-def prefix(values: Sequence[float]) -> Floats:
-    """Sums over the first 0, 1, … values."""
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-
-
-def _sum(sums: Floats, span: Span) -> Floats:
-    found: Floats = sums[np.maximum(span[1], span[0])] - sums[span[0]]
-    return found
-
-
-def _both(one: Span, other: Span) -> Span:
-    return np.maximum(one[0], other[0]), np.minimum(one[1], other[1])
-
-
-def _front(span: Span, limit: Places) -> Span:
-    """The part of a span in front of a position."""
-    return span[0], np.minimum(span[1], limit)
-
-
-def _back(span: Span, limit: Places) -> Span:
-    """The part of a span from a position on."""
-    return np.maximum(span[0], limit), span[1]
-
-
-def _hull(one: Span, other: Span) -> Span:
-    """From the first unit of either to the last; an empty span does not count."""
-    empty, empty_other = one[1] <= one[0], other[1] <= other[0]
-    first = np.where(empty, other[0], np.where(empty_other, one[0], np.minimum(one[0], other[0])))
-    end = np.where(empty, other[1], np.where(empty_other, one[1], np.maximum(one[1], other[1])))
-    return first, end
-
-
-def _neighbours(owns: Sequence[bool]) -> tuple[Places, Places]:
-    """For every position the first unit from there on that owns something, and the end of the last one before it."""
-    count = len(owns)
-    following, ended = np.full(count + 1, count), np.zeros(count + 1, dtype=np.int64)
-    for p in range(count - 1, -1, -1):
-        following[p] = p if owns[p] else following[p + 1]
-    for p in range(count):
-        ended[p + 1] = p + 1 if owns[p] else ended[p]
-    return following, ended
-
-
-class _Maximum:
-    """The largest of a run of values, from maxima over runs of 1, 2, 4, … (a sparse table)."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        level = np.asarray(values, dtype=np.float64)
-        self._levels = [level]
-        width = 1
-        while 2 * width <= len(level):
-            longer = self._levels[-1].copy()
-            longer[:-width] = np.maximum(longer[:-width], self._levels[-1][width:])
-            self._levels.append(longer)
-            width *= 2
-        self._stack = np.stack(self._levels)
-
-    def over(self, span: Span) -> Floats:
-        """The maximum over each span; 0 for an empty one."""
-        first, end = span
-        length = np.maximum(end - first, 1)
-        depth = np.floor(np.log2(length)).astype(np.int64)
-        last = len(self._levels[0]) - 1
-        start = np.minimum(first, last)
-        other = np.clip(end - (1 << depth), 0, last)
-        found = np.maximum(self._stack[depth, start], self._stack[depth, other])
-        return np.where(end > first, found, 0.0)

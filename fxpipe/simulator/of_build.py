@@ -40,8 +40,8 @@ def scenario_of(
     """What a build would do on such links, for `simulate(choose(build.plan, …).schedule, …)`.
 
     Memory is the table's of `fxpipe compile`: weights, gradients, replicas, and saved values for each microbatch in
-    flight. Stashed and predicted copies, the optimizer's state and temporaries are not in it; an update costs nothing
-    unless `times` says so.
+    flight. Stashed and predicted copies, the optimizer's state and temporaries are not in it. All times are divided by
+    the speeds that the build was planned for.
 
     Args:
         timings: where each edge's value is made and needed; an edge that is not among them is made at the end of its
@@ -73,9 +73,11 @@ def scenario_of(
 
 def _cost(build: Build, worker: int, times: Sequence[WorkerTimes] | None) -> WorkerCost:
     row = build.workers[worker]
-    forward, backward, update = row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3, 0.0
+    spent = [row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3, row.update_ms / 1e3]
     if times is not None:
-        forward, backward, update = times[worker].forward, times[worker].backward, times[worker].update
+        spent = [times[worker].forward, times[worker].backward, times[worker].update]
+    speed = build.speeds[worker] if build.speeds else 1.0
+    forward, backward, update = (seconds / speed for seconds in spent)
     held = row.memory_bytes - row.saved_bytes * row.in_flight
     return WorkerCost(forward, backward, update, static_bytes=held, saved_bytes=row.saved_bytes)
 

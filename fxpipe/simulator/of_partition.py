@@ -10,7 +10,7 @@ import numpy as np
 from fxpipe.plan import Phase
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
-from fxpipe.planner.worker_cost import Workers
+from fxpipe.planner.workers import Workers
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
 from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost

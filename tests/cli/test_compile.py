@@ -63,10 +63,12 @@ def test_json(model: Path) -> None:
         "microbatches",
         "forward_cuts",
         "backward_cuts",
+        "weight_cuts",
         "partitions",
         "cuts",
         "forecast",
         "workers",
+        "times",
         "warnings",
         "verify",
     ]

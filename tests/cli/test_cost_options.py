@@ -68,7 +68,7 @@ def test_every_option_is_read() -> None:
 
 def test_a_device_is_computed_for() -> None:
     found = parsed("--device-spec", "h200").choice(3)
-    assert found == CostChoice("analytic", BUILT_IN["h200"], None, (1.0,) * 3, (141e9,) * 3)
+    assert found == CostChoice("analytic", BUILT_IN["h200"], NCCL_NODE, (1.0,) * 3, (141e9,) * 3)
     assert parsed("--device-spec", "h200", "--cost", "analytic").choice(1).cost == "analytic"
     with pytest.raises(click.UsageError, match="leave --cost measured out"):
         parsed("--device-spec", "h200", "--cost", "measured").choice(1)

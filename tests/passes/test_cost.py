@@ -231,6 +231,15 @@ def test_a_corrupt_file_costs_a_warning(tmp_path: Path) -> None:
     assert len(keep.found) == 1
 
 
+def test_known_costs_with_a_ratio_of_zero_are_corrupt(tmp_path: Path) -> None:
+    program, path, keep = folded("function"), tmp_path / "node_costs.json", Recording()
+    Cost(repeats=1, keep=keep)(program)
+    path.write_text(dataclasses.replace(keep.found[0], ratios={"F": 0.0, "B": 1.0}).to_json())
+    costed = Cost(repeats=1, known=path, keep=keep)(program)
+    assert costed.warnings[0] == f"the measured costs are no times ({path}); they are measured again"
+    assert len(keep.found) == 2
+
+
 def test_analytic_costs_are_not_kept() -> None:
     keep = Recording()
     Cost("analytic", keep=keep)(folded("function"))

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.errors import CutError
 from fxpipe.planner.links import Links
-from fxpipe.planner.partition import Partition, partition
+from fxpipe.planner.partition import Partition, TooLittleMemory, partition
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
-from fxpipe.planner.worker_cost import Workers
+from fxpipe.planner.workers import Workers
 from fxpipe.schedule import make
 from fxpipe.simulator.of_partition import scenario_of_partition
 from fxpipe.simulator.simulate import simulate
@@ -77,8 +76,9 @@ def settings_of_workers(draw: st.DrawFn, most: int = 3) -> Workers:
 def check_against_brute_force(profile: Profile, workers: Workers, mode: str) -> None:
     expected = naive.best(profile, workers, mode)
     if math.isinf(expected):
-        with pytest.raises(CutError, match="fits into memory"):
+        with pytest.raises(TooLittleMemory, match="fits into memory") as caught:
             partition(profile, workers, mode)
+        assert caught.value.share == pytest.approx(naive.least_share(profile, workers, mode), rel=1e-5)
         return
     found = partition(profile, workers, mode)
     assert found.bottleneck_ms == pytest.approx(expected, rel=1e-7, abs=1e-9)
@@ -111,6 +111,57 @@ def test_independent_cuts_equal_brute_force(profile: Profile, workers: Workers) 
 @settings(max_examples=200, deadline=None)
 @given(profiles(4), settings_of_workers())
 def test_three_way_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
+    check_against_brute_force(profile, workers, "three-way")
+
+
+@st.composite
+def sparse_profiles(draw: st.DrawFn, most: int = 5) -> Profile:
+    """Many units that cost nothing, so that cuts dominate each other, between some that save and move much."""
+    count = draw(st.integers(2, most))
+    units = []
+    for i in range(count):
+        saved = draw(st.sampled_from([0.0, 1.0, 500.0]))
+        held = draw(st.sampled_from([0.0, 0.0, 0.0, 60.0]))
+        if draw(st.booleans()):
+            units.append(Unit(f"u{i}", 0.0, 0.0, frozen_bytes=held, saved_bytes=0.0))
+        else:
+            own = draw(st.sampled_from([0.0, saved]))
+            times = [draw(st.sampled_from([0.0, 1.0, 5.0, 10.0])) for _ in range(3)]
+            units.append(Unit(f"u{i}", *times, saved_bytes=saved, weight_saved_bytes=own, parameter_bytes=held))
+    some = st.sampled_from([0.0, 2.0, 10.0, 50.0, 500.0])
+    forward = [
+        Value(i, draw(some), tuple(sorted(draw(st.sets(st.integers(i + 1, count - 1), min_size=1, max_size=2)))))
+        for i in range(count - 1)
+        if draw(st.booleans())
+    ]
+    backward = [Value(i, draw(some), (draw(st.integers(0, i - 1)),)) for i in range(1, count) if draw(st.booleans())]
+    uncut = {p: "" for p in draw(st.sets(st.integers(1, count - 1), max_size=2))}
+    return Profile(tuple(units), tuple(forward), tuple(backward), uncut)
+
+
+@st.composite
+def odd_workers(draw: st.DrawFn) -> Workers:
+    count = draw(st.integers(2, 3))
+    number = st.sampled_from([1.0, 2.0, 4.0])
+    return Workers(
+        count,
+        links=draw(st.sampled_from([Links(1e3), Links(1e4), Links(1e5, 1e-3), Links()])),
+        memory=(draw(st.sampled_from([math.inf, 100.0, 1000.0])),) * count,
+        in_flight=tuple(draw(st.integers(1, 4)) for _ in range(count)),
+        owned_factor=tuple(draw(number) for _ in range(count)),
+        replica_factor=draw(number),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(sparse_profiles(), odd_workers(), st.sampled_from(["same", "bidirectional"]))
+def test_dropped_cuts_are_dominated(profile: Profile, workers: Workers, mode: str) -> None:
+    check_against_brute_force(profile, workers, mode)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sparse_profiles(4), odd_workers())
+def test_dropped_three_way_cuts_are_dominated(profile: Profile, workers: Workers) -> None:
     check_against_brute_force(profile, workers, "three-way")
 
 

@@ -42,9 +42,18 @@ def test_costs_and_memory_are_the_tables() -> None:
         assert cost.forward == pytest.approx(row.forward_ms / 1e3)
         assert cost.backward == pytest.approx((row.backward_ms + row.weight_ms) / 1e3)
         assert row.weight_ms > 0
-        assert cost.update == 0
+        assert cost.update == pytest.approx(row.update_ms / 1e3)
+        assert cost.update > 0
     found = simulate(choose(build.plan).schedule, scenario, 12)
     assert found.peak_bytes == tuple(row.memory_bytes for row in build.workers)
+
+
+def test_a_slower_worker_takes_longer() -> None:
+    build = shifted()
+    equal = simulate(choose(build.plan).schedule, scenario_of(build, Links()), 12)
+    slow = dataclasses.replace(build, speeds=(1.0,) * (build.plan.workers - 1) + (0.1,))
+    found = simulate(choose(build.plan).schedule, scenario_of(slow, Links()), 12)
+    assert found.seconds_per_minibatch > 3 * equal.seconds_per_minibatch
 
 
 def test_measured_times_take_the_place_of_the_tables() -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxpipe.planner.profile import Profile
-from fxpipe.planner.worker_cost import Workers
+from fxpipe.planner.workers import Workers
 
 Cuts = tuple[int, ...]
 
@@ -43,6 +43,18 @@ def best(profile: Profile, workers: Workers, mode: str) -> float:
     """The least bottleneck of all plans; inf if none fits into memory."""
     return min(
         max(costs(profile, workers, *plan, choice))
+        for plan in every_plan(profile, workers, mode)
+        for choice in (every_choice(workers) if mode != "same" else [(0,) * (workers.count + 1)])
+    )
+
+
+def least_share(profile: Profile, workers: Workers, mode: str) -> float:
+    """How full the fullest worker is in the emptiest plan, in units of its memory."""
+    return min(
+        max(
+            price(profile, workers, k, *(c[k : k + 2] for c in (*plan, choice)))[1] / workers.memory[k]
+            for k in range(workers.count)
+        )
         for plan in every_plan(profile, workers, mode)
         for choice in (every_choice(workers) if mode != "same" else [(0,) * (workers.count + 1)])
     )
@@ -86,7 +98,8 @@ def price(
 
     def run(back: set[int], weights: set[int], again: int) -> tuple[float, float, float]:
         """Bytes that travel, milliseconds computed again, bytes that are there at once then."""
-        members = back | (weights & owns)
+        members = {i for i in back if units[i].saved_bytes > units[i].weight_saved_bytes}
+        members |= {i for i in weights & works if units[i].saved_bytes}
         if not again or not members:
             return saved(back, weights), 0.0, 0.0
         hull = range(min(members), max(members) + 1)

@@ -1,0 +1,115 @@
+"""Shared cuts against distinct forward and backward cuts, trained for real on two workers; see README.md.
+
+Each round runs every kind of cuts one after the other. What counts is the median over the rounds, and its ratio to
+shared cuts. Each median stands beside the forecast that `fxpipe compile` made of it. Four workers are only forecast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MODELS = ("heavy_head", "vgg_like")
+CUTS = ("same", "bidirectional", "three-way")
+SCHEDULES = {"async": (), "1f1b": ("--schedule", "1f1b", "--microbatches", "4")}
+
+
+def main() -> None:
+    """Measure, print a table and keep the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    options = parser.parse_args()
+    rows = []
+    head = f"{'model':<12}{'schedule':<10}{'N':>2}  {'cuts':<14}"
+    print(f"{head}{'samples/s':>10}{'of same':>9}{'forecast':>10}{'off by':>8}")
+    with tempfile.TemporaryDirectory(prefix="fxpipe_balance_") as folder:
+        for model in options.models:
+            for schedule, arguments in SCHEDULES.items():
+                rows += real(model, schedule, arguments, Path(folder), options.rounds, options.steps)
+                rows += forecast_only(model, schedule, arguments, Path(folder))
+    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def real(
+    model: str, schedule: str, arguments: tuple[str, ...], folder: Path, rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """Two workers, every kind of cuts in turn, several rounds."""
+    compiled = {cuts: compile_build(model, 2, cuts, arguments, folder) for cuts in CUTS}
+    rates: dict[str, list[float]] = {cuts: [] for cuts in CUTS}
+    for _ in range(rounds):
+        for cuts in CUTS:
+            rates[cuts].append(run(folder / f"{model}-2-{cuts}", steps))
+    same = statistics.median(rates["same"])
+    rows = []
+    for cuts in CUTS:
+        measured, forecast = statistics.median(rates[cuts]), compiled[cuts]["forecast"]["samples_per_second"]
+        rows.append(row(model, schedule, 2, cuts, forecast, measured, measured / same, rates[cuts]))
+    return rows
+
+
+def forecast_only(model: str, schedule: str, arguments: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+    """Four workers, simulated from stage times that were measured one by one."""
+    rates = {cuts: compile_build(model, 4, cuts, arguments, folder)["forecast"]["samples_per_second"] for cuts in CUTS}
+    return [row(model, schedule, 4, cuts, rates[cuts], None, rates[cuts] / rates["same"], []) for cuts in CUTS]
+
+
+def row(
+    model: str,
+    schedule: str,
+    workers: int,
+    cuts: str,
+    forecast: float,
+    measured: float | None,
+    of_same: float,
+    rounds: list[float],
+) -> dict[str, Any]:
+    """One line of the table, printed."""
+    real = "–" if measured is None else f"{measured:.1f}"
+    off = "" if measured is None else f"{100 * (forecast / measured - 1):+.0f} %"
+    head = f"{model:<12}{schedule:<10}{workers:>2}  {cuts:<14}"
+    print(f"{head}{real:>10}{of_same:>9.3f}{forecast:>10.1f}{off:>8}", flush=True)
+    return {
+        "model": model,
+        "schedule": schedule,
+        "workers": workers,
+        "cuts": cuts,
+        "samples_per_second": measured,
+        "of_same": of_same,
+        "forecast": forecast,
+        "rounds": rounds,
+    }
+
+
+def compile_build(model: str, workers: int, cuts: str, arguments: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """What `fxpipe compile --json` says of it; one thread a worker."""
+    command = [sys.executable, "-m", "fxpipe", "compile", str(HERE / f"{model}.py"), "-n", str(workers)]
+    command += ["--cuts", cuts, "-o", str(folder / f"{model}-{workers}-{cuts}"), "--threads", "1", "--json", *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def run(build: Path, steps: int) -> float:
+    """Samples/s of a run, without its first fifth: there the pipeline fills and memory is first touched."""
+    out = build.parent / "out"
+    command = [sys.executable, "-m", "fxpipe", "run", str(build), "--steps", str(steps), "--threads", "1", "--json"]
+    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    skip = len(lines) // 5
+    plan = json.loads((build / "plan.json").read_text())
+    batch = next(leaf["tensor"]["shape"][0] for leaf in plan["batch"] if leaf["tensor"]) * plan["microbatches"]
+    return (len(lines) - skip) * batch / (lines[-1]["seconds"] - lines[skip - 1]["seconds"])
+
+
+if __name__ == "__main__":
+    main()

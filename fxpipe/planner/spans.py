@@ -1,0 +1,99 @@
+"""Sums and maxima over runs of units, for many runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+Span = tuple[Places, Places]
+"""[first, end) of every candidate; empty where end ≤ first."""
+
+
+def prefix(values: Sequence[float]) -> Floats:
+    """Sums over the first 0, 1, … values."""
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+def total(sums: Floats, span: Span) -> Floats:
+    """The sum over each span, from `prefix`; 0 for an empty one."""
+    found: Floats = sums[np.maximum(span[1], span[0])] - sums[span[0]]
+    return found
+
+
+def both(one: Span, other: Span) -> Span:
+    """What lies in one span and in the other."""
+    return np.maximum(one[0], other[0]), np.minimum(one[1], other[1])
+
+
+def front(span: Span, limit: Places) -> Span:
+    """The part of a span in front of a position."""
+    return span[0], np.minimum(span[1], limit)
+
+
+def back(span: Span, limit: Places) -> Span:
+    """The part of a span from a position on."""
+    return np.maximum(span[0], limit), span[1]
+
+
+def hull(one: Span, other: Span) -> Span:
+    """From the first unit of either to the last; an empty span does not count."""
+    empty, empty_other = one[1] <= one[0], other[1] <= other[0]
+    first = np.where(empty, other[0], np.where(empty_other, one[0], np.minimum(one[0], other[0])))
+    end = np.where(empty, other[1], np.where(empty_other, one[1], np.maximum(one[1], other[1])))
+    return first, end
+
+
+class Trim:
+    """Cuts off the ends of spans, up to the first and the last unit of a kind.
+
+    Args:
+        kind: which units are of it.
+    """
+
+    def __init__(self, kind: Sequence[bool]) -> None:
+        self.following, self._ended = _neighbours(kind)
+
+    def __call__(self, span: Span) -> Span:
+        """From the first unit of the kind to the last; empty where there is none."""
+        return self.following[span[0]], self._ended[np.maximum(span[1], 0)]
+
+
+def _neighbours(owns: Sequence[bool]) -> tuple[Places, Places]:
+    """For every position the first unit from there on that is of a kind, and the end of the last one before it."""
+    count = len(owns)
+    following, ended = np.full(count + 1, count), np.zeros(count + 1, dtype=np.int64)
+    for p in range(count - 1, -1, -1):
+        following[p] = p if owns[p] else following[p + 1]
+    for p in range(count):
+        ended[p + 1] = p + 1 if owns[p] else ended[p]
+    return following, ended
+
+
+class Maximum:
+    """The largest of a run of values, from maxima over runs of 1, 2, 4, … (a sparse table)."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        level = np.asarray(values, dtype=np.float64)
+        self._levels = [level]
+        width = 1
+        while 2 * width <= len(level):
+            longer = self._levels[-1].copy()
+            longer[:-width] = np.maximum(longer[:-width], self._levels[-1][width:])
+            self._levels.append(longer)
+            width *= 2
+        self._stack = np.stack(self._levels)
+
+    def over(self, span: Span) -> Floats:
+        """The maximum over each span; 0 for an empty one."""
+        first, end = span
+        length = np.maximum(end - first, 1)
+        depth = np.floor(np.log2(length)).astype(np.int64)
+        last = len(self._levels[0]) - 1
+        start = np.minimum(first, last)
+        other = np.clip(end - (1 << depth), 0, last)
+        found = np.maximum(self._stack[depth, start], self._stack[depth, other])
+        return np.where(end > first, found, 0.0)

@@ -1,0 +1,62 @@
+"""The workers that a profile is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxpipe.errors import CutError
+from fxpipe.planner.links import Links
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers a profile is planned for; what is left out is plain `async` on equal workers without limits.
+
+    Attributes:
+        count: how many.
+        speeds: relative to the device that was measured.
+        memory: bytes each has; inf for no limit.
+        links: between them.
+        microbatches: of a minibatch: updates and replicas come once for so many.
+        in_flight: microbatches each worker holds at most; N−k where None (1F1B).
+        owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
+        replica_factor: bytes of memory for each byte of a replica.
+    """
+
+    count: int
+    speeds: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+    links: Links = field(default_factory=Links)
+    microbatches: int = 1
+    in_flight: tuple[int, ...] = ()
+    owned_factor: tuple[float, ...] = ()
+    replica_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise CutError("there must be at least one worker")
+        n = self.count
+        defaults = {
+            "speeds": (1.0,) * n,
+            "memory": (float("inf"),) * n,
+            "in_flight": tuple(n - k for k in range(n)),
+            "owned_factor": (3.0,) * n,
+        }
+        for name, default in defaults.items():
+            given = getattr(self, name) or default
+            if len(given) != n:
+                raise CutError(f"{len(given)} values of {name} for {n} workers")
+            object.__setattr__(self, name, tuple(given))
+        if not all(0 < speed < float("inf") for speed in self.speeds):
+            raise CutError("every worker needs a speed above zero", hint="1 is the device that was measured")
+        if not all(memory > 0 for memory in self.memory):
+            raise CutError("every worker needs some memory")
+        if self.microbatches < 1:
+            raise CutError("a minibatch has at least one microbatch")
+        self.links.check(n)
+        for k, other in ((i, j) for i in range(n) for j in (i - 1, i + 1) if 0 <= j < n):
+            rate, latency = self.links.bandwidth_of(k, other), self.links.latency_of(k, other)
+            if not (rate > 0 and 0 <= latency < float("inf") and 0 <= self.links.copy < float("inf")):
+                raise CutError(
+                    f"the link from worker {k} to {other} has {rate} bytes a second and {latency} s of latency"
+                )
