@@ -35,8 +35,7 @@ def advised_partitions(
         equal = len(set(workers.memory)) == len(set(workers.speeds)) == 1
         least = size(error.share * workers.memory[0], enough=True)
         enough = f"give every worker {least}" if equal else "give that worker more"
-        widest = [mode for mode in MODES if mode in modes][-1]
-        more = _enough_workers(profile, setting, count, widest, say) if equal else None
+        more = _enough_workers(profile, setting, count, say) if equal else None
         error.hint = f"{enough}, or use -n {more}" if more else f"{enough}; more workers alone do not help"
         if not equal:
             error.hint = f"{enough}, or use more workers"
@@ -47,7 +46,6 @@ def _enough_workers(
     profile: Profile,
     setting: Setting,
     count: int,
-    mode: str,
     say: Callable[[str], None],
 ) -> int | None:
     """The least number of workers that fits, among the next few and a few larger ones."""
@@ -55,7 +53,7 @@ def _enough_workers(
     for more in tried:
         say(f"does it fit {more} workers?")
         try:
-            if fits(profile, setting.workers(more), mode):
+            if fits(profile, setting.workers(more)):
                 return more
         except (CutError, ProfileError):  # there are no links for so many
             return None

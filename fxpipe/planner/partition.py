@@ -85,7 +85,9 @@ class Partition:
     @staticmethod
     def from_row(row: dict[str, Any]) -> Partition:
         """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+        }
         fields["recompute"] = tuple((int(k), int(a), int(b)) for k, a, b in row["recompute"])
         fields["loads"] = tuple(Load(**load) for load in row["loads"])
         return Partition(**fields)
@@ -150,18 +152,11 @@ def partitions(
     return found
 
 
-def fits(profile: Profile, workers: Workers, mode: str) -> bool:
-    """Whether a plan of that mode was found that fits into every worker's memory; says nothing of time."""
+def fits(profile: Profile, workers: Workers) -> bool:
+    """Whether shared cuts fit into every worker's memory; says nothing of time, nor of wider modes."""
     costs = WorkerCost(profile, workers)
-    search = _Search(costs, lambda text: None, MEMORY_BUDGET)
-    for narrow in MODES[: MODES.index(mode) + 1]:
-        where = positions(costs, narrow)
-        try:
-            search.fitting(narrow, where)
-        except TooLittleMemory:
-            continue
-        return True
-    return False
+    where = positions(costs, "same")
+    return fullest(costs, roomy_shared_cuts(costs, np.intersect1d(where.forward, where.backward)))[0] <= 1 + EPSILON
 
 
 class TooLittleMemory(CutError):

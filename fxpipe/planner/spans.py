@@ -76,7 +76,7 @@ def _neighbours(owns: Sequence[bool]) -> tuple[Places, Places]:
 class Maximum:
     """The largest of a run of values, from maxima over runs of 1, 2, 4, … (a sparse table)."""
 
-    def __init__(self, values: Sequence[float]) -> None:
+    def __init__(self, values: Sequence[float] | Floats) -> None:
         level = np.asarray(values, dtype=np.float64)
         self._levels = [level]
         width = 1
