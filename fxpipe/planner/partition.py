@@ -24,7 +24,7 @@ from fxpipe.planner.spans import Places
 from fxpipe.planner.worker_cost import WorkerCost
 from fxpipe.planner.workers import Workers
 
-BUDGET = 150_000_000  # pairs of cuts that the exact search may look at
+BUDGET = 100_000_000  # pairs of cuts that the exact search may look at
 MEMORY_BUDGET = 10_000_000  # likewise, where nothing seems to fit into memory
 _FINE = range(-4, 5)
 _FAR = (-55, -34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34, 55)
