@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from fxpipe.build import Build
     from fxpipe.plan import Plan
     from fxpipe.simulator.result import Simulation
+    from fxpipe.stage_times import StageTime
+
+OFF = 1.3
+"""How far a stage's own time may be from the sum of its operators' before a warning says so."""
+
+NOTICEABLE = 5e-3
+"""Seconds of a stage's forward and backward below which that is nothing to warn of."""
 
 # Of --verify, relative. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
 TOLERANCE = {None: 1e-4, "bf16": 1e-1}
@@ -96,7 +104,7 @@ def compile_command(
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.local_run import threads_for
     from fxpipe.simulator.forecast import forecast
-    from fxpipe.stage_times import StageTime, measure_stages
+    from fxpipe.stage_times import measure_stages
     from fxpipe.task import load_task, source_digests
 
     if cuts != "auto" and (fp_cut or bp_cut):
@@ -143,12 +151,13 @@ def compile_command(
             known_costs=Path(out) / NODE_COSTS,
             command=_command(model, workers, cuts, fp_cut, bp_cut, schedule, microbatches, autocast),
         )
-        times: tuple[StageTime, ...] = ()
         if choice.cost == "measured":
             say("timing the stages")
             own = threads_for(threads, workers)
             times = measure_stages(build, example, optimizer=task.optimizer, threads=own, say=say)
-            build = dataclasses.replace(build, times=times)
+            build = dataclasses.replace(
+                build, times=times, warnings=(*build.warnings, *_doubts(times, own, build.plan.device))
+            )
         simulation = forecast(build)
         build = dataclasses.replace(
             build, plan=dataclasses.replace(build.plan, sources=source_digests(Path(model)))
@@ -166,7 +175,7 @@ def compile_command(
     if as_json:
         emit_json(_as_json(build, out, agreement, simulation))
     else:
-        _print(build, out, agreement, simulation)
+        _print(build, out, agreement, simulation, None if choice.device is None else choice.device.name)
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
     return 1 if failed else 0
@@ -191,7 +200,7 @@ def _command(
     return " ".join(parts)
 
 
-def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> None:
+def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
     from fxpipe.runtime.record import samples_of
 
     plan = build.plan
@@ -224,6 +233,8 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
         *others, chosen = build.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
         click.echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
+    if not build.times:
+        click.echo(f"costs: computed{'' if device is None else f' for {device}'}, not measured")
     click.echo(
         f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
         f"bubble {100 * simulation.bubble:.0f} %"
@@ -264,6 +275,23 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)
     return result
+
+
+def _doubts(times: Sequence[StageTime], threads: int, device: str) -> Iterator[str]:
+    """Why a run may not do what the stages' times promise."""
+    for k, time in enumerate(times):
+        off = time.correction
+        if off is not None and time.forward + time.backward > NOTICEABLE and not 1 / OFF < off < OFF:
+            yield (
+                f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy; the "
+                "forecast goes by the stage's time, the cuts by the operators'; compile again when it is not"
+            )
+    cores = os.cpu_count() or 1
+    if device == "cpu" and len(times) * threads > cores:
+        yield (
+            f"{len(times)} workers of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here: the "
+            "forecast is for workers that have cores of their own"
+        )
 
 
 def _check_profile_path(path: Path, out: Path) -> None:

@@ -64,19 +64,20 @@ class CostOptions:
             )
         if spec.device is not None and spec.device.name != CPU.name:
             default_links = NCCL_NODE
+        other = DeviceSpec() if self.links is None else read_device_spec(self.links)
         device_memory = INFINITE if spec.device is None else spec.device.memory
         return CostChoice(
             cost=self.cost or ("measured" if spec.device is None else "analytic"),
             device=spec.device,
-            links=self._links(spec, workers, default_links) or (None if spec.device is None else default_links),
-            speeds=_each(self.speed, "--speed", _speed, spec.speeds, 1.0, workers),
-            memory=_each(self.memory, "--memory", quantity.memory, spec.memory, device_memory, workers),
+            links=self._links(spec, other, workers, default_links) or (None if spec.device is None else default_links),
+            speeds=_each(self.speed, "--speed", _speed, spec.speeds or other.speeds, 1.0, workers),
+            memory=_each(self.memory, "--memory", quantity.memory, spec.memory or other.memory, device_memory, workers),
         )
 
-    def _links(self, spec: DeviceSpec, workers: int, default: Links) -> Links | None:
+    def _links(self, spec: DeviceSpec, other: DeviceSpec, workers: int, default: Links) -> Links | None:
         found = spec.links
         if self.links is not None:
-            found = read_device_spec(self.links).links
+            found = other.links
             if found is None:
                 raise ProfileError(
                     f"{self.links} says nothing about links: it has no [links]",
@@ -134,7 +135,7 @@ def _each(
 ) -> tuple[float, ...]:
     """A value for each worker: the option's, else the file's, else the default; one value of memory stands for all."""
     what = "speeds" if option == "--speed" else "sizes"
-    values, source = tuple(given), f"[workers] of --device-spec, for {option},"
+    values, source = tuple(given), f"[workers] of the file, for {option},"
     if text is not None:
         values, source = tuple(_quantity(part, option, read) for part in text.split(",")), option
     if not values:
@@ -157,7 +158,10 @@ def _speed(text: str) -> float:
 
 
 def _quantity(text: str, option: str, read: Callable[[str], float]) -> float:
-    """A quantity on the command line: a wrong one is a wrong command."""
+    """A quantity on the command line, with its unit: a wrong one is a wrong command."""
+    if read is not _speed and text.strip().replace(".", "", 1).isdigit() and float(text) > 0:
+        examples = {"--latency": "50us", "--bandwidth": "10Gbit or 20GB/s", "--memory": "80GiB"}
+        raise click.UsageError(f"{option} {text} has no unit: write it as {examples[option]}")
     try:
         return read(text)
     except FxpipeError as error:

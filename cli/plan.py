@@ -251,8 +251,14 @@ def _print(
     workers: int,
     modes: tuple[str, ...],
 ) -> None:
+    shown: dict[tuple[tuple[int, ...], ...], str] = {}
     for mode, partition in found.items():
-        _print_partition(subject.of(mode), partition)
+        cuts = (partition.forward, partition.backward, partition.weights)
+        if cuts in shown:
+            click.echo(f"{mode}: as {shown[cuts]}\n")
+        else:
+            _print_partition(subject.of(mode), partition)
+        shown.setdefault(cuts, mode)
     rows = []
     for mode in modes:
         if mode not in found:
@@ -284,7 +290,11 @@ def _print(
 def _print_partition(profile: Profile, partition: Partition) -> None:
     three = partition.mode == "three-way"
     rows = []
+    idle = []
     for k, load in enumerate(partition.loads):
+        if all(cuts[k] == cuts[k + 1] for cuts in (partition.forward, partition.backward, partition.weights)):
+            idle.append(str(k))
+            continue
         row = [f"worker {k}"]
         for cuts in (partition.forward, partition.backward, *([partition.weights] if three else [])):
             first, end = cuts[k], cuts[k + 1]
@@ -295,6 +305,8 @@ def _print_partition(profile: Profile, partition: Partition) -> None:
     where = ["F from (units)", "B from", *(["W from"] if three else [])]
     click.echo(f"{partition.mode}, milliseconds a microbatch")
     print_table(["", *where, "F", "B", "W", "update", "again", "exposed", "sum", "memory"], rows, left=1 + len(where))
+    if idle:
+        click.echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n")
 
 
 def _described(links: Links) -> str:

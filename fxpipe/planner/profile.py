@@ -111,14 +111,12 @@ class Profile:
         return sum(u.forward_ms + u.backward_ms + u.weight_ms + u.update_ms / microbatches for u in self.units)
 
     def split_backward(self, fraction: float) -> Profile:
-        """The same with W a fraction of each backward that has parameters: for profiles that know only backward."""
+        """The same with W a fraction of each backward that has parameters and no W yet."""
         if not 0 <= fraction < 1:
             raise ProfileError(f"the fraction of W is {fraction}, it must lie between 0 and 1")
         units = tuple(
-            dataclasses.replace(
-                u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.weight_ms + u.backward_ms * fraction
-            )
-            if u.parameter_bytes
+            dataclasses.replace(u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.backward_ms * fraction)
+            if u.parameter_bytes and not u.weight_ms
             else u
             for u in self.units
         )

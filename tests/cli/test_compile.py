@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
+from fxpipe.cli.compile import _doubts
 from model_files import PARAMETERS, write_model
 
 from fxpipe import agreement
 from fxpipe.folder import read_plan
 from fxpipe.plan import Plan
+from fxpipe.stage_times import StageTime
 from fxpipe.summary import WorkerSummary
 
 BUILD = {"plan.json", "stage_0.py", "stage_1.py", "weights.safetensors", "costs.json"}
@@ -45,10 +47,20 @@ def test_the_table(model: Path) -> None:
     assert "units" in second
     assert second.endswith("KiB")
     assert lines[4].startswith("async · spectrain · 1 microbatch · ")
-    assert re.fullmatch(r"forecast: [0-9.]+ samples/s, bubble [0-9]+ %", lines[5])
-    assert lines[6].startswith("against eager PyTorch: loss ")
-    assert lines[7] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
+    assert lines[5] == "costs: computed, not measured"
+    assert re.fullmatch(r"forecast: [0-9.]+ samples/s, bubble [0-9]+ %", lines[6])
+    assert lines[7].startswith("against eager PyTorch: loss ")
+    assert lines[8] == "wrote build: stage_0.py, stage_1.py, plan.json, weights.safetensors"
     assert set(files(model.parent / "build")) == BUILD
+
+
+def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    fine, slow = StageTime(0.010, 0.020, 0.0, (0.010, 0.019)), StageTime(0.020, 0.040, 0.0, (0.010, 0.020))
+    assert list(_doubts([fine, fine], 2, "cpu")) == []
+    assert ["stage 1 took 2.00 times" in text for text in _doubts([fine, slow], 1, "cpu")] == [True]
+    assert ["3 workers of 2 threads share 4 cores" in text for text in _doubts([fine] * 3, 2, "cpu")] == [True]
+    assert list(_doubts([fine] * 3, 2, "cuda")) == []
 
 
 def test_json(model: Path) -> None:

@@ -129,12 +129,23 @@ def test_wrong_options_are_wrong_commands(options: tuple[str, ...], message: str
 
 
 def test_a_file_for_another_number_of_workers(tmp_path: Path) -> None:
-    with pytest.raises(
-        click.UsageError, match=r"\[workers\] of --device-spec, for --speed, gives 2 speeds for 3 workers"
-    ):
+    with pytest.raises(click.UsageError, match=r"\[workers\] of the file, for --speed, gives 2 speeds for 3 workers"):
         parsed("--device-spec", write(tmp_path, FILE)).choice(3)
 
 
 def test_they_import_nothing_heavy() -> None:
     script = "import sys, fxpipe.cli.cost_options; sys.exit(not {'torch', 'numpy', 'rich'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("option", "text"), [("--latency", "50"), ("--bandwidth", "10"), ("--memory", "80,80")])
+def test_a_number_without_its_unit_is_refused(option: str, text: str) -> None:
+    with pytest.raises(click.UsageError, match="has no unit"):
+        parsed(option, text).choice(2)
+    assert parsed("--latency", "0").choice(2).links is not None
+
+
+def test_a_links_file_may_say_what_the_workers_are(tmp_path: Path) -> None:
+    path = write(tmp_path, FILE)
+    assert parsed("--links", path).choice(2).speeds == (1.0, 0.5)
+    assert parsed("--links", path, "--speed", "3,4").choice(2).speeds == (3.0, 4.0)

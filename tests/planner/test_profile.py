@@ -62,6 +62,12 @@ def test_a_fraction_of_backward_becomes_w(tmp_path: Path) -> None:
     assert profile.total_ms() == pytest.approx(9.75)
 
 
+def test_w_that_is_known_stays(tmp_path: Path) -> None:
+    units = [{"name": "a", "forward_ms": 1, "backward_ms": 2, "weight_ms": 3, "parameter_bytes": 8}]
+    profile = read_profile(write(tmp_path, json.dumps({"units": units}), "p.json")).split_backward(0.5)
+    assert (profile.units[0].backward_ms, profile.units[0].weight_ms) == (2, 3)
+
+
 def test_json_profiles_are_chains_unless_edges_say_otherwise(tmp_path: Path) -> None:
     units = [{"name": n, "forward_ms": 1, "backward_ms": 2, "output_bytes": 8} for n in "abc"]
     profile = read_profile(write(tmp_path, json.dumps({"units": units}), "p.json"))
