@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.batch import split
 from fxpipe.build import Build
+from fxpipe.planner.links import Links
 from fxpipe.program import Cuts
 
 STEPS = 5
@@ -50,6 +51,15 @@ def test_synchronous_schedules_equal_eager(name: str, workers: int, shift: int, 
     microbatches = 2 if workers < 4 else 4
     where = cuts(CASES[name], workers, shift)
     equals_eager(name, STEPS, lowered(name, microbatches, workers=workers, schedule=schedule, **where))
+
+
+@pytest.mark.parametrize("mode", ["same", "bidirectional", "three-way"])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
+def test_planned_cuts_train_as_eager(name: str, mode: str) -> None:
+    links = Links(bandwidth=1e12)  # fast ones: cuts that differ are worth their messages
+    build = lowered(name, 2, workers=3, schedule="1f1b", cuts=mode, links=links)
+    assert build.partitions[-1].mode == mode
+    equals_eager(name, STEPS, build)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
