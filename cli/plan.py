@@ -200,11 +200,10 @@ def _profile_model(
 
 def _simulate(subject: Subject, partition: Partition, workers: Workers, schedule: Schedule) -> Simulation:
     from fxpipe.simulator.of_partition import scenario_of_partition
-    from fxpipe.simulator.simulate import simulate
+    from fxpipe.simulator.simulate import simulate, steady_minibatches
 
-    minibatches = 4 if schedule.synchronous else 4 * workers.count + 8
     scenario = scenario_of_partition(subject.of(partition.mode), partition, workers, schedule)
-    return simulate(schedule, scenario, minibatches)
+    return simulate(schedule, scenario, steady_minibatches(schedule))
 
 
 def _as_json(

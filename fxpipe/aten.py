@@ -68,6 +68,16 @@ def is_view(node: fx.Node) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shows; the node itself if it is no view."""
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        parent = node.all_input_nodes[0]
+        if isinstance(parent.meta.get("val"), (tuple, list)):
+            break  # an element of a tuple is memory of its own
+        node = parent
+    return node
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from the random generator; attention does only if it drops something out."""
     target = node.target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.aten import is_view
+from fxpipe.aten import viewed
 from fxpipe.plan import PartSpec, Plan
 from fxpipe.program import Program, info, size_of, unit_name
 from fxpipe.runtime.demand import Demand
@@ -132,13 +132,5 @@ def _saved_bytes(program: Program, rank: int) -> int:
     saved: PartSpec = backward.spec
     nodes = list(backward.graph.nodes)[len(saved.weights) + len(saved.buffers) :][: len(saved.saved)]
     by_name = {n.name: n for n in program.graph.nodes}
-    roots = {}
-    for node in nodes:
-        root = by_name.get(node.name)
-        while root is not None and root.op == "call_function" and is_view(root) and root.all_input_nodes:
-            parent = root.all_input_nodes[0]
-            if isinstance(parent.meta.get("val"), (tuple, list)):
-                break  # an element of a tuple is memory of its own
-            root = parent
-        roots[root.name if root is not None else node.name] = size_of((root or node).meta["val"])
-    return sum(roots.values())
+    roots = {viewed(by_name.get(node.name, node)) for node in nodes}
+    return sum(size_of(root.meta["val"]) for root in roots)

@@ -8,7 +8,7 @@ from typing import Any
 from fxpipe.passes.units import is_source
 from torch import fx
 
-from fxpipe.aten import is_getitem, is_random, is_view
+from fxpipe.aten import is_getitem, is_random, is_view, viewed
 from fxpipe.planner.profile import Profile, Unit, Value, in_turn
 from fxpipe.program import Program, info, size_of, unit_name, value
 
@@ -117,7 +117,7 @@ class _Reading:
                 continue
             for source in node.all_input_nodes:
                 if self._is_saved(source, node):
-                    readers.setdefault(_root(source), []).append(node)
+                    readers.setdefault(viewed(source), []).append(node)
         for root, users in readers.items():
             last = max(users, key=lambda n: info(n).unit)
             size = size_of(value(root))
@@ -132,7 +132,7 @@ class _Reading:
                 continue
             for source in node.all_input_nodes:
                 of_b = source.op == "call_function" and info(source).phase == "B" and not info(source).weight
-                key = (_root(source), info(node).unit)
+                key = (viewed(source), info(node).unit)
                 if of_b and key not in handed:
                     handed.add(key)
                     self._add(info(node).unit, "gradient_bytes", size_of(value(source)))
@@ -183,16 +183,6 @@ def is_call_of(node: fx.Node, phase: str) -> bool:
 
 def _units(nodes: Iterable[fx.Node]) -> set[int]:
     return {info(n).unit for n in nodes}
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shows."""
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        parent = node.all_input_nodes[0]
-        if isinstance(parent.meta.get("val"), (tuple, list)):
-            break  # an element of a tuple is memory of its own
-        node = parent
-    return node
 
 
 def _by_chance(node: fx.Node) -> bool:

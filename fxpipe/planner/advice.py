@@ -32,13 +32,12 @@ def advised_partitions(
     try:
         return partitions(profile, workers, modes, say, budget)
     except TooLittleMemory as error:
-        equal = len(set(workers.memory)) == len(set(workers.speeds)) == 1
-        least = size(error.share * workers.memory[0], enough=True)
-        enough = f"give every worker {least}" if equal else "give that worker more"
-        more = _enough_workers(profile, setting, count, say) if equal else None
+        if len(set(workers.memory)) > 1 or len(set(workers.speeds)) > 1:
+            error.hint = "give that worker more, or use more workers"
+            raise
+        enough = f"give every worker {size(error.share * workers.memory[0], enough=True)}"
+        more = _enough_workers(profile, setting, count, say)
         error.hint = f"{enough}, or use -n {more}" if more else f"{enough}; more workers alone do not help"
-        if not equal:
-            error.hint = f"{enough}, or use more workers"
         raise
 
 

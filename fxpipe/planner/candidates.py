@@ -23,6 +23,11 @@ class Positions:
     backward: Places
     weight: Places
 
+    @property
+    def shared(self) -> Places:
+        """Where all chains may be cut at once."""
+        return np.intersect1d(self.forward, self.backward)
+
 
 def positions(costs: WorkerCost, mode: str) -> Positions:
     """All positions but the forbidden and the dominated ones.
@@ -93,7 +98,7 @@ def _within(costs: WorkerCost, where: Positions, mode: str, least: float, most: 
     slack = EPSILON * max(abs(most), 1e-12)
     least, most = least - slack, most + slack
     if mode == "same":
-        p = np.intersect1d(where.forward, where.backward)
+        p = where.shared
         every = np.stack([p, p, p], axis=1)
         load = costs.load(every)
         found = every[(load >= least) & (load <= most)]
@@ -140,7 +145,7 @@ def window(costs: WorkerCost, where: Positions, mode: str, cuts: Places, offsets
     layers = [cuts[:1]]
     for cut in cuts[1:-1]:
         if mode == "same":
-            p = _around(np.intersect1d(where.forward, where.backward), int(cut[0]), offsets)
+            p = _around(where.shared, int(cut[0]), offsets)
             grid = np.stack([p, p, p], axis=1)
         else:
             f, b = (

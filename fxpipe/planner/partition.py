@@ -156,7 +156,7 @@ def fits(profile: Profile, workers: Workers) -> bool:
     """Whether shared cuts fit into every worker's memory; says nothing of time, nor of wider modes."""
     costs = WorkerCost(profile, workers)
     where = positions(costs, "same")
-    return fullest(costs, roomy_shared_cuts(costs, np.intersect1d(where.forward, where.backward)))[0] <= 1 + EPSILON
+    return fullest(costs, roomy_shared_cuts(costs, where.shared))[0] <= 1 + EPSILON
 
 
 class TooLittleMemory(CutError):
@@ -208,9 +208,8 @@ class _Search:
 
     def _starts(self, mode: str, where: Positions) -> list[Places]:
         """Plans to begin with: those that are best for times alone."""
-        shared = np.intersect1d(where.forward, where.backward)
         if mode == "same":
-            at = _snapped(shared, self.same.forward)
+            at = _snapped(where.shared, self.same.forward)
             return [np.stack([at, at, at, 0 * at], axis=1)]
         starts = []
         for plan in (self.same, self.free):
@@ -233,7 +232,7 @@ class _Search:
         if np.isfinite(best.bottleneck):
             return best
         self.say(f"{mode}: looking for cuts that fit into memory")
-        shared = roomy_shared_cuts(costs, np.intersect1d(where.forward, where.backward))
+        shared = roomy_shared_cuts(costs, where.shared)
         candidates = [*(path.cuts for path in paths), shared, *self.known_empty]
         share, cuts = min(((fullest(costs, c)[0], c) for c in candidates), key=lambda pair: pair[0])
         proved = mode == "same"

@@ -8,7 +8,7 @@ traffic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ EPSILON = 1e-9
 _CHUNK = 4_000_000  # pairs of cuts looked at at once
 
 Aim = Literal["time", "memory"]
+Join = Callable[[Floats, Floats, Floats], Floats]
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,9 @@ def _total(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
     return so_far + traffic
 
 
-def _sweep(costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim, join: object) -> Path | None:
+def _sweep(costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim, join: Join) -> Path | None:
     """The path of least value, where `join` adds a worker to a value; workers over the bound do not count."""
-    assert callable(join)
     value = np.zeros(len(layers[0]))
-    alive = np.arange(len(layers[0]))
     came_from: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # per layer: reached cuts, and from which
     reached = layers[0]
     for k in range(len(layers) - 1):

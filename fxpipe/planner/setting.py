@@ -40,8 +40,8 @@ class Setting:
             ScheduleError: an unknown schedule.
             CutError: speeds, memories or links for another number of workers.
         """
-        held = in_flight(make(self.schedule, count, self.microbatches))
-        kept = self.policy or default_for(make(self.schedule, count, self.microbatches))
+        schedule = make(self.schedule, count, self.microbatches)
+        held, kept = in_flight(schedule), self.policy or default_for(schedule)
         copies = {"spectrain": [1.0] * count, "stash": [n - 1.0 for n in held]}.get(kept, [0.0] * count)
         return Workers(
             count,

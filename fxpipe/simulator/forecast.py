@@ -8,7 +8,7 @@ from fxpipe.planner.links import Links
 from fxpipe.runtime.assembly import choose
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.result import Simulation
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 if TYPE_CHECKING:
     from fxpipe.build import Build
@@ -27,6 +27,5 @@ def forecast(
         BuildError: a loaded build without `costs.json`.
     """
     recipe = choose(build.plan, schedule, policy)
-    minibatches = 4 if recipe.schedule.synchronous else 4 * build.plan.workers + 8
     scenario = scenario_of(build, links or build.links, build.timings, build.times or None, schedule, policy)
-    return simulate(recipe.schedule, scenario, minibatches)
+    return simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))

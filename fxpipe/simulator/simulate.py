@@ -68,6 +68,11 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     )
 
 
+def steady_minibatches(schedule: Schedule) -> int:
+    """How many minibatches show a schedule's steady state."""
+    return 4 if schedule.synchronous else 4 * schedule.workers + 8
+
+
 class _Run:
     """One simulation under way.
 
