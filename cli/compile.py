@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.output import emit_json, note, print_table, size, warn, working
+from fxpipe.cli.policy_option import policy_option
 
-from fxpipe.policy import POLICIES
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 @click.option(
     "--schedule", type=click.Choice(sorted(SCHEDULES)), default="async", show_default=True, help="Order of the actions."
 )
-@click.option("--policy", type=click.Choice(sorted(POLICIES)), help="Which weights a pass sees. [default: by schedule]")
+@policy_option("by schedule")
 @click.option(
     "--microbatches",
     type=click.IntRange(min=1),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostChoice, CostOptions, cost_options
 from fxpipe.cli.output import emit_json, print_table, size, warn, working
+from fxpipe.cli.policy_option import policy_option
 
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
-from fxpipe.policy import POLICIES
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MODES = ("same", "bidirectional", "three-way")
 @click.option(
     "--schedule", type=click.Choice(sorted(SCHEDULES)), default="async", show_default=True, help="Order of the actions."
 )
-@click.option("--policy", type=click.Choice(sorted(POLICIES)), help="Which weights a pass sees. [default: by schedule]")
+@policy_option("by schedule")
 @click.option("--microbatches", type=click.IntRange(min=1), help="Parts of a minibatch. [default: as `compile`]")
 @click.option("--autocast", type=click.Choice(["bf16"]), help="Run a model's step under torch.autocast.")
 @click.option("--no-communication", is_flag=True, help="The pure balance: messages cost nothing.")

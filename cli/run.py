@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.output import emit_json, print_table, warn, working
+from fxpipe.cli.policy_option import policy_option
 
-from fxpipe.policy import POLICIES
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpipe.plan import Plan
     from fxpipe.runtime.options import RunOptions
+
+
+def _number(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """FloatRange lets nan through."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is not a number", context, parameter)
+    return value
 
 
 @click.command("run")
@@ -26,7 +33,19 @@ if TYPE_CHECKING:
 @click.option("--epochs", type=click.IntRange(min=1), help="Go so often through train_data(), if it has a length.")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]")
-@click.option("--policy", type=click.Choice(sorted(POLICIES)), help="Which weights a pass sees. [default: the build's]")
+@policy_option("the build's")
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=_number,
+    metavar="NORM",
+    help="Scale the gradients of all workers together to at most this norm.",
+)
+@click.option(
+    "--log-staleness",
+    is_flag=True,
+    help="Write how far the weights that forwards use are from those that their updates meet.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
 @click.option("--out", type=click.Path(), default="out", show_default=True, help="Where metrics and weights go.")
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
@@ -40,6 +59,8 @@ def run_command(
     local: bool,
     schedule: str | None,
     policy: str | None,
+    clip_norm: float | None,
+    log_staleness: bool,
     seed: int,
     out: str,
     model: str | None,
@@ -54,8 +75,13 @@ def run_command(
     metrics(model, batch), the final weights are evaluated. Under torchrun, the same command joins the processes that
     torchrun started, on one machine or many.
 
+    With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
+    other schedules; with async no worker waits, and those before a worker count as they were some minibatches ago.
+    --log-staleness writes OUT/staleness_0.jsonl and so on, one file a worker.
+
     \b
     fxpipe run build/ --steps 500
+    fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 50 --local --json
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
@@ -79,6 +105,8 @@ def run_command(
         epochs=epochs,
         schedule=schedule,
         policy=policy,
+        clip_norm=clip_norm,
+        log_staleness=log_staleness,
         seed=seed,
         out=out,
         threads=threads,
@@ -181,6 +209,21 @@ def _print(summary: dict[str, Any]) -> None:
         for w in summary["workers"]
     ]
     print_table(["", "busy", "forward", "backward", "wait"], rows)
+    stale = [{"worker": w["rank"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
+    if stale:
+        print_table(
+            ["weights of forwards", "updates behind", "predicted ahead", "RMSE to those updated", "RMS of weights"],
+            [
+                [
+                    f"worker {row['worker']} group {row['group']}",
+                    str(row["stale"]),
+                    str(row["ahead"]),
+                    f"{row['rmse']:.2e}",
+                    f"{row['rms']:.2e}",
+                ]
+                for row in stale
+            ],
+        )
     if "evaluation" in summary:
         click.echo("held out " + ", ".join(f"{name} {value:.4f}" for name, value in summary["evaluation"].items()))
     click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")

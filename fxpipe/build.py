@@ -37,6 +37,7 @@ from fxpipe.stage_times import StageTime
 from fxpipe.summary import WorkerSummary
 
 if TYPE_CHECKING:
+    from fxpipe.policy.base import Policy
     from fxpipe.runtime.local import LocalPipeline
 
 
@@ -111,20 +112,26 @@ class Build:
         self,
         *,
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         schedule: str | None = None,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         seed: int = 0,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, for accuracy studies of N workers on one machine.
 
         Args:
             optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
-            schedule, policy: the build's own where None.
+            lr_scheduler: made for each optimizer; none by default.
+            schedule, policy: the build's own where None; a policy's options stand behind its name: `pipeoptim+keep`.
             seed: of dropout and its like.
+            clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
+            log_staleness: compare the weights that forwards use with those that their updates meet.
         """
         from fxpipe.runtime.local import LocalPipeline
 
-        return LocalPipeline.of(self, optimizer, schedule=schedule, policy=policy, seed=seed)
+        return LocalPipeline.of(self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness)
 
     def join(
         self,
@@ -137,6 +144,8 @@ class Build:
         schedule: str | None = None,
         policy: str | None = None,
         seed: int = 0,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
         out: str | Path | None = None,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
@@ -145,6 +154,7 @@ class Build:
             train_data: gives an epoch's batches; called on worker 0 alone.
             steps, epochs: how long; one epoch if neither is given.
             optimizer, lr_scheduler: made on each worker, from its own named parameters.
+            schedule, policy, seed, clip_norm, log_staleness: as those of `local`.
             out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
 
         Returns:
@@ -169,6 +179,8 @@ class Build:
             epochs=epochs,
             schedule=schedule,
             policy=policy,
+            clip_norm=clip_norm,
+            log_staleness=log_staleness,
             seed=seed,
             out=None if out is None else str(out),
             progress=True,

@@ -24,7 +24,7 @@ from fxpipe.planner.setting import Setting
 from fxpipe.program import Buffer, Cuts, Parameter, Program
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.local_run import threads as worker_threads
-from fxpipe.runtime.weights import MakeOptimizer
+from fxpipe.runtime.update import MakeOptimizer
 from fxpipe.schedule.check import in_flight
 from fxpipe.simulator.timings import edge_timings
 from fxpipe.summary import summarize
@@ -123,7 +123,7 @@ def lower(
         cuts=given,
         mode=cuts if isinstance(cuts, str) else "auto",
         setting=Setting(
-            chosen.name, chosen_policy.name, microbatches, links, tuple(speeds), tuple(memory), of_optimizer.state_bytes
+            chosen.name, str(chosen_policy), microbatches, links, tuple(speeds), tuple(memory), of_optimizer.state_bytes
         ),
         update_seconds_per_byte=of_optimizer.seconds_per_byte,
         split_backward=split_backward or (planned and cuts == "three-way"),
@@ -135,7 +135,7 @@ def lower(
         command=command,
     )
     program = run_passes(program, default_passes(options), observers)
-    plan = _plan(program, chosen.name, chosen_policy.name, microbatches)
+    plan = _plan(program, chosen.name, str(chosen_policy), microbatches)
     held, demand = in_flight(chosen), Demand(plan, chosen, chosen_policy)
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     tensors = {row.names[0]: program.values[row.node] for row in rows}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
-from fxpipe.runtime.weights import MakeOptimizer
+from fxpipe.runtime.update import MakeOptimizer
 
 Named = Sequence[tuple[str, Tensor]]
 

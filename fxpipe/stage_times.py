@@ -26,8 +26,9 @@ from fxpipe.runtime.demand import PHASES, Demand
 from fxpipe.runtime.layout import Layout, Pack
 from fxpipe.runtime.loaded_stage import load_stage
 from fxpipe.runtime.local_run import threads as worker_threads
-from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.weights import MakeOptimizer, WeightStore
+from fxpipe.runtime.transport import Note, Transport
+from fxpipe.runtime.update import MakeOptimizer
+from fxpipe.runtime.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.task import default_optimizer
 
@@ -210,6 +211,12 @@ class _Ready(Transport):
             self._blocks[owner, names] = pack.pack([self.weights[name].to(self.device) for name in names])
         return self._blocks[owner, names]
 
+    def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
+        raise AssertionError("nothing is clipped here")
+
+    def recv_note(self, source: int, what: Note) -> Tensor:
+        raise AssertionError("nothing is clipped here")
+
 
 class _Worker:
     """One worker, running alone."""
@@ -262,6 +269,7 @@ class _Worker:
         for action in self.recipe.schedule.actions(self.rank):
             phase, minibatch = action.phase, action.minibatch
             if action.microbatch not in kept.setdefault(minibatch, _some(microbatches, count)):
+                self.executor.store.release(action)
                 continue
             seconds, update = self._execute(action, leaves)
             if measuring:

@@ -19,7 +19,7 @@ from fxpipe.optimizer_costs import optimizer_costs
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.profile import Profile
 from fxpipe.runtime.local_run import threads as worker_threads
-from fxpipe.runtime.weights import MakeOptimizer
+from fxpipe.runtime.update import MakeOptimizer
 from fxpipe.task import default_optimizer
 from fxpipe.tracing import Loss, capture
 from fxpipe.transform import run_passes

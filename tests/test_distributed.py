@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cached import cuts, lowered
 from random_cuts import numbered
 from small_models import CASES
+from torch.distributed import TCPStore
 
 from fxpipe.build import Build
 from fxpipe.program import Cuts
@@ -29,50 +37,142 @@ def train_data():
     return case.batches(4)
 
 def optimizer(named_parameters):
-    return torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)
+    return {{optimizer}}
 
 def lr_scheduler(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 """
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)",
+    "momentum": "torch.optim.SGD([p for _, p in named_parameters], lr=0.05, momentum=0.9)",
+    "plain": "torch.optim.SGD([p for _, p in named_parameters], lr=0.05)",
+}
 STEPS = 7  # more than an epoch, and enough for prediction to set in on every worker
+WORKER = """
+import json, os, sys
+from pathlib import Path
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.worker import end_process, join
+
+for number, (port, text) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    os.environ["MASTER_PORT"] = str(port)
+    summary = join(RunOptions.from_json(text))
+    if summary is not None:
+        Path(sys.argv[1]).with_name(f"summary_{number}.json").write_text(json.dumps(summary))
+end_process(0)
+"""
 
 
 @pytest.fixture(scope="module")
-def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "model.py"
-    path.write_text(MODEL)
-    return path
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By optimizer."""
+    folder = tmp_path_factory.mktemp("model")
+    for name, text in OPTIMIZERS.items():
+        (folder / f"{name}.py").write_text(MODEL.format(optimizer=text))
+    return {name: folder / f"{name}.py" for name in OPTIMIZERS}
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize(
     ("schedule", "policy", "microbatches"),
-    [
-        ("gpipe", "latest", 4),
-        ("1f1b", "latest", 4),
-        ("async", "latest", 1),
-        ("async", "stash", 1),
-        ("async", "spectrain", 1),
-    ],
+    [("gpipe", "latest", 4), ("1f1b", "latest", 4), ("async", "spectrain", 1)],
 )
 def test_distributed_equals_local(
-    model_file: Path, tmp_path: Path, schedule: str, policy: str, microbatches: int, workers: int
+    model_files: dict[str, Path], tmp_path: Path, schedule: str, policy: str, microbatches: int, workers: int
 ) -> None:
     where = cuts(CASES["gpt-dropout"], workers, 1)
     build = lowered("gpt-dropout", microbatches, workers=workers, schedule=schedule, policy=policy, **where)
-    check(build, model_file, tmp_path)
+    check(build, model_files["adamw"], tmp_path)
+
+
+TWO = [
+    (1, 1, "latest", "adamw", {}),
+    (1, 1, "stash", "adamw", {}),
+    (1, 1, "vertical", "adamw", {}),
+    (1, 1, "2bw", "adamw", {}),
+    (1, 1, "spectrain+decay", "adamw", {}),
+    (1, 1, "pipeoptim", "plain", {}),
+    (1, 1, "pipeoptim+keep", "adamw", {}),
+    (1, 2, "xpipe", "momentum", {}),
+    (1, 1, "lwp", "adamw", {}),
+    (1, 2, "lwp+sc", "momentum", {}),
+    (1, 2, "2bw+sc", "momentum", {}),
+    (1, 2, "spectrain", "plain", {"clip_norm": 0.5, "log_staleness": True}),
+]
+FOUR = [
+    (1, 1, "latest", "adamw", {}),
+    (1, 1, "stash", "adamw", {}),
+    (1, 1, "pipeoptim+keep", "momentum", {"clip_norm": 0.5, "log_staleness": True}),
+    (1, 4, "2bw", "adamw", {}),
+    (1, 4, "xpipe+decay", "momentum", {}),
+    (0, 1, "vertical", "adamw", {}),
+    (0, 4, "pipeoptim+sc", "momentum", {"clip_norm": 0.5}),
+]
 
 
 @pytest.mark.multiproc
-def test_three_kinds_of_cuts_and_empty_parts_too(model_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "runs"), [(2, TWO), (4, FOUR)])
+def test_every_policy_distributed_equals_local(
+    model_files: dict[str, Path], tmp_path: Path, workers: int, runs: list[tuple[int, int, str, str, dict[str, Any]]]
+) -> None:
+    """One start of the processes, in which they train one run after the other: shift of backward's cuts,
+    microbatches, policy, optimizer, options."""
+    for shift, microbatches in {run[:2] for run in runs}:
+        where = cuts(CASES["gpt-dropout"], workers, shift)
+        build = lowered("gpt-dropout", microbatches, workers=workers, schedule="async", policy="latest", **where)
+        build.save(tmp_path / f"build_{shift}_{microbatches}", model_file=model_files["adamw"])
+    wanted = [
+        RunOptions(
+            str(tmp_path / f"build_{shift}_{microbatches}"),
+            model_file=str(model_files[optimizer]),
+            policy=policy,
+            steps=STEPS + 2 * workers,
+            seed=3,
+            threads=1,
+            out=str(tmp_path / f"local_{number}"),
+            **more,
+        )
+        for number, (shift, microbatches, policy, optimizer, more) in enumerate(runs)
+    ]
+    local = [run_local(options) for options in wanted]
+    wanted = [dataclasses.replace(options, out=str(tmp_path / f"real_{i}")) for i, options in enumerate(wanted)]
+    real = one_after_the_other(wanted, workers, tmp_path)
+    for number, options in enumerate(wanted):
+        assert real[number]["losses"] == local[number]["losses"], options.policy
+        assert real[number].keys() == local[number].keys()
+        folders = tmp_path / f"local_{number}", tmp_path / f"real_{number}"
+        names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+        assert names[0] == names[1]
+        assert any(name.startswith("staleness") for name in names[0]) == options.log_staleness
+        for name in names[0]:
+            if name != "metrics.jsonl":
+                one, other = ((folder / name).read_bytes() for folder in folders)
+                assert one == other, (options.policy, name)
+        lines = [[json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in folders]
+        assert [line.get("grad_norm") for line in lines[0]] == [line.get("grad_norm") for line in lines[1]]
+        assert ("grad_norm" in lines[0][0]) == (options.clip_norm is not None)
+        assert [row.get("staleness") for row in local[number]["workers"]] == [
+            row.get("staleness") for row in real[number]["workers"]
+        ]
+    assert len({tuple(run["losses"]) for run in local}) == len(runs) - same(runs, workers)
+
+
+def same(runs: Sequence[tuple[Any, ...]], workers: int) -> int:
+    """How many runs say what another says: two buffers are vertical sync where a delay is one update."""
+    both = {policy for _, microbatches, policy, optimizer, _ in runs if (microbatches, optimizer) == (1, "adamw")}
+    return int(workers == 2 and {"vertical", "2bw"} <= both)
+
+
+@pytest.mark.multiproc
+def test_three_kinds_of_cuts_and_empty_parts_too(model_files: dict[str, Path], tmp_path: Path) -> None:
     """Worker 0 reads the batch and has no forward; worker 2 has no backward, so a token keeps worker 1 behind it."""
     count = len(numbered("gpt-dropout").units)
     third, half = count // 3, count // 2
     where = Cuts((0, 0, half, count), (0, third, count, count), (0, half, count, count), recompute=((1, half, count),))
     build = lowered("gpt-dropout", workers=3, cuts=where)
     assert {e.name for e in build.plan.edges if e.kind == "token"} == {"pace_B_1"}
-    check(build, model_file, tmp_path)
+    check(build, model_files["adamw"], tmp_path)
 
 
 def check(build: Build, model_file: Path, tmp_path: Path) -> None:
@@ -89,3 +189,34 @@ def check(build: Build, model_file: Path, tmp_path: Path) -> None:
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real")]
     assert weights[0] == weights[1]
     assert weights[0] != (tmp_path / "build" / "weights.safetensors").read_bytes()
+
+
+def one_after_the_other(runs: Sequence[RunOptions], workers: int, folder: Path) -> list[dict[str, Any]]:
+    """The summaries of runs that the same processes make in turn: starting them is what takes long.
+
+    For each run they meet at a store of this process, as under torchrun.
+    """
+    (folder / "worker.py").write_text(WORKER)
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
+    (folder / "runs.json").write_text(json.dumps(listed))
+    shared = {
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, str(folder / "worker.py"), str(folder / "runs.json")]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(workers)
+    ]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=60)
+            assert (process.returncode, err) == (0, "")
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"summary_{number}.json").read_text()) for number in range(len(runs))]

@@ -131,7 +131,7 @@ def executor_overhead(steps: int = 400) -> float:
     saved = [None] * len(spec.forward.saved)
     object.__setattr__(executor.stage, "forward", lambda *_: (loss, (), saved))
     object.__setattr__(executor.stage, "backward", lambda *_: gradients)
-    executor.store._step = lambda minibatch: None  # type: ignore[method-assign]
+    executor.store.updater.step = lambda minibatch: None  # type: ignore[method-assign]
     for i in range(steps // 4):
         pipeline.step(data[i % len(data)])
     before = executor.times.forward + executor.times.backward

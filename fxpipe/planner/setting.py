@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from fxpipe.planner.links import Links
 from fxpipe.planner.workers import Workers
-from fxpipe.policy import default_for
+from fxpipe.policy import copies, default_for
+from fxpipe.policy import make as make_policy
 from fxpipe.schedule import make
 from fxpipe.schedule.check import in_flight
 
@@ -37,20 +38,22 @@ class Setting:
         """So many of them. Another number than there are speeds and memories is possible only if all are equal.
 
         Raises:
-            ScheduleError: an unknown schedule.
+            ScheduleError, PolicyError: an unknown name, or a policy that makes no sense with the schedule.
             CutError: speeds, memories or links for another number of workers.
         """
         schedule = make(self.schedule, count, self.microbatches)
-        held, kept = in_flight(schedule), self.policy or default_for(schedule)
-        copies = {"spectrain": [1.0] * count, "stash": [n - 1.0 for n in held]}.get(kept, [0.0] * count)
+        policy = make_policy(self.policy or default_for(schedule))
+        policy.check(schedule)
         return Workers(
             count,
             speeds=_for(count, self.speeds),
             memory=_for(count, self.memory),
             links=self.links,
             microbatches=self.microbatches,
-            in_flight=held,
-            owned_factor=tuple(2.0 + self.optimizer_bytes + c for c in copies),  # weight, gradient; state; copies
+            in_flight=in_flight(schedule),
+            owned_factor=tuple(
+                2.0 + self.optimizer_bytes + c for c in copies(policy, schedule)
+            ),  # weight, gradient; state; copies
         )
 
 

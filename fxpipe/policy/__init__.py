@@ -1,32 +1,64 @@
-"""Policies by name. Only `predict`, which this does not import, needs torch."""
+"""Policies by name. Only `predict`, `rules`, `learning_rates` and `spike`, which this does not import, need torch."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from fxpipe.errors import PolicyError, near
-from fxpipe.policy.base import Policy
+from fxpipe.policy.base import Policy, PredictingPolicy
+from fxpipe.policy.double_buffer import DoubleBuffer
 from fxpipe.policy.latest import Latest
+from fxpipe.policy.lwp import LinearWeightPrediction
+from fxpipe.policy.memory import copies
+from fxpipe.policy.pipeoptim import PipeOptim
 from fxpipe.policy.sees import sees
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.policy.stash import Stash
+from fxpipe.policy.vertical import Vertical
+from fxpipe.policy.xpipe import XPipe
 from fxpipe.schedule.base import Schedule
 
-POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (Latest, Stash, SpecTrain)}
+POLICIES: dict[str, type[Policy]] = {
+    kind.name: kind
+    for kind in (Latest, Stash, Vertical, DoubleBuffer, SpecTrain, PipeOptim, XPipe, LinearWeightPrediction)
+}
+
+_Kind = TypeVar("_Kind", bound=type[Policy])
 
 
-def make(name: str) -> Policy:
-    """The policy called `name`.
+def register(kind: _Kind) -> _Kind:
+    """A class decorator: `--policy` knows this policy by its name from now on.
+
+    In a model file, every worker of a run knows it, since every worker imports that file.
+    """
+    POLICIES[kind.name] = kind
+    return kind
+
+
+def make(text: str) -> Policy:
+    """The policy that a text names, with the options behind it: `latest`, `pipeoptim+keep`, `lwp+sc`.
 
     Raises:
-        PolicyError: no policy has this name.
+        PolicyError: no policy has this name, or it has no such option.
     """
+    name, *options = text.split("+")
     if name not in POLICIES:
         raise PolicyError(f"there is no policy '{name}'{near(name, POLICIES)}", hint=f"one of: {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    known = POLICIES[name].options()
+    for option in options:
+        if option not in known:
+            others = [other for other, kind in POLICIES.items() if option in kind.options()]
+            hint = f"{name} has: {', '.join(known)}"
+            raise PolicyError(
+                f"policy '{name}' has no option '{option}'{near(option, known)}",
+                hint=hint + (f"; {option} goes with: {', '.join(others)}" if others else ""),
+            )
+    return POLICIES[name](**dict.fromkeys(options, True))
 
 
 def default_for(schedule: Schedule) -> str:
-    """The name of the policy used when none is asked for: `spectrain` where it can be, else `latest`."""
-    return Latest.name if schedule.synchronous or schedule.microbatches > 1 else SpecTrain.name
+    """The name of the policy used when none is asked for: `spectrain`, or `latest` where no weights are ever stale."""
+    return Latest.name if schedule.synchronous else SpecTrain.name
 
 
-__all__ = ["POLICIES", "Latest", "Policy", "SpecTrain", "Stash", "default_for", "make", "sees"]
+__all__ = ["POLICIES", "Policy", "PredictingPolicy", "copies", "default_for", "make", "register", "sees"]

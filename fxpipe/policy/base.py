@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from abc import ABC
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from fxpipe.errors import PolicyError
 from fxpipe.plan import Phase
+from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.versions import Versions
 
 
 @dataclass(frozen=True)
 class Policy(ABC):
     """Which weights each forward and each backward sees.
 
-    The schedule says which version of an owner's weights a pass can have (`schedule.Versions`); the policy
-    says what is made of it. The same question is asked for a worker's own weights and for replicas.
+    The schedule says which version of an owner's weights a pass can have at most (`schedule.Versions`). The policy
+    says which one it takes (`lag`) and how far ahead of it the weights are predicted (`ahead`). The same is asked for
+    a worker's own weights and for replicas, so that it needs to be said once.
+
+    The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. A policy
+    of your own is one class in one file with one line before it, `@register`.
 
     Attributes:
-        name: what the command line calls it.
-        backward_keeps_forward: a backward reads the very tensors that its forward read.
-        needs_prediction: some pass sees predicted weights.
+        sc: spike compensation of the update (`fxpipe.policy.spike`), for whatever weights are read.
     """
 
     name: ClassVar[str]
-    backward_keeps_forward: ClassVar[bool] = False
-    needs_prediction: ClassVar[bool] = False
+    """What the command line calls it."""
+    keeps_forward: ClassVar[bool] = False
+    """A backward reads the very tensors that its forward read, wherever that was. May be a property."""
+    predicts: ClassVar[bool] = False
+    """Some pass sees predicted weights."""
+    weight_form: ClassVar[bool] = False
+    """Predictions repeat the last update itself, whatever the optimizer (`fxpipe.policy.predict`)."""
 
-    @abstractmethod
-    def ahead(self, *, phase: Phase, minibatch: int, version: int, owner: int, workers: int) -> int:
-        """How many updates past `version` to predict `owner`'s weights for that pass of `minibatch`; ≥ 0."""
+    sc: bool = False
+
+    def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
+        """How many updates behind its minibatch a pass on `reader` reads `owner`'s weights: the fewest possible.
+
+        A policy may say more than `newest.lag`, never less.
+        """
+        return newest.lag(phase, reader, owner, microbatch)
+
+    def ahead(self, action: Action, version: int, owner: int, schedule: Schedule) -> int:
+        """How many updates past `version` to predict `owner`'s weights for `action`; ≥ 0."""
+        return 0
 
     def check(self, schedule: Schedule) -> None:
         """Refuse a schedule with which this policy makes no sense.
@@ -40,7 +58,29 @@ class Policy(ABC):
         """
         if schedule.synchronous:
             raise PolicyError(
-                f"policy '{self.name}' makes no sense with schedule '{schedule.name}': "
+                f"policy '{self}' makes no sense with schedule '{schedule.name}': "
                 "it updates after a flush, so no pass ever sees stale weights",
                 hint="policy latest, or schedule async",
             )
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The switches of this policy, by name."""
+        return tuple(field.name for field in fields(cls))
+
+    def __str__(self) -> str:
+        """The policy as the command line writes it: `pipeoptim+keep`; `policy.make` reads it."""
+        return "+".join([self.name, *(option for option in self.options() if getattr(self, option))])
+
+
+@dataclass(frozen=True)
+class PredictingPolicy(Policy):
+    """A policy whose passes see weights predicted by the optimizer's own rule.
+
+    Attributes:
+        decay: predict only what momentum will still carry if all gradients to come are zero (FTPipe).
+    """
+
+    predicts: ClassVar[bool] = True
+
+    decay: bool = False

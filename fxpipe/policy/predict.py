@@ -2,53 +2,74 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Rule = Literal["momentum", "adam", "last-update"]
+from fxpipe.errors import PolicyError
+from fxpipe.policy.learning_rates import LearningRates
+from fxpipe.policy.rules import LAST_UPDATE, Look, Rule, add, rule_of
 
 
 class Predictor:
-    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − steps·lr·(the direction of the last update).
+    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − (the rates to come, summed)·(the direction).
 
-    | rule        | for                           | direction                                |
-    |-------------|-------------------------------|------------------------------------------|
-    | momentum    | SGD, momentum in every group  | the momentum buffer                      |
-    | adam        | Adam, AdamW (real parameters) | m̂/(√v̂+ε), with AdamW's decay: + decay·W  |
-    | last-update | all others, subclasses too    | none needed: Ŵ = W + steps·(W_t − W_t−1) |
-
-    Each parameter group has its own `lr`, read when predicting. With nesterov, the direction that was
-    applied needs the gradient, which is gone: the buffer stands for it, as in SpecTrain and PipeOptim.
-    `maximize` needs nothing: torch negates the gradient before it enters the state.
+    What the direction is depends on the optimizer (`fxpipe.policy.rules` has the table): momentum, Adam's quotient,
+    the last gradient, or, for an optimizer that is not known here, the last update itself. Each parameter group has
+    a rule of its own, chosen once; the options it needs, `lr` first, are read when predicting, so that a scheduler
+    may change any of them.
 
     Nothing is changed in place: neither a live parameter nor the optimizer's state. A prediction lies in memory of
     its own, taken from what `give_back` has returned: new memory for it in every step would cost more (page faults)
     than the prediction itself.
 
+    Memory, besides the predictions: none where the optimizer holds momentum or moments; the last gradient, where
+    `keeps_gradients`; one copy of the weights for the last-update rule.
+
     Args:
         optimizer: holds the state that is read; it may load another one at any time.
         parameters: what can be predicted, in the caller's order. One that is in no group is frozen.
+        weight_form: for every optimizer Ŵ = W + steps·(W_t − W_{t−1}), whatever the learning rate does.
+        decay: predict only what momentum still carries when all gradients to come are zero.
+        rates: the learning rates to come, where they are known. Otherwise the present one stands for all of them.
 
     Attributes:
-        rule: chosen once, by the optimizer's exact type.
+        rules: the name of each parameter group's rule.
+        keeps_gradients: some rule needs `parameter.grad` after the step, unchanged until the next one.
+
+    Raises:
+        PolicyError: `decay` where there is no momentum that could decay.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        *,
+        weight_form: bool = False,
+        decay: bool = False,
+        rates: LearningRates | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
-        self.rule: Rule = _rule(optimizer)
+        self.weight_form = weight_form
+        self.decay = decay
+        self.rates = rates
+        groups = optimizer.param_groups
+        self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
+        self.rules = tuple(rule.name for rule in self._rules)
+        self.keeps_gradients = any(rule.gradient for rule in self._rules)
+        if decay:
+            self._refuse_decay()
         # By number, since loading a state replaces the groups themselves.
-        self._group = {
-            id(parameter): number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._trained = [p for p in self.parameters if id(p) in self._group]
-        self._update: dict[int, Tensor] = {}  # last-update: W_t − W_t−1 by parameter's id
+        self._group = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+        self._observed = [p for p in self.parameters if id(p) in self._group and self._rule(p) is LAST_UPDATE]
+        self._update: dict[int, Tensor] = {}  # last-update: W_t − W_{t−1} by parameter's id
+        self._used: list[float | None] = [None] * len(groups)  # last-update: the rate that made it, by group
         self._spare: dict[int, list[Tensor]] = defaultdict(list)  # memory for predictions, by parameter's id
 
     @torch.no_grad()
@@ -66,7 +87,7 @@ class Predictor:
             if id(parameter) in self._group and self._has_direction(parameter):
                 by_group[self._group[id(parameter)]].append(place)
         for number, places in by_group.items():
-            ahead = self._ahead(steps, self.optimizer.param_groups[number], [wanted[p] for p in places])
+            ahead = self._ahead(steps, number, [wanted[p] for p in places])
             for place, predicted in zip(places, ahead, strict=True):
                 wanted[place] = predicted
         return wanted
@@ -78,89 +99,81 @@ class Predictor:
             if tensor is not parameter:
                 self._spare[id(parameter)].append(tensor)
 
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Call right before every `optimizer.step()`: the last-update rule keeps a copy of the weights."""
+        if self._observed:
+            if not self._update:
+                self._update = {id(p): torch.empty_like(p, requires_grad=False) for p in self._observed}
+            torch._foreach_copy_(self._last_updates(self._observed), self._observed)
+            self._used = [_rate(group) for group in self.optimizer.param_groups]
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Call once the weights have changed, before the rates do: the last-update rule turns its copy into the update.
+
+        That is right after every `optimizer.step()` and whatever else belongs to the update.
+        """
+        if self._observed:
+            updates = self._last_updates(self._observed)
+            torch._foreach_neg_(updates)
+            torch._foreach_add_(updates, self._observed)
+
     def _memory(self, parameter: Tensor) -> Tensor:
         spare = self._spare[id(parameter)]
         return spare.pop() if spare else torch.empty_like(parameter, requires_grad=False)
 
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """Call right before every `optimizer.step()`: the last-update rule keeps a copy of the weights."""
-        if self.rule == "last-update" and self._trained:
-            if not self._update:
-                self._update = {id(p): torch.empty_like(p) for p in self._trained}
-            torch._foreach_copy_(self._last_updates(self._trained), self._trained)
-
-    @torch.no_grad()
-    def observe(self) -> None:
-        """Call right after every `optimizer.step()`: the last-update rule turns its copy into the update."""
-        if self.rule == "last-update" and self._trained:
-            updates = self._last_updates(self._trained)
-            torch._foreach_neg_(updates)
-            torch._foreach_add_(updates, self._trained)
-
     def _last_updates(self, weights: Sequence[Tensor]) -> list[Tensor]:
         return [self._update[id(weight)] for weight in weights]
 
-    def _has_direction(self, parameter: Tensor) -> bool:
-        if self.rule == "last-update":
-            return id(parameter) in self._update
-        key = "momentum_buffer" if self.rule == "momentum" else "exp_avg"
-        return self.optimizer.state.get(parameter, {}).get(key) is not None
+    def _rule(self, parameter: Tensor) -> Rule:
+        return self._rules[self._group[id(parameter)]]
 
-    def _ahead(self, steps: int, group: dict[str, Any], weights: list[Tensor]) -> Sequence[Tensor]:
+    def _has_direction(self, parameter: Tensor) -> bool:
+        rule = self._rule(parameter)
+        if rule is LAST_UPDATE:
+            return id(parameter) in self._update
+        return rule.has_direction(parameter, self.optimizer.state.get(parameter, {}))
+
+    def _ahead(self, steps: int, number: int, weights: list[Tensor]) -> list[Tensor]:
         out = [self._memory(weight) for weight in weights]
-        if self.rule == "last-update":
-            _add(out, weights, self._last_updates(weights), steps)
-            return out
-        states = [self.optimizer.state[weight] for weight in weights]
-        if self.rule == "momentum":
-            _momentum(out, steps, group, weights, states)
+        group, write = self.optimizer.param_groups[number], self._rules[number].write
+        if write is None:
+            add(out, weights, self._last_updates(weights), self._repeats(steps, number))
         else:
-            _adam(out, steps, group, weights, states)
+            states = [self.optimizer.state.get(weight, {}) for weight in weights]
+            write(Look(out, weights, states, group, self._to_come(steps, number, float(group["lr"])), self.decay))
         return out
 
+    def _to_come(self, steps: int, number: int, present: float) -> Sequence[float]:
+        """The rates of the next updates; the present one for all of them where no more is known."""
+        known = self.rates.reach(number, steps) if self.rates else None
+        return [present] * steps if known is None else known
 
-def _rule(optimizer: torch.optim.Optimizer) -> Rule:
-    groups = optimizer.param_groups
-    if type(optimizer) is torch.optim.SGD and all(group["momentum"] != 0 for group in groups):
-        return "momentum"
-    real = not any(parameter.is_complex() for group in groups for parameter in group["params"])
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and real:
-        return "adam"
-    return "last-update"
+    def _repeats(self, steps: int, number: int) -> float:
+        """How many times the last update fits into the next ones: more than `steps` where the rate grows."""
+        present, used = _rate(self.optimizer.param_groups[number]), self._used[number]
+        if self.weight_form or not present or not used:
+            return steps
+        return math.fsum(rate / used for rate in self._to_come(steps, number, present))
+
+    def _refuse_decay(self) -> None:
+        for number, rule in enumerate(self._rules):
+            if rule.momentum:
+                continue
+            kind, where = type(self.optimizer).__name__, f" in parameter group {number}" if len(self._rules) > 1 else ""
+            if self.weight_form:
+                what, hint = "the weight form of prediction has no momentum to decay", "leave out +decay"
+            elif rule is LAST_UPDATE:
+                what = f"decay needs momentum, and that of {kind}{where} is not known"
+                hint = "take SGD or RMSprop with momentum, Adam or AdamW (no subclass of them), or leave out +decay"
+            else:
+                what = f"decay needs momentum, and {kind}{where} has none"
+                hint = "take SGD or RMSprop with momentum > 0, Adam or AdamW, or leave out +decay"
+            raise PolicyError(what, hint=hint)
 
 
-def _add(out: list[Tensor], weights: list[Tensor], directions: list[Tensor], factor: float) -> None:
-    """out = weights + factor·directions: one pass over CPU memory, two fused kernels on a GPU."""
-    if weights[0].device.type == "cpu":
-        for o, w, d in zip(out, weights, directions, strict=True):
-            torch.add(w, d, alpha=factor, out=o)
-        return
-    torch._foreach_copy_(out, weights)
-    torch._foreach_add_(out, directions, alpha=factor)
-
-
-def _momentum(
-    out: list[Tensor], steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]
-) -> None:
-    """W − steps·lr·buf."""
-    _add(out, weights, [state["momentum_buffer"] for state in states], -steps * float(group["lr"]))
-
-
-def _adam(
-    out: list[Tensor], steps: int, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Any]]
-) -> None:
-    """W·(1 − steps·lr·decay) − steps·lr·m̂/(√v̂+ε), where m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ)."""
-    reach = steps * float(group["lr"])
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    updates = [float(state["step"]) for state in states]  # a parameter without gradients lags behind
-    second = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
-    torch._foreach_copy_(out, [state[second] for state in states])
-    torch._foreach_sqrt_(out)
-    torch._foreach_div_(out, [(1 - beta2**t) ** 0.5 for t in updates])
-    torch._foreach_add_(out, float(group["eps"]))
-    torch._foreach_reciprocal_(out)
-    torch._foreach_mul_(out, [state["exp_avg"] for state in states])
-    torch._foreach_mul_(out, [-reach / (1 - beta1**t) for t in updates])
-    decay = float(group["weight_decay"]) if group["decoupled_weight_decay"] else 0.0
-    torch._foreach_add_(out, weights, alpha=1 - reach * decay)
+def _rate(group: dict[str, Any]) -> float | None:
+    """The learning rate of a group; an optimizer that is not torch's need not have one."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)

@@ -19,11 +19,15 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
     versions = Versions(schedule)
 
     def label(worker: int, action: Action) -> str:
-        phase = "F" if policy.backward_keeps_forward else action.phase
-        version = versions.version(phase, action.minibatch, reader=worker, owner=worker)
-        ahead = policy.ahead(
-            phase=phase, minibatch=action.minibatch, version=version, owner=worker, workers=schedule.workers
-        )
+        version, ahead = sight(policy, versions, action, worker)
         return f"{action}@{version}" + (f"+{ahead}" if ahead else "")
 
     return grid(schedule, minibatches, label)
+
+
+def sight(policy: Policy, versions: Versions, action: Action, worker: int) -> tuple[int, int]:
+    """The version of its own weights that `action` on `worker` reads, and how far ahead of it they are predicted."""
+    read = Action("F", action.minibatch, action.microbatch) if policy.keeps_forward else action
+    lag = policy.lag(versions, read.phase, read.microbatch, worker, worker)
+    version = max(0, action.minibatch - lag)
+    return version, policy.ahead(read, version, worker, versions.schedule)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
-from fxpipe.plan import Phase
 from fxpipe.policy.base import Policy
 
 
+@dataclass(frozen=True)
 class Stash(Policy):
     """A forward sees the newest weights, its backward the same ones: right gradients of stale weights.
+
+    On worker k of N: W(m+1) = W(m) − η·∇f(W(m−(N−1−k))), each worker with a delay of its own.
 
     `B2@1` is the backward of minibatch 2 with the weights after 1 update:
 
@@ -17,12 +20,10 @@ class Stash(Policy):
         worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@0 F3@2 B2@1 ..   B3@2
         worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
 
-    Memory: a copy for every minibatch in flight, N−k on worker k of N, the live weights included.
+    Memory: a copy for every minibatch in flight, N−k on worker k of N, the live weights included; fewer with
+    microbatches, of which ⌈(N−1−k)/M⌉ minibatches are in flight.
     From: weight stashing in Narayanan et al. 2019 (PipeDream), SOSP.
     """
 
     name: ClassVar[str] = "stash"
-    backward_keeps_forward: ClassVar[bool] = True
-
-    def ahead(self, *, phase: Phase, minibatch: int, version: int, owner: int, workers: int) -> int:
-        return 0
+    keeps_forward: ClassVar[bool] = True

@@ -14,13 +14,15 @@ from fxpipe import schedule as schedules
 from fxpipe.errors import BuildError
 from fxpipe.plan import Plan, TensorSpec
 from fxpipe.policy.base import Policy
+from fxpipe.runtime.clip import make_clip
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.final_weights import buffer_worker
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.loaded_stage import load_stage
 from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler, WeightStore
+from fxpipe.runtime.update import MakeOptimizer, MakeScheduler
+from fxpipe.runtime.weights import WeightStore
 from fxpipe.schedule.base import Schedule
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
@@ -35,7 +37,7 @@ class Recipe:
     demand: Demand
 
 
-def choose(plan: Plan, schedule: str | None = None, policy: str | None = None) -> Recipe:
+def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None = None) -> Recipe:
     """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
 
     Raises:
@@ -44,7 +46,7 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | None = None) -
     made = schedules.make(schedule or plan.schedule, plan.workers, plan.microbatches)
     if policy is None:
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
-    chosen = policies.make(policy)
+    chosen = policies.make(policy) if isinstance(policy, str) else policy
     chosen.check(made)
     return Recipe(made, chosen, Demand(plan, made, chosen))
 
@@ -92,8 +94,12 @@ def open_worker(
     seed: int = 0,
     device: torch.device | str = "cpu",
     keep_gradients: bool = False,
+    clip_norm: float | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
+
+    Args:
+        clip_norm: the greatest norm of all workers' gradients together that an update uses.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
@@ -105,7 +111,10 @@ def open_worker(
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
     tensors = read_tensors(folder / plan.weights_file, [*parameters, *((b.name, b.tensor) for b in buffers)], device)
     held = {b.name: tensors.pop(b.name) for b in buffers}
-    store = WeightStore(plan, worker, recipe.demand, transport, tensors, make_optimizer, make_scheduler, keep_gradients)
+    clip = make_clip(clip_norm, plan, worker, recipe.schedule, transport)
+    store = WeightStore(
+        plan, worker, recipe.demand, transport, tensors, make_optimizer, make_scheduler, keep_gradients, clip
+    )
     return Executor(plan, worker, stage, store, held, transport, seed, device)
 
 

@@ -23,10 +23,12 @@ from fxpipe.errors import PeerLost, RunError
 from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.layout import Layout
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.transport import Note, Transport
 
 Work = Any
 Channel = tuple[Any, ...]
+NOTES = ("behind", "total", "before")
+"""Kinds of notes: each has a tag of its own."""
 
 
 @contextmanager
@@ -139,6 +141,7 @@ class DistTransport(Transport):
                 self._order.setdefault(edge_channel(edge), deque()).append(edge.name)
         first = 1 + len(channels_of(plan, demand))
         self._tags = {e.name: first + i for i, e in enumerate(plan.edges)}
+        self._note_tags = {kind: first + len(plan.edges) + i for i, kind in enumerate(NOTES)}
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
         self._sent: deque[tuple[int, tuple[Work, Tensor]]] = deque()
         self._sent_weights: deque[tuple[int, tuple[Work, Tensor]]] = deque()
@@ -180,6 +183,20 @@ class DistTransport(Transport):
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self.wires.wait(self._posted.pop(("weights", owner, version, ahead)))
+
+    def expect_note(self, source: int, what: Note, count: int) -> None:
+        numbers = torch.empty(count, dtype=torch.float64)
+        with peer_errors(self.worker):
+            self._posted["note", source, what] = dist.irecv(numbers, source, tag=self._note_tags[what[0]]), numbers
+
+    def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
+        with peer_errors(self.worker):
+            self._keep((dist.isend(numbers, to, tag=self._note_tags[what[0]]), numbers))
+
+    def recv_note(self, source: int, what: Note) -> Tensor:
+        pending = self._posted.pop(("note", source, what))
+        self.wires.finished(pending)
+        return pending[1]
 
     def expect_loss(self, minibatch: int) -> None:
         """Worker 0, which is not the loss worker: the loss of `minibatch` will be received soon."""

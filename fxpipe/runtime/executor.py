@@ -81,14 +81,14 @@ class Executor:
         """Announce what an action will receive, some actions before it."""
         for edge in self._incoming[action.phase]:
             self.transport.expect(edge, action.minibatch, action.microbatch)
-        self.store.expect(action.phase, action.minibatch)
+        self.store.expect(action)
 
     def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
         """The edges an action receives from, and the replicas (owner, version, ahead) it has yet to receive."""
-        return self._incoming[action.phase], self.store.waits_for(action.phase, action.minibatch)
+        return self._incoming[action.phase], self.store.waits_for(action)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
-        """Run one action; a minibatch's last B makes the update.
+        """Run one action; a minibatch's last B makes the update, or leaves it to `settle`.
 
         Args:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
@@ -121,6 +121,26 @@ class Executor:
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         return result
 
+    @property
+    def unsettled(self) -> int | None:
+        """The minibatch whose update waits for other workers; `settle` must come before the next action."""
+        return self.store.unsettled
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
+        clip = self.store.updater.clip
+        return self.unsettled is not None and (clip is None or clip.ready(self.unsettled))
+
+    def settle(self) -> None:
+        """Make the update that waits for other workers, if there is one."""
+        if self.unsettled is None:
+            return
+        begin = perf_counter()
+        with torch.no_grad():
+            self.store.settle()
+        self.times.waited += perf_counter() - begin
+
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
         self._saved.clear()
@@ -128,6 +148,8 @@ class Executor:
 
     def _run_forward(self, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = self._forward
+        if action.microbatch == 0 and self.store.updater.clip is not None:
+            self.store.updater.clip.forward(action.minibatch)
         weights = self._weights(action)
         buffers = tuple([self.buffers[name] for name in self._forward_buffers])
         batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
@@ -140,8 +162,7 @@ class Executor:
         for name, value in zip(self._updates, new, strict=True):
             self.buffers[name] = value
         self._saved[action.minibatch, action.microbatch] = saved
-        if action.microbatch == self._last:
-            self.store.release("F", action.minibatch)
+        self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
     def _run_backward(self, action: Action) -> None:
@@ -155,16 +176,16 @@ class Executor:
             gradients = self.stage.backward(weights, buffers, saved, self._comm)
             self._check(len(gradients), len(part.gradients), "gradients")
         del weights
-        self.store.sum.add(gradients, self._comm.sent)
+        self.store.updater.sum.add(gradients, self._comm.sent)
         del gradients
+        self.store.release(action)
         if action.microbatch == self._last:
-            self.store.release("B", action.minibatch)
             self.store.update(action.minibatch)
 
     def _weights(self, action: Action) -> tuple[Any, ...]:
         begin = perf_counter()
-        missing = self.store.waits_for(action.phase, action.minibatch)
-        weights = self.store.read(action.phase, action.minibatch)
+        missing = self.store.waits_for(action)
+        weights = self.store.read(action)
         if missing:
             self._comm.waited += perf_counter() - begin
         return weights

@@ -16,7 +16,7 @@ from fxpipe.plan import Plan
 from fxpipe.runtime.feed import TrainingTask
 from fxpipe.runtime.loaded_stage import LoadedStage
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
+from fxpipe.runtime.update import MakeOptimizer, MakeScheduler
 
 
 @dataclass(frozen=True)

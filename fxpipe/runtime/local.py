@@ -16,12 +16,14 @@ from torch import Tensor
 from fxpipe.batch import Splitter
 from fxpipe.errors import RunError
 from fxpipe.folder import read_plan
+from fxpipe.policy.base import Policy
 from fxpipe.runtime.assembly import Recipe, choose, open_worker
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.final_weights import buffer_worker
 from fxpipe.runtime.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.record import OnStep
-from fxpipe.runtime.weights import MakeOptimizer, MakeScheduler
+from fxpipe.runtime.staleness import watch_staleness
+from fxpipe.runtime.update import MakeOptimizer, MakeScheduler
 from fxpipe.schedule.action import Action
 from fxpipe.task import default_optimizer
 
@@ -45,7 +47,9 @@ class LocalPipeline:
         schedule, policy: names; by default the plan's.
         seed: of the random numbers in the stages. The process's own random state is left alone.
         keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
-        report: called with (minibatch, loss, worker 0's learning rate or None) when worker 0 ends a minibatch.
+        report: called when worker 0 ends a minibatch (see `fxpipe.runtime.record.OnStep`).
+        clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
+        log_staleness: compare the weights that forwards use with those that their updates meet; see `staleness()`.
 
     Raises:
         BuildError, ScheduleError, PolicyError: as `open_worker` and `choose`.
@@ -57,10 +61,12 @@ class LocalPipeline:
         optimizer: MakeOptimizer,
         lr_scheduler: MakeScheduler | None = None,
         schedule: str | None = None,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         seed: int = 0,
         report: OnStep | None = None,
         keep_gradients: bool = True,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
@@ -83,9 +89,13 @@ class LocalPipeline:
                 seed,
                 self.device,
                 keep_gradients=keep_gradients and self._synchronous,
+                clip_norm=clip_norm,
             )
             for w, transport in enumerate(self.transports)
         ]
+        if log_staleness:
+            for executor in self.executors:
+                watch_staleness(executor.store, None)
         self.fed = 0
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -100,8 +110,10 @@ class LocalPipeline:
         optimizer: MakeOptimizer | None = None,
         lr_scheduler: MakeScheduler | None = None,
         schedule: str | None = None,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         seed: int = 0,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
     ) -> LocalPipeline:
         """A pipeline of a build in memory or on disk; `optimizer` defaults to SGD(lr=0.01, momentum=0.9).
 
@@ -114,7 +126,10 @@ class LocalPipeline:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             build.save(folder)
-        pipeline = LocalPipeline(folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed)
+        pipeline = LocalPipeline(
+            folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed,
+            clip_norm=clip_norm, log_staleness=log_staleness,
+        )  # fmt: skip
         pipeline._temporary = temporary
         return pipeline
 
@@ -152,6 +167,8 @@ class LocalPipeline:
         if not self._in_flight:
             return
         self._ending = True
+        for executor in self.executors:
+            executor.store.end(self.fed)
         self._pump()
         if self._in_flight:
             raise self._stuck()
@@ -195,6 +212,11 @@ class LocalPipeline:
             )
         return {name: g for e in self.executors for name, g in e.store.gradients().items()}
 
+    def staleness(self) -> list[dict[str, Any]]:
+        """The means over the run by worker and parameter group (needs `log_staleness`; see `StalenessLog`)."""
+        logs = [executor.store.staleness for executor in self.executors]
+        return [{"worker": log.worker, **row} for log in logs if log is not None for row in log.summary()]
+
     def _begin(self) -> None:
         self._ending = False
         schedule = self.recipe.schedule
@@ -222,6 +244,8 @@ class LocalPipeline:
         self._broken = False
 
     def _act(self, worker: int) -> bool:
+        if self.executors[worker].unsettled is not None:
+            return self._settle(worker)
         while self._ending and self._next[worker].minibatch >= self.fed:
             if self.executors[worker].store.version == self.fed:
                 return False
@@ -232,7 +256,7 @@ class LocalPipeline:
         key = (action.minibatch, action.microbatch)
         leaves = self._leaves.pop(key) if worker == 0 and action.phase == "F" else None
         executor = self.executors[worker]
-        lr = executor.store.lr if worker == 0 else None
+        lr = executor.store.updater.lr
         loss = executor.execute(action, leaves)
         if loss is not None:
             self._losses[action.minibatch] = loss
@@ -241,7 +265,15 @@ class LocalPipeline:
         if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
             reported = self._losses.pop(action.minibatch)
             if self.report:
-                self.report(action.minibatch, float(reported), lr)
+                self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
+        return True
+
+    def _settle(self, worker: int) -> bool:
+        """Make the update that waits for other workers, if they have said what it waits for."""
+        executor = self.executors[worker]
+        if not executor.can_settle:
+            return False
+        executor.settle()
         return True
 
     def _ready(self, worker: int, action: Action) -> bool:

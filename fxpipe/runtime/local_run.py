@@ -18,6 +18,7 @@ from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
 from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of, worker_row
+from fxpipe.runtime.staleness import watch_staleness
 
 
 def run_local(
@@ -43,10 +44,12 @@ def run_local(
         try:
             pipeline = LocalPipeline(
                 options.build, task.optimizer, task.lr_scheduler, options.schedule, options.policy,
-                options.seed, record.step, keep_gradients=False,
+                options.seed, record.step, keep_gradients=False, clip_norm=options.clip_norm,
             )  # fmt: skip
             for executor in pipeline.executors:
                 warn_if_edited(executor.stage)
+                if options.log_staleness:
+                    watch_staleness(executor.store, options.out)
             record.begin()
             for _ in range(total):
                 pipeline.step(feed.next_batch())
@@ -56,7 +59,7 @@ def run_local(
         if record.out is not None:
             executors = pipeline.executors
             write_final_weights(Path(record.out) / FINAL_WEIGHTS, plan, lambda t: held(executors[t.worker], t))
-        rows = [worker_row(e.worker, e.times, record.seconds) for e in pipeline.executors]
+        rows = [worker_row(e, record.seconds) for e in pipeline.executors]
     return record.summary(rows)
 
 

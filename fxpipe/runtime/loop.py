@@ -30,7 +30,7 @@ def train(
 
     Args:
         feed: on worker 0, the microbatches of a minibatch.
-        report: on worker 0, called with (minibatch, loss, learning rate) when it ends a minibatch.
+        report: on worker 0, called when it ends a minibatch (see `OnStep`).
     """
     last = plan.microbatches - 1
     window: deque[Action] = deque()
@@ -43,6 +43,7 @@ def train(
             if first and remote_loss and action.phase == "B" and action.microbatch == last:
                 transport.expect_loss(action.minibatch)
             window.append(action)
+        executor.settle()
         if not window:
             return
         action = window.popleft()
@@ -51,7 +52,8 @@ def train(
             if action.microbatch == 0:
                 leaves = feed(action.minibatch)[::-1]
             mine = leaves.pop()
-        lr = executor.store.lr
+        updater = executor.store.updater
+        lr = updater.lr
         loss = executor.execute(action, mine)
         if loss is not None and not first:
             transport.send_loss(loss)
@@ -60,4 +62,4 @@ def train(
         if first and action.phase == "B" and action.microbatch == last:
             found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
             if report is not None:
-                report(action.minibatch, float(found), lr)
+                report(action.minibatch, float(found), lr, updater.norm)

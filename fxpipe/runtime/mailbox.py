@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.layout import Layout
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.transport import Note, Transport
 
 
 class Mailbox:
@@ -46,3 +46,12 @@ class LocalTransport(Transport):
     def arrived_weights(self, owner: int, version: int, ahead: int) -> bool:
         """Whether `recv_weights` would find its block."""
         return ("weights", owner, self.worker, version, ahead) in self.box
+
+    def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
+        self.box["note", self.worker, to, what] = numbers
+
+    def recv_note(self, source: int, what: Note) -> Tensor:
+        return self.box.pop(("note", source, self.worker, what))
+
+    def arrived_note(self, source: int, what: Note) -> bool:
+        return ("note", source, self.worker, what) in self.box

@@ -15,7 +15,9 @@ class RunOptions:
         build: the build directory.
         model_file: the user's file; None means the one the plan names.
         steps, epochs: how long; one epoch if neither is given.
-        schedule, policy: names; None means the plan's.
+        schedule, policy: names; None means the plan's. A policy's options stand behind its name: `pipeoptim+keep`.
+        clip_norm: the greatest norm of all workers' gradients together that an update uses; None does not clip.
+        log_staleness: compare the weights that forwards use with those that their updates meet.
         seed: of the data, `random`, numpy and the random numbers in the stages.
         out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
         threads: CPU threads a worker; None shares the cores among the local workers.
@@ -29,6 +31,8 @@ class RunOptions:
     epochs: int | None = None
     schedule: str | None = None
     policy: str | None = None
+    clip_norm: float | None = None
+    log_staleness: bool = False
     seed: int = 0
     out: str | None = None
     threads: int | None = None

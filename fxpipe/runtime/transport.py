@@ -9,6 +9,8 @@ import torch
 
 from fxpipe.plan import EdgeSpec
 
+Note = tuple[str, int]
+
 
 class Transport(ABC):
     """Carries one worker's messages. Every message is known beforehand: by its edge, minibatch and microbatch.
@@ -42,6 +44,21 @@ class Transport(ABC):
     @abstractmethod
     def recv_weights(self, owner: int, version: int, ahead: int) -> torch.Tensor:
         """Wait for a packed block of weights."""
+
+    def expect_note(self, source: int, what: Note, count: int) -> None:  # noqa: B027
+        """A note of `count` numbers will be received; called in the order in which `source` sends notes of a kind."""
+
+    @abstractmethod
+    def send_note(self, to: int, what: Note, numbers: torch.Tensor) -> None:
+        """Hand some numbers (a float64 vector on the CPU) to a neighbour; `what` is their kind and minibatch."""
+
+    @abstractmethod
+    def recv_note(self, source: int, what: Note) -> torch.Tensor:
+        """Wait for a note."""
+
+    def arrived_note(self, source: int, what: Note) -> bool:
+        """Whether `recv_note` would find its numbers at once; only for drivers that run several workers in turn."""
+        raise NotImplementedError(f"{type(self).__name__} cannot say what has arrived")
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:  # noqa: B027
         """The worker has finished an action: what others must have received by now can be forgotten."""

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError, TaskError
 from fxpipe.plan import ParameterSpec, Phase, Plan
-from fxpipe.policy.predict import Predictor
+from fxpipe.runtime.clip import Clip
 from fxpipe.runtime.demand import PHASES, Demand, Message, Reading
 from fxpipe.runtime.gradients import GradientSum
 from fxpipe.runtime.layout import Pack
+from fxpipe.runtime.staleness import StalenessLog
 from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.update import MakeOptimizer, MakeScheduler, Updater
+from fxpipe.schedule.action import Action
 
-MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 Key = tuple[int, int, int]  # owner, version, ahead
 
 
 @dataclass
-class _Copy:
-    """Weights of one key, and how many more (phase, minibatch) pairs will read them."""
-
-    tensors: dict[str, Tensor]
-    uses: int
-
-
-@dataclass
 class _Part:
-    """The `weights` argument of one function: what never changes stands in `weights` already."""
+    """The `weights` argument of one phase: what never changes stands in `weights` already."""
 
     weights: tuple[Any, ...]
     readings: list[Reading]
-    held: int = -1
+    held: tuple[Key, ...] = ()
     tuple: tuple[Any, ...] = field(default=())
 
 
@@ -48,11 +39,13 @@ class WeightStore:
         make_optimizer: called with the owned trained parameters, if there are any.
         make_scheduler: the learning-rate scheduler of that optimizer, or None; stepped after every update.
         keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
+        clip: scales the gradients before every update; None leaves them as they are.
 
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
-        sum: takes the backward's gradients, for the next `update`.
+        updater: makes them; its `sum` takes the backward's gradients.
+        staleness: compares what forwards used with what their updates met; None unless somebody asks for it.
     """
 
     def __init__(
@@ -65,39 +58,44 @@ class WeightStore:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         keep_gradients: bool = False,
+        clip: Clip | None = None,
     ) -> None:
         self.worker = worker
         self.demand = demand
         self.transport = transport
         self.version = 0
-        self.microbatches = plan.microbatches
-        self.keep_gradients = keep_gradients
+        self.staleness: StalenessLog | None = None
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
         }
-        self.trained = [p.name for p in plan.owned(worker) if p.trained]
+        self.trained = {p.name: self.parameters[p.name] for p in plan.owned(worker) if p.trained}
         self._index = {name: i for i, name in enumerate(self.trained)}
-        self._live = [self.parameters[name] for name in self.trained]
+        live = list(self.trained.values())
         order = [self._index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
         storages = {p.untyped_storage().data_ptr() for p in self.parameters.values()}
-        self.sum = GradientSum(self._live, order, storages)
-        self.optimizer = make_optimizer([(n, self.parameters[n]) for n in self.trained]) if self.trained else None
-        self._refuse_foreign_parameters()
-        self.scheduler = make_scheduler(self.optimizer) if self.optimizer and make_scheduler else None
-        if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
-            raise TaskError(
-                f"lr_scheduler() returned {type(self.scheduler).__name__}, which has no step()",
-                hint="return a torch.optim.lr_scheduler, or None",
-            )
-        predicts = demand.policy.needs_prediction and self.optimizer is not None
-        self.predictor = Predictor(self.optimizer, self._live) if predicts else None  # type: ignore[arg-type]
+        self.updater = Updater(
+            worker,
+            self.trained,
+            GradientSum(live, order, storages),
+            plan.microbatches,
+            demand.policy,
+            {self.trained[name]: delay for name, delay in demand.delays(worker).items()},
+            make_optimizer,
+            make_scheduler,
+            clip,
+            keep_gradients,
+        )
+        self.predictor = self.updater.predictor
         self._readers = demand.readers(worker)
         self._packs: dict[tuple[str, ...], Pack] = {}
-        self._copies: dict[Key, _Copy] = {}
+        self._copies: dict[Key, dict[str, Tensor]] = {}
         self._predicted: dict[int, dict[str, Tensor]] = {}
+        self._left: dict[tuple[int, int], dict[int, Message]] = {}  # by owner and version, then ahead: uses to come
+        own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
+        self._counts_own = self.predictor is not None or any(reading.past for reading in own)
         self._parts = {phase: self._part(plan, phase, initial) for phase in PHASES}
-        self._owner_lags = self._shared_lags()
         self._expected: dict[int, int] = {}
+        self._pending: int | None = None
         self.start = 0
         self.stop: int | None = None
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
@@ -109,131 +107,123 @@ class WeightStore:
         """
         assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
         self.start, self.stop = start, stop
+        self._pending = None
         self._copies.clear()
+        self._left.clear()
         self._forget_all()
-        for part in self._parts.values():
-            part.held, part.tuple = -1, ()
+        self._let_go()
+        self._open(self.worker, start)
         owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
         self._expected = dict.fromkeys(owners, start - 1)
         if start > 0:
             self._send_replicas()
-            return
-        for owner in owners:
-            for message in self.demand.messages(owner, self.worker, 0, 0, stop):
-                tensors = {name: self._initial[name] for name in message.names}
-                self._copies[owner, 0, message.ahead] = _Copy(tensors, message.uses)
-            self._expected[owner] = 0
-        self._initial = {}
+        else:
+            for owner in owners:
+                for ahead, message in self._open(owner, 0).items():
+                    self._copies[owner, 0, ahead] = {name: self._initial[name] for name in message.names}
+                self._expected[owner] = 0
+            self._initial = {}
+        if self.staleness is not None:
+            self.staleness.begin()
+            self.staleness.live(start, start, stop, self._predict)
+            self._forget_all()
 
-    def expect(self, phase: Phase, minibatch: int) -> None:
-        """Tell the transport which replicas an action will wait for."""
-        for reading in self._parts[phase].readings:
-            if reading.owner == self.worker:
+    def end(self, stop: int) -> None:
+        """The segment's end has come in sight: forget what is kept for minibatches from `stop` on."""
+        for (owner, version), messages in list(self._left.items()):
+            endless = self.demand.messages(owner, self.worker, version, self.start, self.stop)
+            ending = self.demand.messages(owner, self.worker, version, self.start, stop)
+            coming = {message.ahead: message.uses for message in ending}
+            for told in endless:
+                if told.ahead not in messages:
+                    continue
+                uses = messages[told.ahead].uses
+                for phase, count in told.uses.items():
+                    uses[phase] -= count - coming.get(told.ahead, {}).get(phase, 0)
+                self._drop_read(owner, version, told.ahead)
+        self.stop = stop
+
+    def expect(self, action: Action) -> None:
+        """Tell the transport which replicas an action could wait for: those of the newest versions it can see."""
+        if self.updater.clip is not None:
+            self.updater.clip.expect(action)
+        for reading in self._parts[action.phase].readings:
+            owner = reading.owner
+            if owner == self.worker:
                 continue
-            version = self.demand.version(reading, minibatch, self.start)
-            while self._expected[reading.owner] < version:
-                self._expected[reading.owner] += 1
-                for message in self._messages(reading.owner, self._expected[reading.owner]):
+            version = self.demand.versions.version(action, self.worker, owner, self.start)
+            while self._expected[owner] < version:
+                self._expected[owner] += 1
+                for ahead, message in self._open(owner, self._expected[owner]).items():
                     size = self._pack(message.names).bytes
-                    self.transport.expect_weights(reading.owner, message.version, message.ahead, size)
+                    self.transport.expect_weights(owner, message.version, ahead, size)
 
-    def waits_for(self, phase: Phase, minibatch: int) -> list[Key]:
+    def waits_for(self, action: Action) -> list[Key]:
         """The replicas that an action reads and that have not been received yet."""
-        keys = [self._key(r, minibatch) for r in self._parts[phase].readings if r.owner != self.worker]
+        keys = [self._key(r, action) for r in self._parts[action.phase].readings if r.owner != self.worker]
         return [key for key in keys if key not in self._copies]
 
-    def read(self, phase: Phase, minibatch: int) -> tuple[Any, ...]:
-        """The `weights` argument for an action; waits for replicas. Microbatches read the same tensors."""
-        part = self._parts[phase]
+    def read(self, action: Action) -> tuple[Any, ...]:
+        """The `weights` argument for an action; waits for replicas. Actions of the same versions read the same."""
+        part = self._parts[action.phase]
         if not part.readings:
             return part.weights
-        if part.held != minibatch:
+        keys = tuple([self._key(reading, action) for reading in part.readings])
+        if part.held != keys:
             weights = list(part.weights)
-            for reading in part.readings:
-                tensors = self._take(reading, minibatch)
+            for reading, key in zip(part.readings, keys, strict=True):
+                tensors = self._take(key, reading.names)
                 for name, position in zip(reading.names, reading.positions, strict=True):
                     weights[position] = tensors[name]
-            part.held, part.tuple = minibatch, tuple(weights)
+            part.held, part.tuple = keys, tuple(weights)
         return part.tuple
 
-    def release(self, phase: Phase, minibatch: int) -> None:
-        """The last microbatch's `phase` is over: forget what no later action reads."""
-        part = self._parts[phase]
-        part.held, part.tuple = -1, ()
-        for reading in part.readings:
-            key = self._key(reading, minibatch)
-            if self._lives(reading, key[1]):
-                if (phase, reading.lag) not in self._owner_lags:
-                    self._forget(key[2])
-                continue
-            copy = self._copies[key]
-            copy.uses -= 1
-            if not copy.uses:
-                del self._copies[key]
+    def release(self, action: Action) -> None:
+        """An action is over, or left out: forget what no later action reads."""
+        for reading in self._parts[action.phase].readings:
+            owner, version, ahead = self._key(reading, action)
+            self._open(owner, version)[ahead].uses[action.phase] -= 1
+            self._drop_read(owner, version, ahead)
 
     def update(self, minibatch: int) -> None:
-        """One optimizer step with the microbatches' mean gradient; then replicas of the new version go out.
+        """The minibatch's last backward is over: make the update, or begin it where others have a say in it.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.
         """
         assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
-        self._keep_past()
-        if self.optimizer is not None:
-            for parameter, gradient in zip(self._live, self.sum.take_mean(self.microbatches), strict=True):
-                parameter.grad = gradient
-            self._step(minibatch)
-            if not self.keep_gradients:
-                for parameter in self._live:
-                    parameter.grad = None
-        self._forget_all()
-        self.version += 1
-        self._send_replicas()
+        self._keep_past()  # first: some predictions are made from the last update's gradient, which now goes
+        self.updater.gather(minibatch)
+        self._pending = minibatch
+        clip = self.updater.clip
+        if clip is None or not clip.waits:
+            self.settle()
 
     @property
-    def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group; None on a worker that trains nothing."""
-        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+    def unsettled(self) -> int | None:
+        """The minibatch whose update waits for other workers; `settle` must come before the next action."""
+        return self._pending
+
+    def settle(self) -> None:
+        """Make the update that was begun; then replicas of the new version go out."""
+        if self._pending is None:
+            return
+        minibatch, self._pending = self._pending, None
+        if self.staleness is not None and self.updater.optimizer is not None:
+            self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
+        self.updater.step(minibatch)
+        self._forget_all()
+        self.version += 1
+        self._open(self.worker, self.version)
+        self._send_replicas()
+        if self.staleness is not None:
+            self.staleness.live(self.version, self.start, self.stop, self._predict)
+            self._forget_all()
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
-        found = {name: self.parameters[name].grad for name in self.trained}
-        return {name: gradient.detach().clone() for name, gradient in found.items() if gradient is not None}
-
-    def _step(self, minibatch: int) -> None:
-        assert self.optimizer is not None
-        try:
-            if self.predictor:
-                self.predictor.before_step()
-            self.optimizer.step()
-            if self.predictor:
-                self.predictor.observe()
-        except Exception as error:
-            raise self._update_failed(error, minibatch, self.optimizer) from error
-        try:
-            if self.scheduler is not None:
-                self.scheduler.step()
-        except Exception as error:
-            raise self._update_failed(error, minibatch, self.scheduler) from error
-
-    def _update_failed(self, error: Exception, minibatch: int, what: object) -> RunError:
-        return RunError(
-            f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
-            where=f"{type(what).__name__}.step()",
-            hint="it is called once after every update, without arguments",
-        )
-
-    def _refuse_foreign_parameters(self) -> None:
-        """An optimizer over other tensors would train nothing here, and nobody would notice."""
-        if self.optimizer is None:
-            return
-        own = {id(parameter) for parameter in self._live}
-        foreign = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in own]
-        if foreign:
-            raise TaskError(
-                f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
-                hint="build it from named_parameters: [p for _, p in named_parameters]",
-            )
+        found = zip(self.trained, self.updater.gradients(), strict=True)
+        return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
 
     def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
         stage = plan.stages[self.worker]
@@ -245,40 +235,51 @@ class WeightStore:
         readings = [
             reading
             for reading in self.demand.readings(self.worker, phase)
-            if reading.owner != self.worker or reading.past or self.predictor
+            if reading.owner != self.worker or self._counts_own
         ]
         return _Part(weights, readings)
 
-    def _shared_lags(self) -> set[tuple[str, int]]:
-        """Forward readings whose prediction the backward of the same minibatch reads again."""
-        backward = {r.lag for r in self._parts["B"].readings if r.owner == self.worker and not r.past}
-        return {("F", lag) for lag in backward}
+    def _key(self, reading: Reading, action: Action) -> Key:
+        version = self.demand.version(reading, action, self.start)
+        return (reading.owner, version, self.demand.ahead(reading, action, version))
 
-    def _key(self, reading: Reading, minibatch: int) -> Key:
-        version = self.demand.version(reading, minibatch, self.start)
-        return (reading.owner, version, self.demand.ahead(reading, minibatch, version))
+    def _open(self, owner: int, version: int) -> dict[int, Message]:
+        """What own actions have yet to read of a version, by prediction distance; all of it when first asked.
 
-    def _lives(self, reading: Reading, version: int) -> bool:
-        return reading.owner == self.worker and (version == self.version or not reading.past)
+        For its own versions a worker asks when they become the live one: what is gone later has been read.
+        """
+        if owner == self.worker and not self._counts_own:
+            return {}
+        if (owner, version) not in self._left:
+            found = self.demand.messages(owner, self.worker, version, self.start, self.stop)
+            self._left[owner, version] = {message.ahead: message for message in found}
+        return self._left[owner, version]
 
-    def _take(self, reading: Reading, minibatch: int) -> Mapping[str, Tensor]:
-        key = owner, version, ahead = self._key(reading, minibatch)
-        if self._lives(reading, version):
-            assert version == self.version, f"{reading} of {minibatch} wants {version}, live is {self.version}"
-            return self._predict(reading.names, ahead)
+    def _drop_read(self, owner: int, version: int, ahead: int) -> None:
+        """Forget these weights if no action has yet to read them."""
+        messages = self._left[owner, version]
+        if any(messages[ahead].uses.values()):
+            return
+        del messages[ahead]
+        if not messages:
+            del self._left[owner, version]
+        self._forget((owner, version, ahead))
+
+    def _take(self, key: Key, names: Sequence[str]) -> Mapping[str, Tensor]:
+        owner, version, ahead = key
+        if owner == self.worker and version == self.version:
+            return self._predict(names, ahead)
         if key not in self._copies:
-            assert owner != self.worker, f"{reading} of {minibatch}: version {version} was not kept"
-            for message in self._messages(owner, version):
-                if message.ahead == ahead:
-                    block = self.transport.recv_weights(owner, version, ahead)
-                    tensors = self._pack(message.names).unpack(block)
-                    self._copies[key] = _Copy(dict(zip(message.names, tensors, strict=True)), message.uses)
-        return self._copies[key].tensors
+            assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
+            of_all = self._open(owner, version)[ahead].names
+            block = self.transport.recv_weights(owner, version, ahead)
+            self._copies[key] = dict(zip(of_all, self._pack(of_all).unpack(block), strict=True))
+        return self._copies[key]
 
     def _predict(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
         """The live weights, or their prediction, computed once a version."""
         if ahead == 0 or self.predictor is None:
-            return self.parameters
+            return self.trained
         found = self._predicted.setdefault(ahead, {})
         missing = [name for name in names if name not in found]
         if missing:
@@ -286,18 +287,28 @@ class WeightStore:
             found.update(zip(missing, values, strict=True))
         return found
 
-    def _forget(self, ahead: int) -> None:
-        """Predictions that nobody reads any more; their memory serves the next ones."""
-        found = self._predicted.pop(ahead, {})
-        if found and self.predictor is not None:
-            self.predictor.give_back(list(found.values()), [self._index[name] for name in found])
+    def _forget(self, key: Key) -> None:
+        """Nobody reads these weights any more; a prediction's memory serves the next ones."""
+        owner, version, ahead = key
+        copies = self._copies.pop(key, {})
+        if owner == self.worker:
+            if version == self.version:
+                copies = self._predicted.pop(ahead, {})
+            if ahead:
+                self._give_back(copies)
+        self._let_go()
 
     def _forget_all(self) -> None:
         for ahead in list(self._predicted):
-            self._forget(ahead)
+            self._give_back(self._predicted.pop(ahead))
 
-    def _messages(self, owner: int, version: int) -> list[Message]:
-        return self.demand.messages(owner, self.worker, version, self.start, self.stop)
+    def _give_back(self, predicted: Mapping[str, Tensor]) -> None:
+        if predicted and self.predictor is not None:
+            self.predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])
+
+    def _let_go(self) -> None:
+        for part in self._parts.values():
+            part.held, part.tuple = (), ()
 
     def _send_replicas(self) -> None:
         for reader in self._readers:
@@ -308,11 +319,21 @@ class WeightStore:
         self._forget_all()
 
     def _keep_past(self) -> None:
-        """Before the live version goes: copies for those own actions that will still read it."""
-        for message in self._messages(self.worker, self.version):
-            tensors = self._predict(message.names, message.ahead)
-            copies = {name: tensors[name].detach().clone() for name in message.names}
-            self._copies[self.worker, message.version, message.ahead] = _Copy(copies, message.uses)
+        """Before the live version goes: what own actions have yet to read of it.
+
+        A prediction lies in memory of its own and is kept as it is; of live weights, copies are made.
+        """
+        for ahead, message in self._left.get((self.worker, self.version), {}).items():
+            wanted = (message.by_phase[phase] for phase, uses in message.uses.items() if uses)
+            names = list(dict.fromkeys(name for names in wanted for name in names))
+            tensors = self._predict(names, ahead)
+            found = self._predicted.get(ahead, {})
+            kept: dict[str, Tensor] = {}
+            for name in names:
+                own = tensors[name] is not self.trained[name]
+                kept[name] = found.pop(name) if own else tensors[name].detach().clone()
+            self._copies[self.worker, self.version, ahead] = kept
+        self._let_go()
 
     def _pack(self, names: tuple[str, ...]) -> Pack:
         if names not in self._packs:

@@ -35,6 +35,7 @@ from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
 from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of, worker_row
+from fxpipe.runtime.staleness import watch_staleness
 from fxpipe.schedule import check
 
 TIMEOUT = timedelta(minutes=30)
@@ -109,8 +110,11 @@ class _Worker:
         in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
         self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
         self.executor: Executor = open_worker(
-            plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device
-        )
+            plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device,
+            clip_norm=options.clip_norm,
+        )  # fmt: skip
+        if options.log_staleness:
+            watch_staleness(self.executor.store, options.out)
         self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
 
     def run(self) -> dict[str, Any] | None:
@@ -133,7 +137,7 @@ class _Worker:
             if record is not None:
                 record.close()
         self.transport.finish()
-        row = worker_row(self.rank, self.executor.times, time.perf_counter() - begin)
+        row = worker_row(self.executor, time.perf_counter() - begin)
         rows: list[Any] = [None] * self.plan.workers
         with peer_errors(self.rank):
             dist.all_gather_object(rows, row)

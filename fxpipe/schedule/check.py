@@ -84,10 +84,7 @@ def _weights(
     owners = {reader: [o for o, r in replicas if r == reader] for _, reader in replicas}
 
     def needs(worker: int, action: Action) -> list[Event]:
-        made = [
-            (owner, versions.version(action.phase, action.minibatch, worker, owner, start))
-            for owner in owners.get(worker, ())
-        ]
+        made = [(owner, versions.version(action, worker, owner, start)) for owner in owners.get(worker, ())]
         return [(o, Action("B", v - 1, schedule.microbatches - 1)) for o, v in made if v > start]
 
     return needs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan import Phase
@@ -34,62 +35,52 @@ class Versions:
         owner 1:     2/0       1/0       1/1
         owner 2:     2/0       1/0       0/0
 
+    With several microbatches to a minibatch and no flush, those of one minibatch see different versions: with M of
+    them worker k's F of microbatch j sees version m − ⌈(N−1−k−j)/M⌉ of its own weights, of which PipeDream-2BW's
+    delay of one is the case M ≥ N−1. A lag therefore goes with a microbatch.
+
     Raises:
-        ScheduleError: the schedule is unlawful or deadlocks, its lags are not fixed, or the microbatches of
-            one minibatch see different versions. `async` with several does: F1 runs before the update of
-            minibatch 0 and F1.1 after it; one version for both would keep the older weights (PipeDream-2BW).
+        ScheduleError: the schedule is unlawful or deadlocks, or its lags are not fixed.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        workers = schedule.workers
+        self.schedule = schedule
+        workers, microbatches = schedule.workers, schedule.microbatches
+        filling = ceil(workers / microbatches)  # minibatches that enter the pipeline before the first one leaves it
         # A flush ends all that one minibatch does to the next; without one, what a run begins with takes a while to go.
-        studied = range(3 if schedule.synchronous else 3 * workers + 4)
+        studied = range(3 if schedule.synchronous else 3 * filling + 4)
         # A finite run's last minibatches lack the later forwards that stand between them in an endless one.
-        rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * workers))
+        rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * filling))
         seen = _seen(schedule, play(schedule, rows))
         last = studied[-1]
-        self._lags: dict[tuple[Phase, int], tuple[int, ...]] = {
-            (phase, reader): tuple(last - version for version in seen[reader, Action(phase, last)])
+        self._lags: dict[tuple[Phase, int, int], tuple[int, ...]] = {
+            (phase, microbatch, reader): tuple(
+                last - version for version in seen[reader, Action(phase, last, microbatch)]
+            )
             for phase in _PHASES
+            for microbatch in range(microbatches)
             for reader in range(workers)
         }
         for (reader, action), versions in seen.items():
             if action.minibatch in studied:
-                first = Action(action.phase, action.minibatch)
-                self._same_as_first(schedule, reader, action, versions, seen[reader, first])
                 self._steady(schedule, reader, action, versions)
 
-    def lag(self, phase: Phase, reader: int, owner: int) -> int:
+    def lag(self, phase: Phase, reader: int, owner: int, microbatch: int = 0) -> int:
         """How many updates behind its minibatch a pass on `reader` sees the weights of `owner`."""
-        return self._lags[phase, reader][owner]
+        return self._lags[phase, microbatch, reader][owner]
 
-    def version(self, phase: Phase, minibatch: int, reader: int, owner: int, start: int = 0) -> int:
-        """The version that pass sees, in a run whose pipeline was empty at minibatch `start`."""
-        return max(start, minibatch - self.lag(phase, reader, owner))
-
-    def _same_as_first(
-        self,
-        schedule: Schedule,
-        reader: int,
-        action: Action,
-        versions: tuple[int, ...],
-        first: tuple[int, ...],
-    ) -> None:
-        for owner, (version, other) in enumerate(zip(versions, first, strict=True)):
-            if version != other:
-                raise ScheduleError(
-                    f"schedule '{schedule.name}' takes one microbatch a minibatch for now: with more, {action} on "
-                    f"worker {reader} sees version {version} of worker {owner}'s weights, the first one {other}",
-                    hint="accumulation without a flush is not supported yet: use 1 microbatch, or 1f1b",
-                )
+    def version(self, action: Action, reader: int, owner: int, start: int = 0) -> int:
+        """The version that `action` on `reader` sees, in a run whose pipeline was empty at minibatch `start`."""
+        return max(start, action.minibatch - self.lag(action.phase, reader, owner, action.microbatch))
 
     def _steady(self, schedule: Schedule, reader: int, action: Action, versions: tuple[int, ...]) -> None:
-        for owner, version in enumerate(versions):
-            steady = self.version(action.phase, action.minibatch, reader, owner)
-            if version != steady:
+        lags = self._lags[action.phase, action.microbatch, reader]
+        steady = tuple([max(0, action.minibatch - lag) for lag in lags])
+        for owner, (version, other) in enumerate(zip(versions, steady, strict=True) if versions != steady else ()):
+            if version != other:
                 raise ScheduleError(
                     f"schedule '{schedule.name}' has no fixed lag: {action} on worker {reader} sees version "
-                    f"{version} of worker {owner}'s weights, its lag in steady state says {steady}"
+                    f"{version} of worker {owner}'s weights, its lag in steady state says {other}"
                 )
 
 
@@ -100,8 +91,12 @@ def _seen(schedule: Schedule, steps: Iterable[Step]) -> dict[Event, tuple[int, .
     clocks = [(0,) * schedule.workers] * schedule.workers
     for step in steps:
         worker, action = step.worker, step.action
-        clock = tuple(map(max, zip(clocks[worker], *(done[event] for event in step.after), strict=True)))
-        seen[worker, action] = tuple(min(updates, action.minibatch) for updates in clock)
+        clock = clocks[worker]
+        for other in (done[event] for event in step.after):
+            if other is not clock:  # most are: only an update makes a new one
+                clock = tuple(map(max, clock, other))
+        newest = action.minibatch
+        seen[worker, action] = clock if max(clock) <= newest else tuple([min(v, newest) for v in clock])
         if action.phase == "B" and action.microbatch == schedule.microbatches - 1:
             clock = (*clock[:worker], clock[worker] + 1, *clock[worker + 1 :])
         clocks[worker] = done[worker, action] = clock

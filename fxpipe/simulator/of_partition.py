@@ -150,7 +150,7 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule) -> Ite
 
 def _lags(versions: Versions, owner: int, reader: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
     for phase in phases:
-        yield phase, versions.lag(phase, reader, owner)
+        yield phase, versions.lag(phase, reader, owner)  # of the first microbatch: the greatest
 
 
 def _at(cuts: Sequence[int], unit: int) -> int:

@@ -183,3 +183,48 @@ def test_a_model_file_is_compiled_first(tmp_path: Path) -> None:
     plan = read_plan(tmp_path / "out" / "build")
     assert (plan.workers, plan.schedule, plan.policy, plan.microbatches) == (2, "1f1b", "latest", 2)
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"build", "metrics.jsonl", "model.safetensors"}
+
+
+def test_a_policy_with_options(folder: Path, tmp_path: Path) -> None:
+    def run(policy: str) -> Result:
+        return fxpipe("run", folder / "build", "--local", "--steps", 5, "--policy", policy, "--out", tmp_path, "--json")
+
+    losses = {policy: run(policy).json["losses"] for policy in ("pipeoptim", "pipeoptim+keep", "stash", "stash+sc")}
+    assert len({tuple(found) for found in losses.values()}) == 4
+    refused = run("spectrain+keep")
+    assert refused.code == 1
+    assert "policy 'spectrain' has no option 'keep'" in refused.err
+    assert "keep goes with: pipeoptim" in refused.err
+    unknown = run("spektrain")
+    assert unknown.code == 1
+    assert "did you mean 'spectrain'" in unknown.err
+
+
+def test_a_policy_of_the_model_file(tmp_path: Path) -> None:
+    """Every worker imports the model file, and so knows what it registers."""
+    model = write_model(tmp_path)
+    model.write_text(
+        model.read_text()
+        + """
+
+from dataclasses import dataclass
+from fxpipe.policy import Policy, register
+
+@register
+@dataclass(frozen=True)
+class Older(Policy):
+    name = "older"
+
+    def lag(self, newest, phase, microbatch, reader, owner):
+        return 1 + newest.lag(phase, reader, owner, microbatch)
+"""
+    )
+    build = tmp_path / "build"
+    assert fxpipe("compile", model, "-o", build, "--policy", "older", *QUICK).code == 0
+    assert read_plan(build).policy == "older"
+    arguments = ("--steps", 5, "--threads", 1, "--out", tmp_path / "out", "--json")
+    older = fxpipe_process("run", build, *arguments)
+    latest = fxpipe_process("run", build, *arguments, "--policy", "latest")
+    assert older.code == latest.code == 0, older.err
+    assert older.json["losses"][0] == latest.json["losses"][0]
+    assert older.json["losses"] != latest.json["losses"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
 from textwrap import dedent, indent
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,19 +14,21 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import PolicyError
 from fxpipe.plan import Phase
-from fxpipe.policy import POLICIES, Latest, Policy, SpecTrain, Stash, default_for, make, sees
-from fxpipe.schedule import Async, GPipe, OneFOneB, Schedule, Versions
+from fxpipe.policy import POLICIES, Policy, copies, default_for, make, register, sees
+from fxpipe.policy.spectrain import SpecTrain
+from fxpipe.schedule import Action, Async, GPipe, OneFOneB, Schedule, Versions
 
 
-def is_drawn(policy: Policy, picture: str) -> None:
-    picture = dedent(picture).strip()
-    assert sees(policy, Async(workers=3), 4) == picture
+def is_drawn(text: str, picture: str, workers: int = 3, microbatches: int = 1) -> None:
+    picture, policy = dedent(picture).strip(), make(text)
+    minibatches = 1 + max(int(word[1:].split("@")[0].split(".")[0]) for word in picture.split() if word[0] in "FB")
+    assert sees(policy, Async(workers, microbatches), minibatches) == picture
     assert indent(picture, "    ") in (inspect.getdoc(type(policy)) or "")
 
 
 def test_latest() -> None:
     is_drawn(
-        Latest(),
+        "latest",
         """
         worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@1 ..   B2@2 ..   B3@3
         worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@1 F3@2 B2@2 ..   B3@3
@@ -34,7 +39,7 @@ def test_latest() -> None:
 
 def test_stash() -> None:
     is_drawn(
-        Stash(),
+        "stash",
         """
         worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 ..   B2@0 ..   B3@1
         worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@0 F3@2 B2@1 ..   B3@2
@@ -45,7 +50,7 @@ def test_stash() -> None:
 
 def test_spectrain() -> None:
     is_drawn(
-        SpecTrain(),
+        "spectrain",
         """
         worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
         worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3
@@ -54,9 +59,57 @@ def test_spectrain() -> None:
     )
 
 
+def test_vertical() -> None:
+    is_drawn(
+        "vertical",
+        """
+        worker 0: F0@0 F1@0 F2@0 ..   ..   B0@0 F3@1 B1@0 ..   B2@0 ..   B3@1
+        worker 1: ..   F0@0 F1@0 ..   B0@0 F2@0 B1@0 F3@1 B2@0 ..   B3@1
+        worker 2: ..   ..   F0@0 B0@0 F1@0 B1@0 F2@0 B2@0 F3@1 B3@1
+        """,
+    )
+
+
+def test_2bw() -> None:
+    is_drawn(
+        "2bw",
+        """
+        worker 0: F0@0   F0.1@0 F1@0   ..     ..     B0@0   F1.1@0 B0.1@0 ..     B1@0   ..     B1.1@0
+        worker 1: ..     F0@0   F0.1@0 ..     B0@0   F1@0   B0.1@0 F1.1@0 B1@0   ..     B1.1@0
+        worker 2: ..     ..     F0@0   B0@0   F0.1@0 B0.1@0 F1@0   B1@0   F1.1@0 B1.1@0
+        """,
+        microbatches=2,
+    )
+
+
+@pytest.mark.parametrize("name", ["pipeoptim", "lwp"])
+def test_pipeoptim_and_lwp(name: str) -> None:
+    is_drawn(
+        name,
+        """
+        worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
+        worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3
+        worker 2: ..     ..     F0@0   B0@0   F1@1   B1@1   F2@2   B2@2   F3@3   B3@3
+        """,
+    )
+
+
+def test_xpipe() -> None:
+    is_drawn(
+        "xpipe",
+        """
+        worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
+        worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1
+        """,
+        workers=2,
+        microbatches=2,
+    )
+
+
 def ahead(phase: Phase, minibatch: int, reader: int, owner: int, workers: int) -> int:
-    version = Versions(Async(workers)).version(phase, minibatch, reader, owner)
-    return SpecTrain().ahead(phase=phase, minibatch=minibatch, version=version, owner=owner, workers=workers)
+    action = Action(phase, minibatch)
+    version = Versions(Async(workers)).version(action, reader, owner)
+    return SpecTrain().ahead(action, version, owner, Async(workers))
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -71,38 +124,53 @@ def test_spectrain_has_one_target_for_every_reader(
     data: st.DataObject, workers: int, minibatch: int, phase: Phase
 ) -> None:
     reader, owner = (data.draw(st.integers(0, workers - 1)) for _ in range(2))
-    version = Versions(Async(workers)).version(phase, minibatch, reader, owner)
+    version = Versions(Async(workers)).version(Action(phase, minibatch), reader, owner)
     steps = ahead(phase, minibatch, reader, owner, workers)
     assert steps >= 0
     assert version + steps == minibatch + owner // 2
 
 
+@given(st.integers(1, 8))
+def test_xpipe_with_one_microbatch_is_spectrain(workers: int) -> None:
+    for k in range(workers):
+        for phase, version in (("F", 50 - (workers - 1 - k)), ("B", 50)):
+            action = Action(phase, 50)  # type: ignore[arg-type]
+            wanted = make("spectrain").ahead(action, version, k, Async(workers))
+            assert make("xpipe").ahead(action, version, k, Async(workers)) == wanted
+
+
 @pytest.mark.parametrize("schedule", [GPipe(2, 4), OneFOneB(2, 4)])
-@pytest.mark.parametrize("policy", [Stash(), SpecTrain()])
-def test_only_latest_makes_sense_with_a_flush(policy: Policy, schedule: Schedule) -> None:
-    Latest().check(schedule)
+@pytest.mark.parametrize("text", [*(name for name in POLICIES if name != "latest"), "latest+sc"])
+def test_only_latest_makes_sense_with_a_flush(text: str, schedule: Schedule) -> None:
+    make("latest").check(schedule)
     with pytest.raises(PolicyError, match="no pass ever sees stale weights") as caught:
-        policy.check(schedule)
+        make(text).check(schedule)
     assert caught.value.hint == "policy latest, or schedule async"
 
 
-def test_spectrain_refuses_microbatches_without_a_flush() -> None:
-    SpecTrain().check(Async(2))
-    with pytest.raises(PolicyError, match="'async' has 3 microbatches"):
-        SpecTrain().check(Async(2, 3))
+def test_2bw_needs_as_many_microbatches_as_two_versions_allow() -> None:
+    make("2bw").check(Async(4, 3))
+    make("2bw").check(Async(1))
+    with pytest.raises(PolicyError, match="needs 3 microbatches on 4 workers, there are 2") as caught:
+        make("2bw").check(Async(4, 2))
+    assert "--microbatches 3" in str(caught.value.hint)
 
 
 def test_the_picture_of_what_a_policy_refuses_is_refused() -> None:
     with pytest.raises(PolicyError):
-        sees(Stash(), GPipe(2), 1)
+        sees(make("stash"), GPipe(2), 1)
 
 
-def test_the_names() -> None:
-    assert {name: make(name) for name in POLICIES} == {
-        "latest": Latest(),
-        "stash": Stash(),
-        "spectrain": SpecTrain(),
-    }
+@pytest.mark.parametrize(
+    "text", ["latest", "stash+sc", "pipeoptim+keep", "spectrain+decay", "lwp+sc", "pipeoptim+sc+decay+keep"]
+)
+def test_a_policy_is_its_text(text: str) -> None:
+    assert str(make(text)) == text
+    assert make(text) == make(text)
+
+
+def test_every_name_makes_its_policy() -> None:
+    assert [make(name).name for name in POLICIES] == list(POLICIES)
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
@@ -110,10 +178,54 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         make("spektrain")
 
 
+def test_an_unknown_option_says_whose_it_is() -> None:
+    with pytest.raises(PolicyError, match="policy 'spectrain' has no option 'keep'") as caught:
+        make("spectrain+keep")
+    assert caught.value.hint == "spectrain has: sc, decay; keep goes with: pipeoptim"
+
+
+@pytest.fixture
+def registered() -> Iterator[type[Policy]]:
+    @register
+    @dataclass(frozen=True)
+    class Halfway(Policy):
+        name: ClassVar[str] = "halfway"
+
+        gently: bool = False
+
+    yield Halfway
+    del POLICIES["halfway"]
+
+
+def test_a_policy_of_ones_own_is_known_by_its_name(registered: type[Policy]) -> None:
+    assert make("halfway+gently") == registered(gently=True)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("schedule", "name"),
-    [(Async(4), "spectrain"), (Async(4, 2), "latest"), (GPipe(4, 2), "latest"), (OneFOneB(4), "latest")],
+    [(Async(4), "spectrain"), (Async(4, 2), "spectrain"), (GPipe(4, 2), "latest"), (OneFOneB(4), "latest")],
 )
 def test_the_default(schedule: Schedule, name: str) -> None:
     assert default_for(schedule) == name
     make(name).check(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "microbatches", "wanted"),
+    [
+        ("latest", 1, (0, 0, 0, 0)),
+        ("stash", 1, (3, 2, 1, 0)),
+        ("vertical", 1, (3, 3, 3, 3)),
+        ("2bw", 4, (1, 1, 1, 1)),
+        ("spectrain", 1, (1, 1, 1, 1)),
+        ("pipeoptim", 1, (1, 1, 1, 0)),
+        ("pipeoptim+keep", 1, (4, 3, 2, 0)),
+        ("lwp", 1, (2, 2, 2, 1)),
+    ],
+)
+def test_copies_are_what_the_docstrings_say(text: str, microbatches: int, wanted: tuple[int, ...]) -> None:
+    assert copies(make(text), Async(4, microbatches)) == wanted
+
+
+def test_nothing_is_copied_with_a_flush() -> None:
+    assert copies(make("latest"), GPipe(3, 2)) == (0, 0, 0)

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.testing import assert_close
 
+from fxpipe.errors import PolicyError
+from fxpipe.policy import rules
+from fxpipe.policy.learning_rates import LearningRates
 from fxpipe.policy.predict import Predictor
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -28,6 +32,34 @@ class Sign(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter -= group["lr"] * parameter.grad.sign()
+
+
+class Lion(Optimizer):
+    """As it is found in many repositories (Chen et al. 2023): a state of its own, and a decay of its own."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                direction = state["exp_avg"].lerp(parameter.grad, 1 - first).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                state["exp_avg"].lerp_(parameter.grad, 1 - second)
+
+
+@pytest.fixture(params=["each", "fused"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas as they run on a CPU, and, on the CPU too, as they run on a GPU."""
+    if request.param == "fused":
+        monkeypatch.setattr(rules, "_on_cpu", lambda weights: False)
 
 
 def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -54,26 +86,97 @@ def trained(make: Make, updates: int = 3) -> tuple[Predictor, Optimizer, list[Te
     return predictor, optimizer, [p.detach().clone() for p in parameters]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum(nesterov: bool) -> None:
     predictor, optimizer, now = trained(partial(SGD, lr=0.1, momentum=0.9, nesterov=nesterov))
-    assert predictor.rule == "momentum"
+    assert predictor.rules == ("momentum",)
     for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
         assert_close(ahead, w - 4 * 0.1 * optimizer.state[parameter]["momentum_buffer"])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize(("kind", "decoupled"), [(Adam, 0.0), (AdamW, 0.2)])
 def test_adam(kind: Callable[..., Optimizer], decoupled: float, amsgrad: bool) -> None:
     predictor, optimizer, now = trained(
         partial(kind, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, amsgrad=amsgrad)
     )
-    assert predictor.rule == "adam"
+    assert predictor.rules == ("adam",)
     for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
         state = optimizer.state[parameter]
         m = state["exp_avg"] / (1 - 0.8**3)
         v = state["max_exp_avg_sq" if amsgrad else "exp_avg_sq"] / (1 - 0.9**3)
         assert_close(ahead, w - 4 * 0.1 * (m / (v.sqrt() + 1e-3) + decoupled * w))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_gradient(decay: float, sign: int) -> None:
+    predictor, _, now = trained(partial(SGD, lr=0.1, weight_decay=decay, maximize=sign < 0))
+    assert predictor.rules == ("gradient",)
+    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
+        assert_close(ahead, w - 4 * 0.1 * (sign * gradient(parameter) + decay * w))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_rmsprop(decay: float, sign: int, centered: bool) -> None:
+    predictor, optimizer, now = trained(
+        partial(RMSprop, lr=0.1, alpha=0.8, eps=1e-3, weight_decay=decay, maximize=sign < 0, centered=centered)
+    )
+    assert predictor.rules == ("rmsprop",)
+    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
+        state = optimizer.state[parameter]
+        avg = state["square_avg"] - (state["grad_avg"] ** 2 if centered else 0)
+        assert_close(ahead, w - 4 * 0.1 * (sign * gradient(parameter) + decay * w) / (avg.sqrt() + 1e-3))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adagrad(decay: float, sign: int) -> None:
+    predictor, optimizer, now = trained(
+        partial(Adagrad, lr=0.1, lr_decay=0.5, eps=1e-3, weight_decay=decay, maximize=sign < 0)
+    )
+    assert predictor.rules == ("adagrad",)
+    reach = sum(0.1 / (1 + update * 0.5) for update in (3, 4, 5, 6))
+    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
+        top = sign * gradient(parameter) + decay * w
+        assert_close(ahead, w - reach * top / (optimizer.state[parameter]["sum"].sqrt() + 1e-3))
+
+
+def test_centered_rmsprop_bears_a_variance_of_zero() -> None:
+    """With a gradient that never changes, avg − ḡ² is zero but for rounding, which may be on the wrong side."""
+    [parameter] = parameters = [torch.ones(1000, requires_grad=True)]
+    optimizer = RMSprop(parameters, lr=1e-3, alpha=0.5, centered=True)
+    predictor = Predictor(optimizer, parameters)
+    parameter.grad = torch.linspace(0.1, 3, 1000)
+    optimizer.step()
+    optimizer.state[parameter]["square_avg"].copy_(optimizer.state[parameter]["grad_avg"] ** 2 * (1 - 1e-6))
+    assert predictor.predict(1)[0].isfinite().all()
+
+
+def test_any_other_optimizer_repeats_its_last_update() -> None:
+    for make in (Sign, Lion, NAdam):
+        predictor, optimizer, before = trained(make)
+        train(optimizer, predictor, updates=1)
+        for live, w, ahead in zip(predictor.parameters, before, predictor.predict(4), strict=True):
+            assert_close(ahead, live + 4 * (live - w))
+    [matrix] = parameters = weights((3, 2))
+    optimizer = Muon(parameters, lr=0.1)
+    predictor = Predictor(optimizer, parameters)
+    train(optimizer, predictor, updates=2)
+    assert predictor.rules == ("last-update",)
+    assert_close(predictor.predict(1)[0], matrix + predictor._update[id(matrix)])
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 OPTIMIZERS: dict[str, tuple[Make, str]] = {
@@ -84,9 +187,16 @@ OPTIMIZERS: dict[str, tuple[Make, str]] = {
     "amsgrad": (partial(Adam, lr=0.1, amsgrad=True, betas=(0.5, 0.5)), "adam"),
     "adamw-no-decay": (partial(AdamW, lr=0.1, weight_decay=0.0), "adam"),
     "tensor-lr": (partial(Adam, lr=torch.tensor(0.1, dtype=torch.float64), foreach=False), "adam"),
-    "sgd": (partial(SGD, lr=0.1), "last-update"),
-    "rmsprop": (partial(RMSprop, lr=0.1), "last-update"),
+    "sgd": (partial(SGD, lr=0.1), "gradient"),
+    "sgd-maximize": (partial(SGD, lr=0.1, maximize=True), "gradient"),
+    "rmsprop": (partial(RMSprop, lr=0.1), "rmsprop"),
+    "rmsprop-centered": (partial(RMSprop, lr=0.1, centered=True, maximize=True), "rmsprop"),
+    "rmsprop-momentum": (partial(RMSprop, lr=0.1, momentum=0.8, weight_decay=0.1, centered=True), "momentum"),
+    "adagrad": (partial(Adagrad, lr=0.1), "adagrad"),
+    "adagrad-maximize": (partial(Adagrad, lr=0.1, maximize=True), "adagrad"),
+    "nadam": (partial(NAdam, lr=0.1), "last-update"),
     "own": (Sign, "last-update"),
+    "lion": (Lion, "last-update"),
 }
 
 
@@ -95,7 +205,7 @@ def test_one_step_ahead_repeats_the_last_update(name: str) -> None:
     """True of every rule while lr stands still (nesterov and decoupled decay aside, see the docstring)."""
     make, rule = OPTIMIZERS[name]
     predictor, optimizer, before = trained(make)
-    assert predictor.rule == rule
+    assert predictor.rules == (rule,)
     train(optimizer, predictor, updates=1)
     for live, w, ahead in zip(predictor.parameters, before, predictor.predict(2), strict=True):
         assert_close(ahead, live + 2 * (live - w))
@@ -199,9 +309,280 @@ def test_the_rule_goes_by_the_exact_type() -> None:
     [parameter] = parameters = weights((2,))
     complex_ = [torch.ones(2, dtype=torch.complex64, requires_grad=True)]
     groups: list[dict[str, Any]] = [{"params": [parameter]}, {"params": weights((2,)), "momentum": 0.0}]
-    assert Predictor(Mine(parameters), parameters).rule == "last-update"
-    assert Predictor(Adam(complex_), complex_).rule == "last-update"
-    assert Predictor(SGD(groups, lr=0.1, momentum=0.9), parameters).rule == "last-update"
+    assert Predictor(Mine(parameters), parameters).rules == ("last-update",)
+    assert Predictor(Adam(complex_), complex_).rules == ("last-update",)
+    assert Predictor(RMSprop(complex_), complex_).rules == ("last-update",)
+    assert Predictor(Adagrad(complex_), complex_).rules == ("last-update",)
+    assert Predictor(SGD(groups, lr=0.1, momentum=0.9), parameters).rules == ("momentum", "gradient")
+
+
+def test_groups_of_one_optimizer_have_rules_of_their_own() -> None:
+    first, second = parameters = weights((2,), (2,))
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "momentum": 0.0}]
+    optimizer = SGD(groups, lr=0.1, momentum=0.9)
+    predictor = Predictor(optimizer, parameters)
+    train(optimizer, predictor)
+    assert_close(
+        predictor.predict(2),
+        [first - 0.2 * optimizer.state[first]["momentum_buffer"], second - 0.2 * gradient(second)],
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_needed_by_the_rules_that_read_them(name: str) -> None:
+    make, rule = OPTIMIZERS[name]
+    predictor, _, _ = trained(make)
+    before = predictor.predict(2)
+    assert predictor.keeps_gradients == (rule in ("gradient", "rmsprop", "adagrad"))
+    for parameter in predictor.parameters:
+        parameter.grad = None
+    if predictor.keeps_gradients:
+        assert are_live(predictor.predict(2), predictor)
+    else:
+        assert_close(predictor.predict(2), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_weight_form_repeats_the_last_update_of_every_optimizer(name: str) -> None:
+    parameters = weights((3, 2), (4,))
+    optimizer = OPTIMIZERS[name][0](parameters)
+    predictor = Predictor(optimizer, parameters, weight_form=True)
+    train(optimizer, predictor)
+    before = [p.detach().clone() for p in parameters]
+    train(optimizer, predictor, updates=1)
+    assert not predictor.keeps_gradients
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 7  # says nothing here
+    for live, w, ahead in zip(parameters, before, predictor.predict(3), strict=True):
+        assert_close(ahead, live + 3 * (live - w))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, rule) in OPTIMIZERS.items() if name != "tensor-lr"])
+def test_rates_known_ahead_are_summed(name: str) -> None:
+    """As if the rate stood still at the mean of those to come."""
+    make, rule = OPTIMIZERS[name]
+    parameters = weights((3, 2), (4,))
+    optimizer = make(parameters)
+    base = float(optimizer.param_groups[0]["lr"])
+    rates = LearningRates(optimizer)
+    schedule = [1.0, 0.5, 2.0, 0.2, 0.4, 0.6]
+
+    def falling(o: Optimizer) -> LambdaLR:
+        return LambdaLR(o, lambda update: schedule[update])
+
+    scheduler = falling(optimizer)
+    rates.follow(falling)
+    predictor, blind = Predictor(optimizer, parameters, rates=rates), Predictor(optimizer, parameters)
+    for _ in range(3):
+        train(optimizer, predictor, updates=1)
+        blind._update, blind._used = predictor._update, predictor._used
+        scheduler.step()
+        rates.stepped()
+    ahead = predictor.predict(3)
+    assert_close(blind.predict(3)[0] - parameters[0].detach(), (ahead[0] - parameters[0].detach()) * 0.5)
+    optimizer.param_groups[0]["lr"] = base * 0.4  # the mean of 0.2, 0.4 and 0.6: noticed, and so taken three times
+    assert_close(predictor.predict(3), ahead)
+    if rule == "last-update":
+        update = predictor._update[id(parameters[0])]
+        assert_close(ahead[0], parameters[0].detach() + (0.2 + 0.4 + 0.6) / 2.0 * update)
+
+
+def test_adagrad_slows_each_rate_by_its_own_count() -> None:
+    [parameter] = parameters = weights((3,))
+    optimizer = Adagrad(parameters, lr=0.1, lr_decay=0.5)
+    rates = LearningRates(optimizer)
+
+    def rising(o: Optimizer) -> LambdaLR:
+        return LambdaLR(o, lambda update: 1.0 + update)
+
+    scheduler = rising(optimizer)
+    rates.follow(rising)
+    predictor = Predictor(optimizer, parameters, rates=rates)
+    train(optimizer, predictor, updates=1)
+    scheduler.step()
+    rates.stepped()
+    reach = 0.2 / 1.5 + 0.3 / 2.0
+    top = gradient(parameter) / optimizer.state[parameter]["sum"].sqrt()
+    assert_close(predictor.predict(2)[0], parameter.detach() - reach * top)
+
+
+def test_a_rate_that_was_zero_cannot_be_scaled() -> None:
+    [parameter] = parameters = weights((3,))
+    optimizer = Lion(parameters, lr=0.1)
+    predictor = Predictor(optimizer, parameters)
+    train(optimizer, predictor, updates=1)
+    update = predictor._update[id(parameter)].clone()
+    optimizer.param_groups[0]["lr"] = 0.3
+    assert_close(predictor.predict(2)[0], parameter.detach() + 6 * update)
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert_close(predictor.predict(2)[0], parameter.detach() + 2 * update)
+    train(optimizer, predictor, updates=1)
+    optimizer.param_groups[0]["lr"] = 0.3
+    assert_close(predictor.predict(2)[0], parameter.detach())
+
+
+def test_an_optimizer_without_a_rate() -> None:
+    class Fixed(Sign):
+        def __init__(self, params: list[Tensor]) -> None:
+            super().__init__(params)
+            del self.param_groups[0]["lr"]
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter -= 0.5
+
+    predictor, _, now = trained(Fixed)
+    assert_close(predictor.predict(3), [w - 1.5 for w in now])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_decayed_momentum(nesterov: bool) -> None:
+    """FTPipe: what momentum still carries, lr·(γ − γ^{s+1})/(1−γ), once more by γ with nesterov."""
+    parameters = weights((3, 2), (4,))
+    optimizer = SGD(parameters, lr=0.1, momentum=0.8, nesterov=nesterov)
+    predictor = Predictor(optimizer, parameters, decay=True)
+    train(optimizer, predictor)
+    factor = 0.1 * (0.8 - 0.8**4) / (1 - 0.8) * (0.8 if nesterov else 1)
+    for parameter, ahead in zip(parameters, predictor.predict(3), strict=True):
+        assert_close(ahead, parameter.detach() - factor * optimizer.state[parameter]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SGD, momentum=0.8),
+        partial(SGD, momentum=0.8, nesterov=True),
+        partial(RMSprop, momentum=0.8),
+        partial(Adam, betas=(0.8, 1 - 1e-12), eps=0.0),  # v̂ stands still: torch's decays too
+        partial(AdamW, betas=(0.8, 1 - 1e-12), eps=0.0, weight_decay=0.0),
+    ],
+)
+def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Optimizer]) -> None:
+    parameters = weights((3, 2), (4,))
+    optimizer = make(parameters, lr=0.1)
+    rates = LearningRates(optimizer)
+
+    def falling(o: Optimizer) -> LambdaLR:
+        return LambdaLR(o, lambda update: 1 / (1 + update))
+
+    scheduler = falling(optimizer)
+    rates.follow(falling)
+    predictor = Predictor(optimizer, parameters, decay=True, rates=rates)
+    for update in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.cos(parameter.detach() + update)
+        optimizer.step()
+        scheduler.step()
+        rates.stepped()
+    if isinstance(optimizer, Adam):  # v̂ = v/(1−β₂ᵗ) as it is, for every t
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** 3))
+    ahead = predictor.predict(4)
+    for _ in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        if isinstance(optimizer, Adam):
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].fill_(2.0 * (1 - (1 - 1e-12) ** (float(state["step"]) + 1)))
+        optimizer.step()
+        scheduler.step()
+    assert_close(ahead, [p.detach() for p in parameters])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_decayed_adamw_keeps_its_weight_decay() -> None:
+    parameters = weights((3, 2), (4,))
+    optimizer = AdamW(parameters, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
+    predictor = Predictor(optimizer, parameters, decay=True)
+    train(optimizer, predictor)
+    factor = sum(0.1 * 0.8**i / (1 - 0.8 ** (3 + i)) for i in (1, 2))
+    for parameter, ahead in zip(parameters, predictor.predict(2), strict=True):
+        state = optimizer.state[parameter]
+        moved = factor * state["exp_avg"] / ((state["exp_avg_sq"] / (1 - 0.9**3)).sqrt() + 1e-3)
+        assert_close(ahead, parameter.detach() * (1 - 2 * 0.1 * 0.2) - moved)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(SGD, lr=0.1), "decay needs momentum, and SGD has none"),
+        (RMSprop, "and RMSprop has none"),
+        (Adagrad, "and Adagrad has none"),
+        (Lion, "and that of Lion is not known"),
+    ],
+)
+def test_decay_needs_momentum(make: Make, said: str) -> None:
+    parameters = weights((2,))
+    with pytest.raises(PolicyError, match=said) as caught:
+        Predictor(make(parameters), parameters, decay=True)
+    assert "+decay" in str(caught.value.hint)
+
+
+def test_decay_names_the_group_without_momentum_and_the_weight_form_has_none() -> None:
+    first, second = parameters = weights((2,), (2,))
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "momentum": 0.0}]
+    with pytest.raises(PolicyError, match="SGD in parameter group 1 has none"):
+        Predictor(SGD(groups, lr=0.1, momentum=0.9), parameters, decay=True)
+    with pytest.raises(PolicyError, match="weight form"):
+        Predictor(Adam(parameters), parameters, decay=True, weight_form=True)
+
+
+@pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), Adam])
+@pytest.mark.parametrize("decay", [False, True])
+def test_a_scheduler_may_cycle_momentum(make: Callable[..., Optimizer], decay: bool) -> None:
+    [parameter] = parameters = weights((3,))
+    optimizer = make(parameters, lr=0.1)
+    predictor = Predictor(optimizer, parameters, decay=decay)
+    scheduler = OneCycleLR(optimizer, 0.4, total_steps=6)
+    for _ in range(4):
+        train(optimizer, predictor, updates=1)
+        scheduler.step()
+        assert predictor.predict(2)[0].isfinite().all()
+    if isinstance(optimizer, SGD):
+        lr, gamma = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]
+        factor = lr * (gamma + gamma**2) if decay else 2 * lr
+        expected = parameter.detach() - factor * optimizer.state[parameter]["momentum_buffer"]
+        assert_close(predictor.predict(2)[0], expected)
+
+
+def test_options_that_are_tensors() -> None:
+    kinds = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.8), torch.tensor(0.9))}
+    plain, optimizer, now = trained(partial(AdamW, lr=0.1, betas=(0.8, 0.9), weight_decay=0.1))
+    optimizer.param_groups[0].update(kinds)
+    predictor = Predictor(optimizer, plain.parameters)
+    plain_options = {"lr": 0.1, "betas": (0.8, 0.9)}
+    ahead = predictor.predict(2)
+    optimizer.param_groups[0].update(plain_options)
+    assert_close(ahead, predictor.predict(2), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ahead[0], now[0])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.5), partial(Adam, lr=0.1), RMSprop, Adagrad, Lion])
+def test_rules_keep_each_parameter_s_type(make: Make) -> None:
+    parameters = [torch.ones(3, dtype=dtype, requires_grad=True) for dtype in (torch.float64, torch.bfloat16)]
+    optimizer = make(parameters)
+    predictor = Predictor(optimizer, parameters)
+    train(optimizer, predictor, updates=2)
+    for parameter, ahead in zip(parameters, predictor.predict(2), strict=True):
+        assert ahead.dtype == parameter.dtype
+        assert (ahead != parameter).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_memory_given_back_is_used_again_and_says_nothing_of_its_past(name: str) -> None:
+    predictor, _, _ = trained(OPTIMIZERS[name][0])
+    once = predictor.predict(2)
+    values = [tensor.clone() for tensor in once]
+    addresses = {tensor.data_ptr() for tensor in once}
+    for tensor in once:
+        tensor.fill_(torch.nan)
+    predictor.give_back(once, [0, 1])
+    again = predictor.predict(2)
+    assert {tensor.data_ptr() for tensor in again} == addresses
+    assert_close(again, values, rtol=0, atol=0)
 
 
 def test_only_the_last_update_rule_keeps_a_copy() -> None:

@@ -21,6 +21,7 @@ SHAPES = [
     {"forward": (0, 1, 2), "backward": (0, 1, 2), "tied": True},
     {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True},
 ]
+POLICIES = ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp"]
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -85,13 +86,18 @@ def simulate(toy: Any, batches: Any, policy: str, starts: set[int]) -> tuple[lis
     def read(phase: str, m: int, reader: int, layer: int) -> torch.Tensor:
         name = toy.weight(layer)
         owner = toy.owner(name)
-        if policy == "stash" and phase == "B":
+        if policy in ("stash", "pipeoptim+keep") and phase == "B":
             homes = [toy.forward[k] for k in range(toy.layers) if toy.weight(k) == name]
             phase, reader = "F", min(homes, key=lambda w: (abs(w - reader), w))
         lag = n - 1 - min(reader, owner) if phase == "F" else max(0, reader - owner)
+        if policy == "vertical":
+            lag = n - 1
         version = max(max(s for s in starts if s <= m), m - lag)
         weight, direction = history[version][name]
-        return weight - (m + owner // 2 - version) * LR * direction if policy == "spectrain" else weight
+        target = {"spectrain": m + owner // 2, "pipeoptim": m, "pipeoptim+keep": m, "lwp": m}.get(policy, version)
+        if policy == "lwp" and version:
+            return weight + (target - version) * (weight - history[version - 1][name][0])
+        return weight - (target - version) * LR * direction
 
     losses = []
     for m, (x, y) in enumerate(batches):
@@ -115,7 +121,7 @@ def simulate(toy: Any, batches: Any, policy: str, starts: set[int]) -> tuple[lis
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("flush_at", [None, 3, 4])
 def test_asynchronous_is_its_definition(
     toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], policy: str, flush_at: int | None
@@ -140,7 +146,7 @@ def test_asynchronous_is_its_definition(
         assert not executor.store._predicted
 
 
-@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_copies_do_not_pile_up(toy: Any, batches: Any, tmp_path: Path, policy: str) -> None:
     pipeline = LocalPipeline(toy(**SHAPES[4], policy=policy).save(tmp_path / "build"), sgd)
     most = 0

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_schedule import Written
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Action, Async, Schedule, Versions, check, grid, make, parse_row
-
-
-@dataclass(frozen=True)
-class Written(Schedule):
-    """A schedule written by hand, one row a worker."""
-
-    name = "written"
-    synchronous = False
-    rows: tuple[str, ...] = ()
-
-    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        yield from parse_row(self.rows[worker])
+from fxpipe.schedule import Action, Async, Versions, check, grid, make
 
 
 def refusal(*rows: str, minibatches: int = 2) -> str:

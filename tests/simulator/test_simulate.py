@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from written_schedule import Written
 
 from fxpipe.errors import ScheduleError
 from fxpipe.planner.links import Links
-from fxpipe.schedule import Action, Schedule, make, parse_row
+from fxpipe.schedule import make
 from fxpipe.schedule.order import play, read
 from fxpipe.simulator import Message, Replica, Scenario, Simulation, WorkerCost, simulate
-
-
-@dataclass(frozen=True)
-class Written(Schedule):
-    """A schedule written by hand, one row a worker."""
-
-    name = "written"
-    synchronous = False
-    rows: tuple[str, ...] = ()
-
-    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
-        yield from parse_row(self.rows[worker])
 
 
 def shown(simulation: Simulation) -> list[str]:

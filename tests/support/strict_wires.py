@@ -123,7 +123,7 @@ def run_in_threads(
                 transport,
                 recipe.schedule.until(worker, len(data)),
                 (lambda m: split(data[m], m)) if first else None,
-                (lambda m, loss, lr: run.losses.append(loss)) if first else None,
+                (lambda m, loss, lr, norm: run.losses.append(loss)) if first else None,
             )
             transport.finish()
         except BaseException as error:

@@ -1,0 +1,33 @@
+"""`--policy`, the same for `compile`, `plan` and `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from fxpipe.policy import POLICIES, make
+
+
+class PolicyText(click.ParamType):
+    """A policy's name with its options: `pipeoptim+keep`. A name that only the model file knows is let through."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if text.split("+")[0] in POLICIES:
+            make(text)
+        return text
+
+
+def policy_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option; `default` says what holds without it."""
+    return click.option(
+        "--policy",
+        type=PolicyText(),
+        metavar="NAME[+OPTION]",
+        help=f"Which weights a pass sees: {', '.join(sorted(POLICIES))}, or the model file's own; with switches behind "
+        f"it: pipeoptim+keep, spectrain+decay, stash+sc. [default: {default}]",
+    )

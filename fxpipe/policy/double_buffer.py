@@ -1,0 +1,46 @@
+"""Every pass sees the older of two versions: PipeDream-2BW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxpipe.errors import PolicyError
+from fxpipe.plan import Phase
+from fxpipe.policy.base import Policy
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.versions import Versions
+
+
+@dataclass(frozen=True)
+class DoubleBuffer(Policy):
+    """A delay of one update on every worker, whatever their number: W(m+1) = W(m) − η·∇f(W(m−1)).
+
+    Both passes of all microbatches of minibatch m see version m−1. That version is there in time only if a minibatch
+    has at least N−1 microbatches, which therefore belong to it; here 2 of them, `F1.1` being the second of
+    minibatch 1:
+
+        worker 0: F0@0   F0.1@0 F1@0   ..     ..     B0@0   F1.1@0 B0.1@0 ..     B1@0   ..     B1.1@0
+        worker 1: ..     F0@0   F0.1@0 ..     B0@0   F1@0   B0.1@0 F1.1@0 B1@0   ..     B1.1@0
+        worker 2: ..     ..     F0@0   B0@0   F0.1@0 B0.1@0 F1@0   B1@0   F1.1@0 B1.1@0
+
+    Memory: two copies on every worker, the live weights included.
+    From: Narayanan et al. 2021 (PipeDream-2BW), ICML, arXiv 2006.09503.
+    """
+
+    name: ClassVar[str] = "2bw"
+
+    def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
+        return min(1, newest.lag("F", 0, 0))  # nothing is late on a single worker
+
+    def check(self, schedule: Schedule) -> None:
+        """Refuse schedules with a flush, and too few microbatches for two buffers."""
+        super().check(schedule)
+        if schedule.microbatches < schedule.workers - 1:
+            raise PolicyError(
+                f"policy '{self}' needs {schedule.workers - 1} microbatches on {schedule.workers} workers, there "
+                f"{'is' if schedule.microbatches == 1 else 'are'} {schedule.microbatches}: "
+                "the version before the last would come too late for worker 0",
+                hint=f"compile with --microbatches {schedule.workers - 1} or more; "
+                "or policy vertical, the same with a longer delay",
+            )

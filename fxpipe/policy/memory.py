@@ -1,0 +1,49 @@
+"""How many copies of its weights a policy makes a worker hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+
+from fxpipe.policy.base import Policy
+from fxpipe.policy.sees import sight
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.versions import Versions
+
+
+def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
+    """For each worker the most copies of its own weights that it holds at once beside the live ones.
+
+    Kept versions and predictions count, and what the weight form remembers of the last update; the optimizer's own
+    state does not. Counted from the schedule, action by action.
+    """
+    remembered = 1.0 if policy.weight_form else 0.0
+    if schedule.synchronous:
+        return (0.0,) * schedule.workers
+    versions = Versions(schedule)
+    return tuple(remembered + _held(policy, versions, worker) for worker in range(schedule.workers))
+
+
+def _held(policy: Policy, versions: Versions, worker: int) -> int:
+    schedule = versions.schedule
+    filling = ceil(schedule.workers / schedule.microbatches)
+    row = list(schedule.until(worker, 3 * filling + 4))
+    seen = [sight(policy, versions, action, worker) for action in row]
+    left = Counter(seen)
+    of_version: dict[int, set[tuple[int, int]]] = {}
+    for key in left:
+        of_version.setdefault(key[0], set()).add(key)
+    held: set[tuple[int, int]] = set()
+    most = live = 0
+    for action, key in zip(row, seen, strict=True):
+        held.add(key)
+        if live:  # before the first update there is no direction: all of them are the live weights
+            most = max(most, len(held - {(live, 0)}))
+        left[key] -= 1
+        if not left[key]:
+            held.discard(key)
+        if action.phase == "B" and action.microbatch == schedule.microbatches - 1:
+            held |= {key for key in of_version.get(live, ()) if left[key]}  # whoever reads it later, it goes now
+            live += 1
+            most = max(most, len(held - {(live, 0)}))
+    return most

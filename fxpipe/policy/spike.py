@@ -1,0 +1,88 @@
+"""Spike compensation: what a gradient missed while it was late, made up for in one update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import PolicyError
+
+
+class SpikeCompensation:
+    """Turns SGD's update into the spike-compensated one, for gradients that come D updates late.
+
+    A gradient acts through momentum over many updates: had it come in time, it would by now have moved the weights
+    by the first D of them too. So the update gives it that at once, a spike, and the rest as momentum always does:
+
+        W ← W − lr·(a·buf + b·g),   a = γ^D,   b = 1 + γ + … + γ^{D−1} = (1 − γ^D)/(1 − γ)
+
+    where buf is the momentum buffer with g in it, and g holds the weight decay and the sign of `maximize` as SGD has
+    them. The buffer itself is SGD's own. With D = 0 this is SGD, bit for bit: nothing is computed.
+
+    `optimizer.step()` has made W − lr·buf, so what is left to add is lr·((1−a)·buf − b·g). The weight decay in g
+    wants the weights before the update: they are W_after + lr·buf, and no copy of anything is kept.
+
+    Cost: no memory; two passes over the late parameters, and one more with weight decay.
+
+    From: Kosson et al. 2020 (Pipelined Backpropagation at Scale), arXiv 2003.11666.
+
+    Args:
+        optimizer: torch.optim.SGD itself, with momentum in every group, without nesterov and dampening.
+        delays: D of each parameter, by the parameter; 0 for one that is not there.
+
+    Raises:
+        PolicyError: any other optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, delays: Mapping[Tensor, int]) -> None:
+        _refuse(optimizer)
+        assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
+        self.optimizer = optimizer
+        self._delays = {id(parameter): delay for parameter, delay in delays.items() if delay > 0}
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Call right after every `optimizer.step()`, while the gradients and the rate are still those of the step."""
+        for group in self.optimizer.param_groups:
+            late: dict[int, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                moved = self.optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+                if id(parameter) in self._delays and parameter.grad is not None and moved:
+                    late[self._delays[id(parameter)]].append(parameter)
+            gamma, lr, decay = (float(group[key]) for key in ("momentum", "lr", "weight_decay"))
+            if gamma == 0:  # a scheduler's doing: a = 0, b = 1, which is what SGD without momentum has done
+                continue
+            for delay, weights in late.items():
+                a, b = gamma**delay, sum(gamma**i for i in range(delay))
+                buffers = [self.optimizer.state[weight]["momentum_buffer"] for weight in weights]
+                if decay:
+                    torch._foreach_mul_(weights, 1 - lr * b * decay)
+                torch._foreach_add_(weights, buffers, alpha=lr * (1 - a - b * lr * decay))
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
+                torch._foreach_add_(weights, gradients, alpha=lr * b if group["maximize"] else -lr * b)
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if type(optimizer) is not torch.optim.SGD:
+        raise PolicyError(
+            f"spike compensation is defined for torch.optim.SGD with momentum, not for {kind}: "
+            "it splits a gradient by how momentum would have spread it",
+            hint="optimizer = torch.optim.SGD(…, momentum=0.9), or leave out +sc",
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        where = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
+        if not group["momentum"] > 0:
+            raise PolicyError(
+                f"spike compensation needs momentum, and SGD{where} has none",
+                hint="give SGD momentum > 0, or leave out +sc",
+            )
+        for option in ("nesterov", "dampening"):
+            if group[option]:
+                raise PolicyError(
+                    f"spike compensation is defined for plain momentum, and SGD{where} has {option}",
+                    hint=f"leave out {option}, or +sc",
+                )

@@ -1,0 +1,52 @@
+"""A minibatch's first microbatch predicts, the others see what it saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+from fxpipe.plan import Phase
+from fxpipe.policy.base import PredictingPolicy
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.versions import Versions
+
+
+@dataclass(frozen=True)
+class XPipe(PredictingPolicy):
+    """One prediction for each phase of a minibatch, made by its first microbatch and read again by the others.
+
+    Worker k of N, M microbatches: s_F = [(N + M − k/2 − 2)/M] updates ahead for a forward, s_B = [(M + ⌊k/2⌋ − 1)/M]
+    for a backward, rounded to the nearest, halves down, so that one microbatch makes it SpecTrain. Both count from the
+    version which the first microbatch sees in the full pipeline; a replica has the same target. Here M = 2:
+
+        worker 0: F0@0     F0.1@0   ..       B0@0     F1@0+1   B0.1@0   F1.1@0+1 B1@1     ..       B1.1@1
+        worker 1: ..       F0@0+1   B0@0     F0.1@0+1 B0.1@0   F1@1+1   B1@1     F1.1@1+1 B1.1@1
+
+    Nothing is late on a single worker, and nothing is predicted there.
+
+    Memory: two predicted copies of the weights, one for each phase that is under way.
+    From: Guan et al. 2019 (XPipe), arXiv 1911.04610.
+    """
+
+    name: ClassVar[str] = "xpipe"
+
+    def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
+        return newest.lag(phase, reader, owner)
+
+    def ahead(self, action: Action, version: int, owner: int, schedule: Schedule) -> int:
+        workers, microbatches = schedule.workers, schedule.microbatches
+        if workers == 1:
+            return 0
+        if action.phase == "F":
+            late = ceil((workers - 1 - owner) / microbatches)
+            target = action.minibatch - late + _nearest((workers + microbatches - owner / 2 - 2) / microbatches)
+        else:
+            target = action.minibatch + _nearest((microbatches + owner // 2 - 1) / microbatches)
+        return max(0, target - version)
+
+
+def _nearest(value: float) -> int:
+    """Halves go down."""
+    return ceil(value - 0.5)

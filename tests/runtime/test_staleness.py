@@ -1,0 +1,309 @@
+"""`--log-staleness` says what the forwards' weights and the updates' weights themselves say, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import captured, cuts, lowered
+from commands import QUICK, fxpipe
+from model_files import write_model
+from torch import Tensor
+
+from fxpipe.policy import make
+from fxpipe.runtime.local import LocalPipeline
+from fxpipe.runtime.staleness import StalenessLog, staleness_file, watch_staleness
+from fxpipe.runtime.weights import WeightStore
+from fxpipe.schedule.action import Action
+
+LINE = {"forward": (0, 1, 2), "backward": (0, 1, 2)}
+MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
+STEPS = 12
+Row = dict[str, Any]
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def plain(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.01)
+
+
+@dataclass
+class Recorded:
+    """The weights of a run.
+
+    Attributes:
+        read: what the forward of a minibatch's first microbatch read, by reader, minibatch and parameter.
+        met: what an update found, by minibatch and parameter.
+    """
+
+    read: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+    met: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    found = Recorded()
+    read, settle = WeightStore.read, WeightStore.settle
+
+    def reading(self: WeightStore, action: Action) -> Any:
+        weights = read(self, action)
+        if action.phase == "F" and action.microbatch == 0:
+            for r in self.demand.readings(self.worker, "F"):
+                for name, position in zip(r.names, r.positions, strict=True):
+                    found.read[self.worker, action.minibatch, name] = weights[position].detach().clone()
+        return weights
+
+    def settling(self: WeightStore) -> None:
+        minibatch = self.unsettled
+        if minibatch is not None:
+            found.met |= {(minibatch, name): p.detach().clone() for name, p in self.trained.items()}
+        settle(self)
+
+    monkeypatch.setattr(WeightStore, "read", reading)
+    monkeypatch.setattr(WeightStore, "settle", settling)
+    return found
+
+
+def logged(folder: Path, out: Path, optimizer: Any = sgd, **options: Any) -> LocalPipeline:
+    """A pipeline whose workers write their rows to `out`."""
+    pipeline = LocalPipeline(folder, optimizer, **options)
+    out.mkdir(exist_ok=True)
+    for executor in pipeline.executors:
+        watch_staleness(executor.store, out)
+    return pipeline
+
+
+def rows_of(out: Path, worker: int) -> list[Row]:
+    path = out / staleness_file(worker)
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def reader_of(built: Any, name: str) -> int:
+    """Whose forward counts: the owner's own if it reads the parameter, else the first."""
+    readers = [built.forward[k] for k in range(built.layers) if built.weight(k) == name]
+    owner = built.owner(name)
+    return owner if owner in readers else min(readers)
+
+
+def lag_of(built: Any, policy: str, name: str) -> int:
+    """How many updates its forward of a first microbatch is behind in steady state."""
+    n, count = built.workers, built.microbatches
+    first = min(reader_of(built, name), built.owner(name))
+    late = n - 1 if policy == "vertical" else n - 1 - first
+    return -(-late // count)
+
+
+def expected_rows(built: Any, recorded: Recorded, policy: str, worker: int, starts: list[int]) -> list[Row]:
+    """Straight from the recorded weights: one group, a sample at a time, begun when the last one ended."""
+    names = [name for name in built.initial() if built.owner(name) == worker]
+    if not names:
+        return []
+    chosen = make(policy)
+    lags = {name: lag_of(built, policy, name) for name in names}
+    reach = max(lags.values())
+    found: list[Row] = []
+    for start, stop in zip(starts, [*starts[1:], STEPS], strict=True):
+        for m in range(start + reach, stop, reach + 1):
+            parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for name in names:
+                version = max(start, m - lags[name])
+                target = m + (worker // 2) // built.microbatches if policy == "spectrain" else m
+                ahead = target - version if chosen.predicts else 0
+                pair = recorded.read[reader_of(built, name), m, name], recorded.met[m, name]
+                parts[m - version, ahead].append(pair)
+            for (stale, ahead), pairs in sorted(parts.items()):
+                used, met = (torch.cat([pair[i].flatten() for pair in pairs]) for i in range(2))
+                rmse = float(((used - met) ** 2).mean().sqrt())
+                rms = float((met**2).mean().sqrt())
+                found.append({"step": m + 1, "worker": worker, "group": 0, "stale": stale, "ahead": ahead}
+                             | {"rmse": pytest.approx(rmse, rel=1e-9, abs=1e-15)}
+                             | {"rms": pytest.approx(rms, rel=1e-9)})  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("flush_at", [None, 5])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("policy", ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp"])
+@pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
+def test_rows_are_what_the_weights_say(
+    toy: Any,
+    batches: Any,
+    tmp_path: Path,
+    shape: dict[str, Any],
+    policy: str,
+    microbatches: int,
+    flush_at: int | None,
+    recorded: Recorded,
+) -> None:
+    built = toy(**shape, policy=policy, microbatches=microbatches)
+    pipeline = logged(built.save(tmp_path / "build"), tmp_path / "out")
+    for m, batch in enumerate((batches * 2)[:STEPS]):
+        if m == flush_at:
+            pipeline.flush()
+        pipeline.step(batch)
+    pipeline.flush()
+    several = []
+    for worker in range(built.workers):
+        found = rows_of(tmp_path / "out", worker)
+        assert found == expected_rows(built, recorded, policy, worker, [0, *([flush_at] if flush_at else [])])
+        several += found
+        assert any(row["rmse"] > 0 for row in found) == any(row["stale"] or row["ahead"] for row in found)
+        if shape is LINE and not flush_at:
+            assert {row["stale"] for row in found} == {-(-lag // microbatches) for lag in (2 - worker,)} or (
+                policy == "vertical"
+            )
+    means = defaultdict(list)
+    for row in several:
+        means[row["worker"], row["group"], row["stale"], row["ahead"]].append(row)
+    assert pipeline.staleness() == [
+        {"worker": w, "group": g, "stale": s, "ahead": a, "samples": len(rows)}
+        | {key: pytest.approx(sum(row[key] for row in rows) / len(rows)) for key in ("rmse", "rms")}
+        for (w, g, s, a), rows in sorted(means.items())
+    ]
+
+
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain", "pipeoptim"])
+def test_weights_that_stand_still_are_never_stale(toy: Any, batches: Any, tmp_path: Path, policy: str) -> None:
+    def still(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.0, momentum=0.9)
+
+    pipeline = LocalPipeline(toy(**MIXED, policy=policy).save(tmp_path / "build"), still, log_staleness=True)
+    pipeline.run(batches)
+    rows = pipeline.staleness()
+    assert {row["worker"] for row in rows} == {0, 1}, "worker 2 owns nothing"
+    assert {row["rmse"] for row in rows} == {0.0}
+    assert min(row["rms"] for row in rows) > 0
+    assert max(row["stale"] for row in rows) == 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_with_a_flush_nothing_is_stale(toy: Any, batches: Any, tmp_path: Path, schedule: str) -> None:
+    folder = toy(**MIXED, schedule=schedule, microbatches=2).save(tmp_path / "build")
+    pipeline = logged(folder, tmp_path / "out")
+    pipeline.run(batches)
+    for worker in range(2):  # worker 2 owns nothing
+        found = rows_of(tmp_path / "out", worker)
+        assert [row["step"] for row in found] == list(range(1, 1 + len(batches)))
+        assert {(row["stale"], row["ahead"], row["rmse"]) for row in found} == {(0, 0, 0.0)}
+
+
+def test_groups_are_apart_and_frozen_parameters_are_not_there(tmp_path: Path, recorded: Recorded) -> None:
+    """Case `dict`: a frozen parameter, and one without a gradient."""
+
+    def grouped(named: Any) -> torch.optim.Optimizer:
+        halves = [[p for _, p in named if p.dim() > 1], [p for _, p in named if p.dim() <= 1]]
+        assert all(halves)
+        return torch.optim.SGD(
+            [{"params": halves[0], "lr": 0.1}, {"params": halves[1], "lr": 0.0}], lr=0.1, momentum=0.9
+        )
+
+    case, _, _ = captured("dict")
+    build = lowered("dict", workers=3, schedule="async", policy="latest", **cuts(case, 3, 0))
+    build.save(tmp_path / "build")
+    pipeline = logged(tmp_path / "build", tmp_path / "out", grouped)
+    pipeline.run(case.batches(STEPS))
+    for worker, executor in enumerate(pipeline.executors):
+        found = rows_of(tmp_path / "out", worker)
+        stale = 2 - worker
+        assert [(row["step"], row["group"], row["stale"]) for row in found] == [
+            (m + 1, group, stale) for m in range(stale, STEPS, stale + 1) for group in (0, 1)
+        ]
+        trained = executor.store.trained
+        assert not {"scale", "unused"} & set(trained)
+        for row in found:
+            members = [name for name, p in trained.items() if (p.dim() > 1) == (row["group"] == 0)]
+            met = torch.cat([recorded.met[row["step"] - 1, name].double().flatten() for name in members])
+            used = torch.cat([recorded.read[worker, row["step"] - 1, n].double().flatten() for n in members])
+            assert row["rms"] == pytest.approx(float((met**2).mean().sqrt()), rel=1e-6)
+            assert row["rmse"] == pytest.approx(float(((used - met) ** 2).mean().sqrt()), rel=1e-4, abs=1e-12)
+            assert (row["rmse"] == 0) == (stale == 0 or row["group"] == 1)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, plain, adam])
+@pytest.mark.parametrize(
+    ("policy", "microbatches"),
+    [("latest", 1), ("stash", 1), ("spectrain", 2), ("pipeoptim", 1), ("pipeoptim+keep", 2), ("xpipe", 2), ("lwp", 1)],
+)
+def test_it_changes_no_bit_of_the_training(
+    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, optimizer: Any
+) -> None:
+    folder = toy(**MIXED, policy=policy, microbatches=microbatches).save(tmp_path / "build")
+    losses, states = [], []
+    for log in (False, True):
+        pipeline = LocalPipeline(folder, optimizer, log_staleness=log)
+        losses.append(pipeline.run(batches) + pipeline.run(batches))
+        states.append(pipeline.state_dict())
+    assert losses[0] == losses[1]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("policy", ["latest", "vertical", "spectrain", "pipeoptim+keep"])
+def test_it_costs_one_copy_at_most(
+    toy: Any, batches: Any, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: dict[int, int] = {}
+
+    def watch(name: str) -> None:
+        inner = getattr(StalenessLog, name)
+
+        def watching(self: StalenessLog, *arguments: Any) -> None:
+            inner(self, *arguments)
+            held = {} if self._sample is None else self._sample.used
+            numbers = sum(used.untyped_storage().nbytes() // used.itemsize for used, _, _ in held.values())
+            most[self.worker] = max(most.get(self.worker, 0), numbers)
+
+        monkeypatch.setattr(StalenessLog, name, watching)
+
+    watch("live")
+    watch("meets")
+    pipeline = LocalPipeline(toy(**MIXED, policy=policy).save(tmp_path / "build"), sgd, log_staleness=True)
+    for batch in batches * 2:
+        pipeline.step(batch)
+        for executor in pipeline.executors[:2]:  # worker 2 owns nothing
+            store = executor.store
+            assert store.staleness is not None
+            sample = store.staleness._sample
+            assert sample is not None
+            assert set(sample.used) <= set(store.trained)
+            assert all(version <= store.version for _, version, _ in sample.used.values())
+    owned = [sum(p.numel() for p in executor.store.trained.values()) for executor in pipeline.executors]
+    assert most == {0: owned[0], 1: owned[1], 2: 0}
+    assert owned[2] == 0
+
+
+def test_files_and_summary_of_the_command(tmp_path: Path) -> None:
+    built = fxpipe("compile", write_model(tmp_path), "-o", tmp_path / "build", "--fp-cut", "blocks.2", *QUICK)
+    assert built.code == 0, built.err
+    out = tmp_path / "out"
+    arguments = ("run", tmp_path / "build", "--local", "--steps", 9, "--out", out)
+    said = fxpipe(*arguments, "--policy", "latest", "--log-staleness", "--json").json
+    assert {p.name for p in out.iterdir()} >= {"staleness_0.jsonl", "staleness_1.jsonl"}
+    for row in said["workers"]:
+        lines = rows_of(out, row["rank"])
+        keys = ["step", "worker", "group", "stale", "ahead", "rmse", "rms"]
+        assert [list(line) for line in lines] == [keys] * len(lines)
+        stale = 1 - row["rank"]
+        assert [line["step"] for line in lines] == list(range(1 + stale, 10, 1 + stale))
+        assert row["staleness"] == [
+            {"group": 0, "stale": stale, "ahead": 0, "samples": len(lines)}
+            | {key: pytest.approx(sum(line[key] for line in lines) / len(lines)) for key in ("rmse", "rms")}
+        ]
+    text = fxpipe(*arguments, "--policy", "pipeoptim", "--log-staleness")
+    assert text.code == 0, text.err
+    assert "RMSE" in text.out
+    # Without the option there is nothing of it, and an earlier run's files are gone.
+    said = fxpipe(*arguments, "--json").json
+    assert not any("staleness" in row for row in said["workers"])
+    assert {p.name for p in out.iterdir()} == {"metrics.jsonl", "model.safetensors"}

@@ -1,0 +1,133 @@
+"""The store holds as many copies of its weights as the policy says it costs, and no run makes it grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe.policy import copies, make
+from fxpipe.runtime.local import LocalPipeline
+from fxpipe.runtime.weights import WeightStore
+
+LINE = {"forward": (0, 0, 1, 1, 2, 2, 3, 3), "backward": (0, 0, 1, 1, 2, 2, 3, 3)}
+MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
+POLICIES = [
+    (policy, microbatches)
+    for microbatches in (1, 2, 4)
+    for policy in ("latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim", "pipeoptim+keep", "xpipe", "lwp")
+    if policy != "2bw" or microbatches == 4
+] + [("spectrain+decay", 1), ("stash+sc", 2), ("lwp+sc", 1)]
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def held(store: WeightStore) -> int:
+    """The most copies that there are of one of the worker's parameters, beside the live one.
+
+    What waits to be used again (`give_back`) takes as much memory as what is in use, so it counts.
+    """
+    most = 0
+    for name, live in store.trained.items():
+        found = {id(copy[name]) for key, copy in store._copies.items() if key[0] == store.worker and name in copy}
+        found |= {id(predicted[name]) for predicted in store._predicted.values() if name in predicted}
+        found.discard(id(live))
+        predictor = store.predictor
+        if predictor is not None:
+            found |= {id(tensor) for tensor in predictor._spare[id(live)]}
+            found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
+        most = max(most, len(found))
+    return most
+
+
+@pytest.fixture
+def most(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """By worker: the most copies at any moment at which the store has just done something."""
+    found: dict[int, int] = {}
+
+    def watch(name: str) -> None:
+        inner = getattr(WeightStore, name)
+
+        def watching(self: WeightStore, *arguments: Any) -> Any:
+            result = inner(self, *arguments)
+            found[self.worker] = max(found.get(self.worker, 0), held(self))
+            return result
+
+        monkeypatch.setattr(WeightStore, name, watching)
+
+    for name in ("read", "release", "settle", "_keep_past", "_predict"):
+        watch(name)
+    return found
+
+
+@pytest.mark.parametrize(("policy", "microbatches"), POLICIES)
+def test_as_many_copies_as_the_policy_says(
+    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, most: dict[int, int]
+) -> None:
+    """Each worker has a layer whose weight both passes read."""
+    folder = toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build")
+    pipeline = LocalPipeline(folder, sgd)
+    for batch in batches * 2:
+        pipeline.step(batch)
+    assert tuple(most[worker] for worker in range(4)) == copies(make(policy), pipeline.recipe.schedule)
+
+
+@pytest.mark.parametrize(("policy", "microbatches"), POLICIES)
+def test_a_flush_takes_no_more_and_leaves_nothing(
+    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, most: dict[int, int]
+) -> None:
+    folder = toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build")
+    pipeline = LocalPipeline(folder, sgd)
+    for batch in batches * 2:
+        pipeline.step(batch)
+    before = dict(most)
+    pipeline.flush()
+    assert most == before
+    for executor in pipeline.executors:
+        assert not executor.store._copies
+        assert not executor.store._predicted
+
+
+@pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
+@pytest.mark.parametrize(("policy", "microbatches"), POLICIES)
+def test_a_flush_is_forgotten_with_the_next_step(
+    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, shape: dict[str, Any]
+) -> None:
+    folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
+    pipeline = LocalPipeline(folder, sgd)
+    pipeline.run(batches)
+    pipeline.step(batches[0])
+    for executor in pipeline.executors:
+        versions = {version for _, version, _ in executor.store._copies} | {v for _, v in executor.store._left}
+        assert versions <= {len(batches), len(batches) + 1}
+
+
+@pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
+@pytest.mark.parametrize(("policy", "microbatches"), POLICIES)
+def test_a_long_run_does_not_grow(
+    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, shape: dict[str, Any]
+) -> None:
+    folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
+    pipeline = LocalPipeline(folder, sgd)
+    sizes: list[tuple[int, ...]] = []
+    for batch in batches * 6:
+        pipeline.step(batch)
+        stores = [executor.store for executor in pipeline.executors]
+        sizes.append(
+            (
+                *(len(store._copies) for store in stores),
+                *(len(store._predicted) for store in stores),
+                *(sum(len(messages) for messages in store._left.values()) for store in stores),
+                *(
+                    sum(len(tensors) for tensors in store.predictor._spare.values())
+                    for store in stores
+                    if store.predictor is not None
+                ),
+                len(pipeline._mailbox.letters),
+            )
+        )
+    assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"

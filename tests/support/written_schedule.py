@@ -1,0 +1,20 @@
+"""A schedule written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxpipe.schedule import Action, Schedule, parse_row
+
+
+@dataclass(frozen=True)
+class Written(Schedule):
+    """One row a worker, as text: `F0 F1 B0 B1`."""
+
+    name = "written"
+    synchronous = False
+    rows: tuple[str, ...] = ()
+
+    def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
+        yield from parse_row(self.rows[worker])
