@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.output import emit_json, note, print_table, size, warn, working
-from fxpipe.cli.policy_option import policy_option
+from fxpipe.cli.policy_option import check_policy, policy_option
 
 from fxpipe.schedule import SCHEDULES
 
@@ -102,6 +102,7 @@ def compile_command(
     from fxpipe.lowering import compile
     from fxpipe.measured_costs import NODE_COSTS
     from fxpipe.planner.links import NCCL_NODE
+    from fxpipe.policy import make as make_policy
     from fxpipe.runtime.local_run import threads_for
     from fxpipe.simulator.forecast import forecast
     from fxpipe.stage_times import measure_stages
@@ -127,6 +128,9 @@ def compile_command(
         warn(warning)
     if microbatches is None:
         microbatches = 1 if schedule == "async" else default_microbatches(example, workers)
+    if policy is not None:
+        make_policy(policy)  # by now the model file has registered its own
+    check_policy(policy, schedule, workers, microbatches)
     with working("compiling") as say:
         say("capturing, costing and cutting")
         build = compile(

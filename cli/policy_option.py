@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from fxpipe.policy import POLICIES, make
+from fxpipe.schedule import make as make_schedule
 
 
 class PolicyText(click.ParamType):
@@ -20,6 +21,17 @@ class PolicyText(click.ParamType):
         if text.split("+")[0] in POLICIES:
             make(text)
         return text
+
+
+def check_policy(policy: str | None, schedule: str, workers: int, microbatches: int) -> None:
+    """Refuse before anything long begins what makes no sense. A name that nobody knows yet is left to the model file.
+
+    Raises:
+        ScheduleError, PolicyError: an unknown schedule or option, or a combination that makes no sense.
+    """
+    made = make_schedule(schedule, workers, microbatches)
+    if policy is not None and policy.split("+")[0] in POLICIES:
+        make(policy).check(made)
 
 
 def policy_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.output import emit_json, print_table, warn, working
-from fxpipe.cli.policy_option import policy_option
+from fxpipe.cli.policy_option import check_policy, policy_option
 
 from fxpipe.schedule import SCHEDULES
 
@@ -173,6 +173,7 @@ def _checked_plan(options: RunOptions) -> Plan:
     from fxpipe.folder import check_current, check_output, load_plan
 
     plan = load_plan(options.build)
+    check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
     check_current(plan, options.build, options.model_file)
     check_output(options.out)
     return plan
@@ -210,6 +211,8 @@ def _print(summary: dict[str, Any]) -> None:
     ]
     print_table(["", "busy", "forward", "backward", "wait"], rows)
     stale = [{"worker": w["rank"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
+    if any("staleness" in w for w in summary["workers"]) and not stale:
+        click.echo("staleness: too few steps to compare a forward with its update")
     if stale:
         print_table(
             ["weights of forwards", "updates behind", "predicted ahead", "RMSE to those updated", "RMS of weights"],

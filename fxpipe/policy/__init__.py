@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TypeVar
 
 from fxpipe.errors import PolicyError, near
@@ -30,8 +31,21 @@ def register(kind: _Kind) -> _Kind:
     """A class decorator: `--policy` knows this policy by its name from now on.
 
     In a model file, every worker of a run knows it, since every worker imports that file.
+
+    Raises:
+        PolicyError: it has no name, the name of one of fxpipe's own, or an option that is no switch.
     """
-    POLICIES[kind.name] = kind
+    name = getattr(kind, "name", "")
+    if not name or "+" in name:
+        raise PolicyError(f"{kind.__name__} has no name to be called by", hint='name: ClassVar[str] = "…", without a +')
+    if name in POLICIES and POLICIES[name].__module__.startswith(f"{__name__}."):
+        raise PolicyError(f"there is a policy '{name}' already", hint=f"another name for {kind.__name__}")
+    for field in fields(kind):
+        if not isinstance(field.default, bool):
+            raise PolicyError(
+                f"option '{field.name}' of policy '{name}' is no switch", hint="its default must be True or False"
+            )
+    POLICIES[name] = kind
     return kind
 
 
@@ -46,6 +60,8 @@ def make(text: str) -> Policy:
         raise PolicyError(f"there is no policy '{name}'{near(name, POLICIES)}", hint=f"one of: {', '.join(POLICIES)}")
     known = POLICIES[name].options()
     for option in options:
+        if not option:
+            raise PolicyError(f"'{text}' lacks an option behind +", hint=f"{name} has: {', '.join(known)}")
         if option not in known:
             others = [other for other, kind in POLICIES.items() if option in kind.options()]
             hint = f"{name} has: {', '.join(known)}"

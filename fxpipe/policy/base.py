@@ -22,7 +22,7 @@ class Policy(ABC):
     a worker's own weights and for replicas, so that it needs to be said once.
 
     The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. A policy
-    of your own is one class in one file with one line before it, `@register`.
+    of your own is one class in one file with one line before it, `@register` (`examples/own_policy.py`).
 
     Attributes:
         sc: spike compensation of the update (`fxpipe.policy.spike`), for whatever weights are read.
@@ -36,6 +36,8 @@ class Policy(ABC):
     """Some pass sees predicted weights."""
     weight_form: ClassVar[bool] = False
     """Predictions repeat the last update itself, whatever the optimizer (`fxpipe.policy.predict`)."""
+    decay: ClassVar[bool] = False
+    """Predictions reach only as far as momentum will still carry; an option of `PredictingPolicy`."""
 
     sc: bool = False
 
@@ -58,8 +60,8 @@ class Policy(ABC):
         """
         if schedule.synchronous:
             raise PolicyError(
-                f"policy '{self}' makes no sense with schedule '{schedule.name}': "
-                "it updates after a flush, so no pass ever sees stale weights",
+                f"policy '{self}' makes no sense with schedule '{schedule.name}', "
+                "which updates after a flush, so that no pass ever sees stale weights",
                 hint="policy latest, or schedule async",
             )
 
@@ -83,4 +85,4 @@ class PredictingPolicy(Policy):
 
     predicts: ClassVar[bool] = True
 
-    decay: bool = False
+    decay: bool = False  # type: ignore[misc]

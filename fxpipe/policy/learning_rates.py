@@ -5,36 +5,32 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 
 class LearningRates:
-    """The rates that the scheduler will set, found by a second scheduler, the scout, that runs ahead of it.
+    """The rates that a scheduler will set, found by a copy of it, the scout, that runs ahead.
 
-    The scout is built by the user's own function, on a shell of the optimizer: the same type and options, but no
-    parameters and no state. Each rate is computed once; there is no other memory than some floats.
+    The scout is a deep copy that acts on a shell of the optimizer: the same type and options, but no parameters and no
+    state. So callables with a state of their own are copied too, and nothing that the real scheduler uses is touched.
+    Each rate is computed once; there is no other memory than some floats.
 
-        rates = LearningRates(optimizer)            # before any scheduler has changed the optimizer's options
         scheduler = make_scheduler(optimizer)
-        rates.follow(make_scheduler)
+        rates = LearningRates(optimizer, scheduler)
         ...
         optimizer.step(); scheduler.step(); rates.stepped()
         rates.reach(0, 3)                           # the rates of group 0 in the next three updates
 
-    A schedule that needs more than to be stepped (ReduceLROnPlateau waits for a metric), or that cannot be built
-    twice, is not known ahead: that is no error. Past the end of a schedule its last rate stands. Whoever changes the
-    live rates otherwise is noticed, since the scout's rate then differs: no rates are told while it does.
-
-    `make_scheduler` must build a scheduler that acts on nothing but the optimizer it is given; a function that
-    serves several workers must so in any case.
+    Not known ahead, which is no error: ReduceLROnPlateau, which waits for a metric; a scheduler that is no LRScheduler
+    of torch's, of which nobody knows what else its steps do; one that cannot be copied. Past the end of a schedule its
+    last rate stands. When the live rate is once not the scout's (somebody else sets it, or it is drawn at random), the
+    scout is given up.
 
     Args:
-        optimizer: as it is before it has a scheduler.
+        optimizer, scheduler: as they are before the first step.
 
     Attributes:
         known: the schedule runs ahead.
@@ -42,78 +38,55 @@ class LearningRates:
     From: FTPipe's scheduler-aware prediction (Eliad et al. 2021).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer = optimizer
         self.known = False
         self._shell = _shell(optimizer)
-        self._scout: Any = None
+        self._scout: LRScheduler | None = None
         self._rates: deque[list[float]] = deque()  # of each group: now, after one more update, …
-
-    def follow(self, make_scheduler: MakeScheduler | None) -> None:
-        """Build the scout, after the real scheduler. Without one (None, or it makes None) the rates stand still."""
-        if self._shell is None:
+        foretells = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        if self._shell is None or not foretells:
             return
         try:
-            self._scout = make_scheduler(self._shell) if make_scheduler else None
-            self._rates = deque([_rates(self._shell)])
-        except Exception:  # it worked for the real optimizer: what a shell lacks is our affair
+            self._scout = copy.deepcopy(scheduler, {id(optimizer): self._shell})
+            self._rates.append(_rates(self._shell))
+        except Exception:  # it serves the real optimizer: that it cannot be copied is our affair
             return
-        self.known = self._is_apart()
-        if self.known:
-            self._look(2)  # a scout that cannot be stepped shows it here
-
-    def resume(self, scheduler: Any) -> None:
-        """The real optimizer and scheduler have loaded a state: go on from there."""
-        if not self.known or self._shell is None:
-            return
-        try:
-            for mine, live in zip(self._shell.param_groups, self.optimizer.param_groups, strict=True):
-                mine.update(_options(live))
-            if self._scout is not None:
-                self._scout.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-            self._rates = deque([_rates(self._shell)])
-        except Exception:
-            self.known = False
+        self.known = True
 
     def stepped(self) -> None:
         """The real scheduler has been stepped: call after each of its steps, that is after every update."""
-        if self.known:
-            self._look(2)
-            self._rates.popleft()
+        if not self.known:
+            return
+        self._look(2)
+        self._rates.popleft()
+        live = _rates(self.optimizer)
+        # Not exactly, since a rate may be a tensor that lies elsewhere.
+        if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(self._rates[0], live, strict=True)):
+            self.known = False
 
     def reach(self, group: int, steps: int) -> list[float] | None:
         """The rates of parameter group `group` in the next `steps` updates; None where they are not known."""
         if not self.known:
             return None
         self._look(steps)
-        live = self.optimizer.param_groups
-        if not self.known or group >= len(self._rates[0]):
-            return None
-        # Not exactly, since a rate may be a tensor that lies elsewhere.
-        if not math.isclose(self._rates[0][group], float(live[group]["lr"]), rel_tol=1e-6):
+        if not math.isclose(self._rates[0][group], float(self.optimizer.param_groups[group]["lr"]), rel_tol=1e-6):
             return None
         return [self._rates[ahead][group] for ahead in range(steps)]
 
     def _look(self, steps: int) -> None:
         """Run the scout until the rates of so many updates are there."""
+        assert self._shell is not None
         while len(self._rates) < steps:
-            if self._scout is not None and self._shell is not None:
+            if self._scout is not None:
                 try:
-                    self._scout.step()
+                    with torch.random.fork_rng(devices=[]):
+                        self._scout.step()
                     self._rates.append(_rates(self._shell))
                     continue
-                except TypeError:  # its step() wants arguments that only the training can give
-                    self.known = False
                 except Exception:  # OneCycleLR past its last step: the schedule has ended
-                    pass
-                self._scout = None
+                    self._scout = None
             self._rates.append(self._rates[-1])
-
-    def _is_apart(self) -> bool:
-        """The scout acts on the shell: its function did not take the real optimizer from elsewhere."""
-        held = list(getattr(self._scout, "__dict__", {}).values())
-        held += [getattr(inner, "optimizer", None) for inner in getattr(self._scout, "_schedulers", [])]
-        return not any(value is self.optimizer for value in held)
 
 
 def _shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -131,7 +104,6 @@ def _shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         param_groups=[{**_options(group), "params": []} for group in optimizer.param_groups],
         _opt_called=True,  # else torch warns of a scheduler that is stepped before its optimizer
     )
-    shell.__dict__.pop("step", None)  # a scheduler that is already there has bound it to the real optimizer
     return shell
 
 

@@ -42,8 +42,8 @@ class Message:
     """Weights of one version, predicted `ahead` updates, for one reader.
 
     Attributes:
-        uses: how many actions of each phase read it; made anew for every asker, who may count it down.
-        by_phase: the names that actions of each phase read.
+        uses: how many actions of each phase read it.
+        by_phase: the names that actions of each phase read; the same wherever the run ends.
     """
 
     version: int
@@ -130,27 +130,25 @@ class Demand:
 
         With `reader == owner`: what its own actions read of `version`, in place while it lives.
         """
-        found: dict[int, Message] = {}
-        names: dict[tuple[int, Phase], dict[str, None]] = {}
+        uses: dict[int, dict[Phase, int]] = {}
+        names: dict[int, dict[Phase, dict[str, None]]] = {}
         for reading in (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner):
-            counts: dict[int, int] = {}
-            for action in self._reads(reading, version, start, stop):
-                ahead = self.ahead(reading, action, version)
-                counts[ahead] = counts.get(ahead, 0) + 1
-            for ahead, count in counts.items():
-                message = found.setdefault(ahead, Message(version, ahead, {}, {}))
-                message.uses[reading.phase] = message.uses.get(reading.phase, 0) + count
-                names.setdefault((ahead, reading.phase), {}).update(dict.fromkeys(reading.names))
-        for (ahead, phase), wanted in names.items():
-            found[ahead].by_phase[phase] = tuple(wanted)
-        return [found[ahead] for ahead in sorted(found)]
+            for action in self._reads(reading, version, start):
+                ahead, phase = self.ahead(reading, action, version), reading.phase
+                names.setdefault(ahead, {}).setdefault(phase, {}).update(dict.fromkeys(reading.names))
+                if stop is None or action.minibatch < stop:
+                    of_phase = uses.setdefault(ahead, {})
+                    of_phase[phase] = of_phase.get(phase, 0) + 1
+        return [
+            Message(version, ahead, uses[ahead], {phase: tuple(found) for phase, found in names[ahead].items()})
+            for ahead in sorted(uses)
+        ]
 
-    def _reads(self, reading: Reading, version: int, start: int, stop: int | None) -> Iterator[Action]:
-        """The actions that read `version`."""
+    def _reads(self, reading: Reading, version: int, start: int) -> Iterator[Action]:
+        """The actions that read `version`, in a run without an end."""
         for microbatch, lag in enumerate(reading.lags):
             for minibatch in range(start if version == start else version + lag, version + lag + 1):
-                if stop is None or minibatch < stop:
-                    yield Action(reading.phase, minibatch, microbatch)
+                yield Action(reading.phase, minibatch, microbatch)
 
     def _group(self, worker: int, phase: Phase) -> tuple[Reading, ...]:
         places: dict[tuple[int, int | None], list[tuple[str, int]]] = {}

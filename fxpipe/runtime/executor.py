@@ -99,7 +99,7 @@ class Executor:
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
         """
-        begin = perf_counter()
+        begin, before = perf_counter(), self.store.updater.waited
         comm = self._comm
         comm.bind(action.minibatch, action.microbatch)
         comm.waited = 0.0
@@ -110,8 +110,9 @@ class Executor:
             else:
                 self._run_backward(action)
         times = self.times
-        spent = perf_counter() - begin - comm.waited
-        times.waited += comm.waited
+        waited = comm.waited + self.store.updater.waited - before
+        spent = perf_counter() - begin - waited
+        times.waited += waited
         if action.phase == "F":
             times.forward += spent
             times.forwards += 1
@@ -129,17 +130,18 @@ class Executor:
     @property
     def can_settle(self) -> bool:
         """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
-        clip = self.store.updater.clip
-        return self.unsettled is not None and (clip is None or clip.ready(self.unsettled))
+        return self.store.can_settle
 
     def settle(self) -> None:
         """Make the update that waits for other workers, if there is one."""
         if self.unsettled is None:
             return
-        begin = perf_counter()
+        begin, before = perf_counter(), self.store.updater.waited
         with torch.no_grad():
             self.store.settle()
-        self.times.waited += perf_counter() - begin
+        waited = self.store.updater.waited - before
+        self.times.waited += waited
+        self.times.backward += perf_counter() - begin - waited  # the update is part of its backward
 
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
@@ -148,8 +150,8 @@ class Executor:
 
     def _run_forward(self, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = self._forward
-        if action.microbatch == 0 and self.store.updater.clip is not None:
-            self.store.updater.clip.forward(action.minibatch)
+        if action.microbatch == 0:
+            self.store.updater.begin(action.minibatch)
         weights = self._weights(action)
         buffers = tuple([self.buffers[name] for name in self._forward_buffers])
         batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
@@ -175,9 +177,8 @@ class Executor:
         with self._explaining(action):
             gradients = self.stage.backward(weights, buffers, saved, self._comm)
             self._check(len(gradients), len(part.gradients), "gradients")
-        del weights
-        self.store.updater.sum.add(gradients, self._comm.sent)
-        del gradients
+        self.store.add(gradients, weights, self._comm.sent)
+        del weights, gradients
         self.store.release(action)
         if action.microbatch == self._last:
             self.store.update(action.minibatch)

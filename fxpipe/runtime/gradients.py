@@ -14,25 +14,23 @@ class GradientSum:
     Args:
         parameters: what the gradients are of.
         order: for each gradient that a backward returns, the index of its parameter.
-        frozen: memory (storage addresses) that must never be written: the weights themselves.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int], frozen: set[int]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
         self._parameters = parameters
         self._order = order
-        self._frozen = frozen
         self._sums: list[Tensor | None] = [None] * len(parameters)
 
-    def add(self, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
+    def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
         """Add one microbatch's gradients.
 
         Optimizers and later additions write into a gradient. So one that shares memory with another
-        gradient, a weight or what the action has sent (`sent`, storage addresses), or that is not laid out
-        as its parameter is copied, as autograd does.
+        gradient, a weight that the action read or what it has sent (`taken`, storage addresses), or that is not
+        laid out as its parameter is copied, as autograd does.
         """
         old: list[Tensor] = []
         new: list[Tensor] = []
-        taken = self._frozen | sent
+        taken = set(taken)
         for index, gradient in zip(self._order, gradients, strict=True):
             if gradient is None:
                 continue

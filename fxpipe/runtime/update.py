@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from fxpipe.errors import RunError, TaskError
 from fxpipe.policy.base import Policy
@@ -26,7 +25,7 @@ class Updater:
 
     Args:
         trained: the parameters by name; none on a worker that trains nothing.
-        sum: takes the backward's gradients, for the next update.
+        gradients: takes the backward's gradients, for the next update.
         delays: how many updates old each parameter's gradients are, for spike compensation.
         make_optimizer: called with the (name, parameter) pairs, if there are any.
         make_scheduler: the learning-rate scheduler of that optimizer, or None; stepped after every update.
@@ -39,9 +38,10 @@ class Updater:
 
     def __init__(
         self,
+        *,
         worker: int,
         trained: Mapping[str, nn.Parameter],
-        sum: GradientSum,
+        gradients: GradientSum,
         microbatches: int,
         policy: Policy,
         delays: Mapping[Tensor, int],
@@ -52,7 +52,7 @@ class Updater:
     ) -> None:
         self.worker = worker
         self.parameters = list(trained.values())
-        self.sum = sum
+        self._sum = gradients
         self.clip = clip
         self.scheduler: Any = None
         self.predictor: Predictor | None = None
@@ -64,15 +64,15 @@ class Updater:
             self._keeps = False
             return
         self._refuse_foreign_parameters(self.optimizer)
-        self._rates = LearningRates(self.optimizer) if policy.predicts and make_scheduler else None
         if make_scheduler is not None:
-            self.scheduler = self._schedule(make_scheduler, self.optimizer)
+            self.scheduler = _schedule(make_scheduler, self.optimizer)
         if policy.predicts:
+            self._rates = LearningRates(self.optimizer, self.scheduler)
             self.predictor = Predictor(
                 self.optimizer,
                 self.parameters,
                 weight_form=policy.weight_form,
-                decay=getattr(policy, "decay", False),
+                decay=policy.decay,
                 rates=self._rates,
             )
         if policy.sc:
@@ -89,9 +89,19 @@ class Updater:
         """The norm of all workers' gradients at the last update, if they are clipped (see `Clip.norm`)."""
         return None if self.clip is None else self.clip.norm
 
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for what other workers say about the gradients' norm."""
+        return 0.0 if self.clip is None else self.clip.waited
+
+    def begin(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run."""
+        if self.clip is not None:
+            self.clip.forward(minibatch)
+
     def gather(self, minibatch: int) -> None:
         """The minibatch's backwards are over: its mean gradient is in `grad`, and its norm on its way."""
-        for parameter, gradient in zip(self.parameters, self.sum.take_mean(self._microbatches), strict=True):
+        for parameter, gradient in zip(self.parameters, self._sum.take_mean(self._microbatches), strict=True):
             parameter.grad = gradient
         if self.clip is not None:
             self.clip.announce(minibatch, self.parameters)
@@ -131,17 +141,6 @@ class Updater:
         """The last update's mean gradients, if they are kept."""
         return [parameter.grad for parameter in self.parameters]
 
-    def _schedule(self, make_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
-        scheduler = make_scheduler(optimizer)
-        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            raise TaskError(
-                f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()",
-                hint="return a torch.optim.lr_scheduler, or None",
-            )
-        if self._rates is not None and isinstance(scheduler, LRScheduler):  # what others do besides, nobody knows
-            self._rates.follow(make_scheduler)
-        return scheduler
-
     def _failed(self, error: Exception, minibatch: int, what: object) -> RunError:
         return RunError(
             f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
@@ -158,3 +157,13 @@ class Updater:
                 f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
                 hint="build it from named_parameters: [p for _, p in named_parameters]",
             )
+
+
+def _schedule(make_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = make_scheduler(optimizer)
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TaskError(
+            f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()",
+            hint="return a torch.optim.lr_scheduler, or None",
+        )
+    return scheduler

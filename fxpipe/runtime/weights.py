@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from fxpipe.plan import ParameterSpec, Phase, Plan
 from fxpipe.runtime.clip import Clip
-from fxpipe.runtime.demand import PHASES, Demand, Message, Reading
+from fxpipe.runtime.demand import PHASES, Demand, Reading
 from fxpipe.runtime.gradients import GradientSum
 from fxpipe.runtime.layout import Pack
 from fxpipe.runtime.staleness import StalenessLog
 from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.unread import Key, Unread
 from fxpipe.runtime.update import MakeOptimizer, MakeScheduler, Updater
 from fxpipe.schedule.action import Action
-
-Key = tuple[int, int, int]  # owner, version, ahead
 
 
 @dataclass
@@ -27,8 +26,8 @@ class _Part:
 
     weights: tuple[Any, ...]
     readings: list[Reading]
-    held: tuple[Key, ...] = ()
-    tuple: tuple[Any, ...] = field(default=())
+    keys: tuple[Key, ...] = ()  # what `argument` was made of
+    argument: tuple[Any, ...] = field(default=())
 
 
 class WeightStore:
@@ -44,7 +43,7 @@ class WeightStore:
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
-        updater: makes them; its `sum` takes the backward's gradients.
+        updater: makes them.
         staleness: compares what forwards used with what their updates met; None unless somebody asks for it.
     """
 
@@ -72,32 +71,30 @@ class WeightStore:
         self._index = {name: i for i, name in enumerate(self.trained)}
         live = list(self.trained.values())
         order = [self._index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
-        storages = {p.untyped_storage().data_ptr() for p in self.parameters.values()}
+        self._sum = GradientSum(live, order)
         self.updater = Updater(
-            worker,
-            self.trained,
-            GradientSum(live, order, storages),
-            plan.microbatches,
-            demand.policy,
-            {self.trained[name]: delay for name, delay in demand.delays(worker).items()},
-            make_optimizer,
-            make_scheduler,
-            clip,
-            keep_gradients,
+            worker=worker,
+            trained=self.trained,
+            gradients=self._sum,
+            microbatches=plan.microbatches,
+            policy=demand.policy,
+            delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
+            make_optimizer=make_optimizer,
+            make_scheduler=make_scheduler,
+            clip=clip,
+            keep_gradients=keep_gradients,
         )
         self.predictor = self.updater.predictor
         self._readers = demand.readers(worker)
         self._packs: dict[tuple[str, ...], Pack] = {}
         self._copies: dict[Key, dict[str, Tensor]] = {}
         self._predicted: dict[int, dict[str, Tensor]] = {}
-        self._left: dict[tuple[int, int], dict[int, Message]] = {}  # by owner and version, then ahead: uses to come
+        self._unread = Unread(demand, worker)
         own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
         self._counts_own = self.predictor is not None or any(reading.past for reading in own)
         self._parts = {phase: self._part(plan, phase, initial) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
-        self.start = 0
-        self.stop: int | None = None
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
@@ -106,21 +103,20 @@ class WeightStore:
         The replicas of version 0 are the initial weights; those of a later start are sent here.
         """
         assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
-        self.start, self.stop = start, stop
+        self._unread.begin(start, stop)
         self._pending = None
         self._copies.clear()
-        self._left.clear()
         self._forget_all()
         self._let_go()
-        self._open(self.worker, start)
+        self._open_own()
         owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
         self._expected = dict.fromkeys(owners, start - 1)
         if start > 0:
             self._send_replicas()
         else:
             for owner in owners:
-                for ahead, message in self._open(owner, 0).items():
-                    self._copies[owner, 0, ahead] = {name: self._initial[name] for name in message.names}
+                for ahead, unread in self._unread.of(owner, 0).items():
+                    self._copies[owner, 0, ahead] = {name: self._initial[name] for name in unread.message.names}
                 self._expected[owner] = 0
             self._initial = {}
         if self.staleness is not None:
@@ -130,18 +126,8 @@ class WeightStore:
 
     def end(self, stop: int) -> None:
         """The segment's end has come in sight: forget what is kept for minibatches from `stop` on."""
-        for (owner, version), messages in list(self._left.items()):
-            endless = self.demand.messages(owner, self.worker, version, self.start, self.stop)
-            ending = self.demand.messages(owner, self.worker, version, self.start, stop)
-            coming = {message.ahead: message.uses for message in ending}
-            for told in endless:
-                if told.ahead not in messages:
-                    continue
-                uses = messages[told.ahead].uses
-                for phase, count in told.uses.items():
-                    uses[phase] -= count - coming.get(told.ahead, {}).get(phase, 0)
-                self._drop_read(owner, version, told.ahead)
-        self.stop = stop
+        for key in self._unread.end(stop):
+            self._forget(key)
 
     def expect(self, action: Action) -> None:
         """Tell the transport which replicas an action could wait for: those of the newest versions it can see."""
@@ -151,12 +137,12 @@ class WeightStore:
             owner = reading.owner
             if owner == self.worker:
                 continue
-            version = self.demand.versions.version(action, self.worker, owner, self.start)
+            version = self.demand.versions.version(action, self.worker, owner, self._unread.start)
             while self._expected[owner] < version:
                 self._expected[owner] += 1
-                for ahead, message in self._open(owner, self._expected[owner]).items():
-                    size = self._pack(message.names).bytes
-                    self.transport.expect_weights(owner, message.version, ahead, size)
+                for ahead, unread in self._unread.of(owner, self._expected[owner]).items():
+                    size = self._pack(unread.message.names).bytes
+                    self.transport.expect_weights(owner, self._expected[owner], ahead, size)
 
     def waits_for(self, action: Action) -> list[Key]:
         """The replicas that an action reads and that have not been received yet."""
@@ -169,21 +155,26 @@ class WeightStore:
         if not part.readings:
             return part.weights
         keys = tuple([self._key(reading, action) for reading in part.readings])
-        if part.held != keys:
+        if part.keys != keys:
             weights = list(part.weights)
             for reading, key in zip(part.readings, keys, strict=True):
                 tensors = self._take(key, reading.names)
                 for name, position in zip(reading.names, reading.positions, strict=True):
                     weights[position] = tensors[name]
-            part.held, part.tuple = keys, tuple(weights)
-        return part.tuple
+            part.keys, part.argument = keys, tuple(weights)
+        return part.argument
 
     def release(self, action: Action) -> None:
         """An action is over, or left out: forget what no later action reads."""
         for reading in self._parts[action.phase].readings:
-            owner, version, ahead = self._key(reading, action)
-            self._open(owner, version)[ahead].uses[action.phase] -= 1
-            self._drop_read(owner, version, ahead)
+            key = self._key(reading, action)
+            if self._unread.read(key, action.phase):
+                self._forget(key)
+
+    def add(self, gradients: Sequence[Tensor | None], weights: Sequence[Any], sent: set[int]) -> None:
+        """Add a backward's gradients to its minibatch's; the `weights` it read and what it `sent` are never written."""
+        read = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._sum.add(gradients, read | sent)
 
     def update(self, minibatch: int) -> None:
         """The minibatch's last backward is over: make the update, or begin it where others have a say in it.
@@ -204,6 +195,12 @@ class WeightStore:
         """The minibatch whose update waits for other workers; `settle` must come before the next action."""
         return self._pending
 
+    @property
+    def can_settle(self) -> bool:
+        """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
+        clip = self.updater.clip
+        return self._pending is not None and (clip is None or clip.ready(self._pending))
+
     def settle(self) -> None:
         """Make the update that was begun; then replicas of the new version go out."""
         if self._pending is None:
@@ -214,10 +211,10 @@ class WeightStore:
         self.updater.step(minibatch)
         self._forget_all()
         self.version += 1
-        self._open(self.worker, self.version)
+        self._open_own()
         self._send_replicas()
         if self.staleness is not None:
-            self.staleness.live(self.version, self.start, self.stop, self._predict)
+            self.staleness.live(self.version, self._unread.start, self._unread.stop, self._predict)
             self._forget_all()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -240,30 +237,13 @@ class WeightStore:
         return _Part(weights, readings)
 
     def _key(self, reading: Reading, action: Action) -> Key:
-        version = self.demand.version(reading, action, self.start)
+        version = self.demand.version(reading, action, self._unread.start)
         return (reading.owner, version, self.demand.ahead(reading, action, version))
 
-    def _open(self, owner: int, version: int) -> dict[int, Message]:
-        """What own actions have yet to read of a version, by prediction distance; all of it when first asked.
-
-        For its own versions a worker asks when they become the live one: what is gone later has been read.
-        """
-        if owner == self.worker and not self._counts_own:
-            return {}
-        if (owner, version) not in self._left:
-            found = self.demand.messages(owner, self.worker, version, self.start, self.stop)
-            self._left[owner, version] = {message.ahead: message for message in found}
-        return self._left[owner, version]
-
-    def _drop_read(self, owner: int, version: int, ahead: int) -> None:
-        """Forget these weights if no action has yet to read them."""
-        messages = self._left[owner, version]
-        if any(messages[ahead].uses.values()):
-            return
-        del messages[ahead]
-        if not messages:
-            del self._left[owner, version]
-        self._forget((owner, version, ahead))
+    def _open_own(self) -> None:
+        """Its own weights have a new live version: who will read it is counted from now on."""
+        if self._counts_own:
+            self._unread.of(self.worker, self.version)
 
     def _take(self, key: Key, names: Sequence[str]) -> Mapping[str, Tensor]:
         owner, version, ahead = key
@@ -271,7 +251,7 @@ class WeightStore:
             return self._predict(names, ahead)
         if key not in self._copies:
             assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
-            of_all = self._open(owner, version)[ahead].names
+            of_all = self._unread.of(owner, version)[ahead].message.names
             block = self.transport.recv_weights(owner, version, ahead)
             self._copies[key] = dict(zip(of_all, self._pack(of_all).unpack(block), strict=True))
         return self._copies[key]
@@ -308,11 +288,12 @@ class WeightStore:
 
     def _let_go(self) -> None:
         for part in self._parts.values():
-            part.held, part.tuple = (), ()
+            part.keys, part.argument = (), ()
 
     def _send_replicas(self) -> None:
         for reader in self._readers:
-            for message in self.demand.messages(self.worker, reader, self.version, self.start, self.stop):
+            start, stop = self._unread.start, self._unread.stop
+            for message in self.demand.messages(self.worker, reader, self.version, start, stop):
                 tensors = self._predict(message.names, message.ahead)
                 block = self._pack(message.names).pack([tensors[name] for name in message.names])
                 self.transport.send_weights(reader, message.version, message.ahead, block)
@@ -323,13 +304,11 @@ class WeightStore:
 
         A prediction lies in memory of its own and is kept as it is; of live weights, copies are made.
         """
-        for ahead, message in self._left.get((self.worker, self.version), {}).items():
-            wanted = (message.by_phase[phase] for phase, uses in message.uses.items() if uses)
-            names = list(dict.fromkeys(name for names in wanted for name in names))
-            tensors = self._predict(names, ahead)
+        for ahead, unread in self._unread.kept(self.worker, self.version).items():
+            tensors = self._predict(unread.names, ahead)
             found = self._predicted.get(ahead, {})
             kept: dict[str, Tensor] = {}
-            for name in names:
+            for name in unread.names:
                 own = tensors[name] is not self.trained[name]
                 kept[name] = found.pop(name) if own else tensors[name].detach().clone()
             self._copies[self.worker, self.version, ahead] = kept

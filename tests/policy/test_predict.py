@@ -364,14 +364,13 @@ def test_rates_known_ahead_are_summed(name: str) -> None:
     parameters = weights((3, 2), (4,))
     optimizer = make(parameters)
     base = float(optimizer.param_groups[0]["lr"])
-    rates = LearningRates(optimizer)
     schedule = [1.0, 0.5, 2.0, 0.2, 0.4, 0.6]
 
     def falling(o: Optimizer) -> LambdaLR:
         return LambdaLR(o, lambda update: schedule[update])
 
     scheduler = falling(optimizer)
-    rates.follow(falling)
+    rates = LearningRates(optimizer, scheduler)
     predictor, blind = Predictor(optimizer, parameters, rates=rates), Predictor(optimizer, parameters)
     for _ in range(3):
         train(optimizer, predictor, updates=1)
@@ -390,13 +389,12 @@ def test_rates_known_ahead_are_summed(name: str) -> None:
 def test_adagrad_slows_each_rate_by_its_own_count() -> None:
     [parameter] = parameters = weights((3,))
     optimizer = Adagrad(parameters, lr=0.1, lr_decay=0.5)
-    rates = LearningRates(optimizer)
 
     def rising(o: Optimizer) -> LambdaLR:
         return LambdaLR(o, lambda update: 1.0 + update)
 
     scheduler = rising(optimizer)
-    rates.follow(rising)
+    rates = LearningRates(optimizer, scheduler)
     predictor = Predictor(optimizer, parameters, rates=rates)
     train(optimizer, predictor, updates=1)
     scheduler.step()
@@ -462,13 +460,12 @@ def test_decayed_momentum(nesterov: bool) -> None:
 def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Optimizer]) -> None:
     parameters = weights((3, 2), (4,))
     optimizer = make(parameters, lr=0.1)
-    rates = LearningRates(optimizer)
 
     def falling(o: Optimizer) -> LambdaLR:
         return LambdaLR(o, lambda update: 1 / (1 + update))
 
     scheduler = falling(optimizer)
-    rates.follow(falling)
+    rates = LearningRates(optimizer, scheduler)
     predictor = Predictor(optimizer, parameters, decay=True, rates=rates)
     for update in range(3):
         for parameter in parameters:

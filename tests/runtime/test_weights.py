@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.policy import copies, make
+from fxpipe.runtime.gradients import GradientSum
 from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.weights import WeightStore
 
@@ -102,7 +105,9 @@ def test_a_flush_is_forgotten_with_the_next_step(
     pipeline.run(batches)
     pipeline.step(batches[0])
     for executor in pipeline.executors:
-        versions = {version for _, version, _ in executor.store._copies} | {v for _, v in executor.store._left}
+        versions = {version for _, version, _ in executor.store._copies} | {
+            v for _, v in executor.store._unread._versions
+        }
         assert versions <= {len(batches), len(batches) + 1}
 
 
@@ -121,7 +126,7 @@ def test_a_long_run_does_not_grow(
             (
                 *(len(store._copies) for store in stores),
                 *(len(store._predicted) for store in stores),
-                *(sum(len(messages) for messages in store._left.values()) for store in stores),
+                *(sum(len(messages) for messages in store._unread._versions.values()) for store in stores),
                 *(
                     sum(len(tensors) for tensors in store.predictor._spare.values())
                     for store in stores
@@ -131,3 +136,100 @@ def test_a_long_run_does_not_grow(
             )
         )
     assert len(set(sizes[10:])) == 1, "steady: every step leaves as much as the one before"
+
+
+class Tied(nn.Module):
+    """`a` twice, with `b` registered before it: F and B of one worker read different names of one owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.a, self.a2, self.c, self.d = (nn.Linear(8, 8, bias=False) for _ in range(5))
+        self.a2.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.a2, self.c, self.d):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Weights(torch.autograd.Function):
+    """A product whose gradient of the weights is the weights themselves, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight.t(), weight
+
+
+class Strange(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Weights.apply(x, self.weight))
+
+
+def pairs(count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        tuple(torch.randn(rows, 8, dtype=torch.float64, generator=generator) for _ in range(2))  # type: ignore[misc]
+        for _ in range(count)
+    ]
+
+
+def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
+@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain", "pipeoptim"])
+def test_a_flush_reads_what_was_sent_before_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner packed its block when no end was in sight, the reader unpacks it when there is one."""
+    torch.manual_seed(0)
+    data = pairs(12, 4)
+    build = fxpipe.compile(
+        Tied().double(), squares, data[0], workers=3, forward_at=["b", "c"], backward_at=["a2", "c"], cost="analytic"
+    )
+
+    def trained() -> dict[str, Tensor]:
+        pipeline = build.local(optimizer=sgd, policy=policy)
+        pipeline.run(data[:6])
+        pipeline.run(data[6:])
+        return pipeline.state_dict()
+
+    found = trained()
+    monkeypatch.setattr(WeightStore, "end", lambda self, stop: None)
+    for name, value in trained().items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("policy", "microbatches", "clip_norm"), [("2bw", 3, None), ("xpipe", 3, None), ("vertical", 1, 0.3)]
+)
+def test_a_gradient_that_is_a_weight_is_not_written(
+    policy: str, microbatches: int, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept and predicted weights, too: sums and clipping write into gradients."""
+    torch.manual_seed(0)
+    data = pairs(8, 6)
+    build = fxpipe.compile(
+        nn.Sequential(*(Strange(8, 8, bias=False) for _ in range(3))).double(),
+        squares,
+        data[0],
+        workers=3,
+        microbatches=microbatches,
+        forward_at=["1", "2"],
+        cost="analytic",
+    )
+
+    def trained() -> dict[str, Tensor]:
+        pipeline = build.local(optimizer=sgd, policy=policy, clip_norm=clip_norm)
+        pipeline.run(data)
+        return pipeline.state_dict()
+
+    found = trained()
+    add = GradientSum.add
+    monkeypatch.setattr(GradientSum, "add", lambda self, gs, taken: add(self, [g.clone() for g in gs], taken))
+    for name, value in trained().items():
+        assert torch.equal(found[name], value), name
