@@ -13,6 +13,9 @@ from torch import nn
 
 from fxpipe.errors import TaskError
 from fxpipe.plan import Plan
+from fxpipe.policy.experience import warning
+from fxpipe.runtime.assembly import Recipe
+from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import TrainingTask
 from fxpipe.runtime.loaded_stage import LoadedStage
 from fxpipe.runtime.options import RunOptions
@@ -53,6 +56,17 @@ def task_of(options: RunOptions, plan: Plan) -> TrainingTask:
             hint="use the Python API: fxpipe.load(BUILD).local(...)",
         )
     return load_task(Path(options.build) / plan.model_file)
+
+
+def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
+    """One line on stderr for a policy that the accuracy study saw fail with this worker's optimizer."""
+    optimizer = executor.store.updater.optimizer
+    if recipe.schedule.synchronous or optimizer is None:
+        return
+    behind = recipe.demand.versions.lag("F", 0, 0)
+    found = warning(str(recipe.policy), type(optimizer).__name__, behind)
+    if found:
+        print(f"warning: {found}", file=sys.stderr)
 
 
 def warn_if_edited(stage: LoadedStage) -> None:

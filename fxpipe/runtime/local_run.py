@@ -13,7 +13,7 @@ import torch
 from fxpipe.folder import read_plan
 from fxpipe.runtime.feed import Feed, TrainingTask
 from fxpipe.runtime.final_weights import held, write_final_weights
-from fxpipe.runtime.hooks import task_of, warn_if_edited
+from fxpipe.runtime.hooks import task_of, warn_if_edited, warn_of_staleness
 from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
@@ -50,6 +50,7 @@ def run_local(
                 warn_if_edited(executor.stage)
                 if options.log_staleness:
                     watch_staleness(executor.store, options.out)
+            warn_of_staleness(pipeline.recipe, pipeline.executors[0])
             record.begin()
             for _ in range(total):
                 pipeline.step(feed.next_batch())

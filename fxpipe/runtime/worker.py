@@ -28,7 +28,7 @@ from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_e
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import Feed, TrainingTask, seed_everything
 from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
-from fxpipe.runtime.hooks import task_of, warn_if_edited
+from fxpipe.runtime.hooks import task_of, warn_if_edited, warn_of_staleness
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.local_run import threads_for
 from fxpipe.runtime.loop import train
@@ -123,6 +123,7 @@ class _Worker:
         record = None
         if self.rank == 0:
             record = Record(self.options.out, samples_of(self.plan), self.total, self.progress)
+            warn_of_staleness(self.recipe, self.executor)
         self.executor.store.begin(0, self.total)
         with peer_errors(self.rank):
             dist.barrier()

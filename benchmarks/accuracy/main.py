@@ -1,0 +1,99 @@
+"""The accuracy of asynchronous pipeline training, policy by policy, beside synchronous training; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from pathlib import Path
+
+from journal import Journal
+from plots import draw
+from pool import results
+from study import FULL, METHODS, QUICK, Job, Study
+from summary import summarize, write_summary
+from tables import tables, write_between_markers
+from training import Run
+from workloads import WORKLOADS
+
+from fxpipe.runtime.local_run import cores
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parents[1] / "build"
+
+
+def main() -> int:
+    """Run what is missing, then make result.json, plots and tables; the committed ones only of the whole study."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small study, in minutes")
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes, of one thread each; default: the cores")
+    parser.add_argument("--out", type=Path, help="working folder; default: build/accuracy, or build/accuracy-quick")
+    parser.add_argument("--report", action="store_true", help="run nothing: plots and tables of what is there")
+    options = parser.parse_args()
+    study = QUICK if options.quick else FULL
+    if options.only:
+        study = study.only(options.only)
+    if options.methods:
+        study = study.of(options.methods)
+    out = options.out or BUILD / ("accuracy-quick" if options.quick else "accuracy")
+    journal = Journal(out / "results.jsonl")
+    failed = 0
+    if not options.report:
+        try:
+            failed = run(study, journal, options.jobs)
+        except KeyboardInterrupt:
+            print(f"\nstopped; the same command goes on from {journal.path}", file=sys.stderr)
+            return 130
+    report(study, journal, out)
+    return 1 if failed else 0
+
+
+def run(study: Study, journal: Journal, processes: int) -> int:
+    """Run all jobs that have no result yet; how many failed."""
+    missing = [job for job in study.jobs() if job not in journal]
+    print(f"{len(study.jobs())} jobs, {len(missing)} to run in {processes} processes", flush=True)
+    begin, failed = time.monotonic(), 0
+    for done, (job, result, error) in enumerate(results(missing, min(processes, len(missing) or 1)), start=1):
+        if result is None:
+            failed += 1
+            print(f"{job} failed:\n{error}", file=sys.stderr)
+        else:
+            journal.add(job, result)
+        left = (time.monotonic() - begin) / done * (len(missing) - done)
+        print(f"{done}/{len(missing)}  {_clock(left)} left  {_line(job, result)}", flush=True)
+    return failed
+
+
+def report(study: Study, journal: Journal, out: Path) -> None:
+    """Result, plots and tables into the working folder, and here once every job of the full study has a result."""
+    summary = summarize(study, journal)
+    targets = [out]
+    if study == FULL and all(job in journal for job in study.jobs()):
+        targets.append(HERE)
+    for folder in targets:
+        write_summary(summary, folder / "result.json")
+        draw(summary, folder / "plots")
+    text = tables(summary)
+    (out / "tables.md").write_text(text)
+    if HERE in targets:
+        write_between_markers(text, HERE / "README.md")
+    print(f"written: {', '.join(str(folder) for folder in targets)}")
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _line(job: Job, result: dict[str, object] | None) -> str:
+    if not isinstance(job, Run) or result is None:
+        return f"{type(job).__name__} {job.workload} {job.optimizer}"
+    said = f"diverged at step {result['diverged']}" if "diverged" in result else f"{result['final']:.4f}"
+    settings = f"{job.workload} {job.optimizer} {job.method} N={job.workers} rate {job.rate:g} seed {job.seed}"
+    return f"{settings}: {said} in {result['seconds']:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What the accuracy study saw of policies: a warning before a run that resembles one that lost much."""
+
+from __future__ import annotations
+
+WORTH_A_WARNING = 0.1
+
+LOST: dict[tuple[str, str, int], float] = {
+    ("spectrain", "SGD", 3): 0.070,
+    ("latest", "SGD", 3): 0.086,
+    ("stash", "SGD", 3): 0.089,
+    ("pipeoptim", "SGD", 3): 0.103,
+    ("lwp", "SGD", 3): 0.105,
+    ("spectrain", "SGD", 7): 0.090,
+    ("stash", "SGD", 7): 0.114,
+    ("latest", "SGD", 7): 0.136,
+    ("lwp", "SGD", 7): 0.154,
+    ("pipeoptim", "SGD", 7): 0.175,
+    ("spectrain", "AdamW", 3): 0.062,
+    ("pipeoptim", "AdamW", 3): 0.117,
+    ("latest", "AdamW", 3): 0.125,
+    ("lwp", "AdamW", 3): 0.126,
+    ("stash", "AdamW", 3): 0.133,
+    ("spectrain", "AdamW", 7): 0.184,
+    ("pipeoptim", "AdamW", 7): 0.215,
+    ("lwp", "AdamW", 7): 0.231,
+    ("stash", "AdamW", 7): 0.260,
+    ("latest", "AdamW", 7): 0.281,
+}
+"""By policy, optimizer and the updates that the first worker's forward is behind: the share of the synchronous result
+(accuracy, or nats per byte) that was lost at the policy's best learning rate, the mean over the workloads of
+benchmarks/accuracy. There, 3 updates behind are 4 workers, 7 are 8."""
+
+
+def warning(policy: str, optimizer: str, behind: int) -> str | None:
+    """One sentence for a policy that lost a tenth or more in the study, else None.
+
+    Args:
+        policy: its text, options included; those that were not studied are not warned of.
+        optimizer: the name of its type. Adam and its like count as AdamW, which was studied.
+        behind: how many updates the first worker's forward is behind.
+    """
+    family = "AdamW" if "Adam" in optimizer else optimizer
+    studied = max((b for _, o, b in LOST if o == family and b <= behind), default=None)
+    if studied is None:
+        return None
+    lost = {name: share for (name, o, b), share in LOST.items() if (o, b) == (family, studied)}
+    share = lost.get(policy, 0.0)
+    if share < WORTH_A_WARNING:
+        return None
+    best = min(lost, key=lambda name: lost[name])
+    other = "fewer workers or more microbatches make weights less stale"
+    if best != policy:
+        other = f"{best} lost {lost[best]:.0%}; {other}"
+    return (
+        f"policy {policy} with {family} lost {share:.0%} of the synchronous result where forwards were "
+        f"{studied} updates behind (benchmarks/accuracy); {other}"
+    )
