@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostChoice, CostOptions, cost_options
 from fxpipe.cli.output import emit_json, print_table, size, warn, working
-from fxpipe.cli.policy_option import policy_option
+from fxpipe.cli.policy_option import check_policy, policy_option
 
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 from fxpipe.schedule import SCHEDULES
@@ -92,6 +92,7 @@ def plan_command(
         default_links = NCCL_NODE if subject.device == "cuda" else GLOO_LOOPBACK
         links = Links() if no_communication else choice.links or default_links
 
+        check_policy(policy, schedule, workers, subject.microbatches)
         setting = Setting(
             schedule, policy, subject.microbatches, links, choice.speeds, choice.memory, subject.optimizer_bytes
         )

@@ -41,8 +41,8 @@ Rows = dict[str, dict[str, Any]]
 def main() -> int:
     """Measure, print the tables and keep the numbers; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="of all pipelines side by side")
-    parser.add_argument("--runs", type=int, default=4, help="of two processes, of each policy")
+    parser.add_argument("--rounds", type=int, default=15, help="of all pipelines side by side")
+    parser.add_argument("--runs", type=int, default=5, help="of two processes, of each policy")
     parser.add_argument("--steps", type=int, default=40, help="minibatches of such a run")
     parser.add_argument("--quick", action="store_true", help="2 rounds, 1 run of 10 steps: only to see that it runs")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")

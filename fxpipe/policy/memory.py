@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from math import ceil
 
 from fxpipe.policy.base import Policy
@@ -11,6 +12,7 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
 
 
+@cache
 def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     """For each worker the most copies of its own weights that it holds at once beside the live ones.
 

@@ -179,7 +179,7 @@ class PipelinedClip(Clip):
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         square, elements = (float(value) for value in self._known + self._before)
         everything = square * self._elements / elements if elements else 0.0
-        self._scale(parameters, torch.tensor(everything**0.5, dtype=self._dtype))
+        self._scale(parameters, torch.tensor(everything**0.5, dtype=torch.promote_types(self._dtype, torch.float32)))
 
 
 def _norms(parameters: Sequence[nn.Parameter]) -> list[float]:

@@ -94,3 +94,11 @@ def test_requests_that_make_no_sense(profile: Path, options: tuple[str, ...], me
     result = fxpipe("plan", profile, *options)
     assert result.code == 2
     assert message in result.err
+
+
+def test_a_policy_that_makes_no_sense_is_refused(profile: Path) -> None:
+    result = fxpipe("plan", profile, "-n", "4", "--policy", "2bw", "--no-communication")
+    assert result.code == 1
+    assert "policy '2bw' needs 3 microbatches on 4 workers" in result.err
+    fits = fxpipe("plan", profile, "-n", "3", "--policy", "2bw", "--microbatches", "2", "--cuts", "same", "--json")
+    assert fits.code == 0, fits.err
