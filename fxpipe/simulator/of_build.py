@@ -87,13 +87,12 @@ def _replicas(demand: Demand, owner: int) -> Iterator[Replica]:
     """What an owner sends after an update: one message for each reader and distance of prediction."""
     version = 1  # all are alike but the first, which serves the whole warm-up and is never sent
     for reader in demand.readers(owner):
-        reads: dict[int, dict[Phase, set[int]]] = {}
+        reads: dict[int, dict[tuple[Phase, int], None]] = {}
         for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
             for microbatch, lag in enumerate(reading.lags):
                 ahead = demand.ahead(reading, Action(reading.phase, version + lag, microbatch), version)
-                reads.setdefault(ahead, {}).setdefault(reading.phase, set()).add(lag)
+                # Microbatches of one minibatch may read different versions; the simulator waits for the oldest one.
+                reads.setdefault(ahead, {})[reading.phase, max(reading.lags)] = None
         for message in demand.messages(owner, reader, version, 0, None):
             size = Pack([demand.parameters[name].tensor for name in message.names]).bytes
-            # Microbatches of one minibatch may read different versions; the simulator waits for the first one's.
-            lags = [(phase, max(lags)) for phase, lags in reads[message.ahead].items()]
-            yield Replica(owner, reader, tuple(lags), size)
+            yield Replica(owner, reader, tuple(reads[message.ahead]), size)

@@ -138,3 +138,17 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
         found = {(r.owner, ph, lag) for r in scenario.replicas if r.reader == worker for ph, lag in r.reads}
         assert found == wanted
     assert any(len(replica.reads) > 1 for replica in scenario.replicas) or policy == "latest"
+
+
+@pytest.mark.parametrize(
+    ("policy", "microbatches"),
+    [
+        *((policy, m) for m in (2, 4) for policy in ("latest", "stash", "spectrain", "pipeoptim+keep", "xpipe", "lwp")),
+        ("2bw", 4),
+    ],
+)
+def test_no_microbatch_waits_for_weights_that_only_later_ones_read(policy: str, microbatches: int) -> None:
+    case, _, _ = captured("gpt", microbatches)
+    build = lowered("gpt", microbatches, workers=4, schedule="async", policy="latest", **cuts(case, 4, 1))
+    found = simulate(choose(build.plan).schedule, scenario_of(build, Links(), policy=policy), 12)
+    assert found.seconds_per_minibatch > 0
