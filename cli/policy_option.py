@@ -41,5 +41,5 @@ def policy_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=PolicyText(),
         metavar="NAME[+OPTION]",
         help=f"Which weights a pass sees: {', '.join(sorted(POLICIES))}, or the model file's own; with switches behind "
-        f"it: pipeoptim+keep, spectrain+decay, stash+sc. [default: {default}]",
+        f"it: pipeoptim+keep, spectrain+decay. [default: {default}]",
     )

@@ -193,6 +193,8 @@ def _evaluate(options: RunOptions) -> dict[str, float]:
 
 
 def _print(summary: dict[str, Any]) -> None:
+    from fxpipe.runtime.staleness import staleness_file
+
     losses = summary["losses"]
     tail = losses[-min(len(losses), 20) :]
     click.echo(
@@ -229,5 +231,7 @@ def _print(summary: dict[str, Any]) -> None:
         )
     if "evaluation" in summary:
         click.echo("held out " + ", ".join(f"{name} {value:.4f}" for name, value in summary["evaluation"].items()))
+    if stale:
+        click.echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
     click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     click.echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")

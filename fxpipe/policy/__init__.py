@@ -57,7 +57,11 @@ def make(text: str) -> Policy:
     """
     name, *options = text.split("+")
     if name not in POLICIES:
-        raise PolicyError(f"there is no policy '{name}'{near(name, POLICIES)}", hint=f"one of: {', '.join(POLICIES)}")
+        raise PolicyError(
+            f"there is no policy '{name}'{near(name, POLICIES)}",
+            hint=f"one of: {', '.join(POLICIES)}, with options behind a plus: pipeoptim+keep; "
+            "or one that the build's own model file registers",
+        )
     known = POLICIES[name].options()
     for option in options:
         if not option:
