@@ -177,8 +177,9 @@ class Executor:
         with self._explaining(action):
             gradients = self.stage.backward(weights, buffers, saved, self._comm)
             self._check(len(gradients), len(part.gradients), "gradients")
-        self.store.add(gradients, weights, self._comm.sent)
-        del weights, gradients
+        del weights
+        self.store.add(gradients, self._comm.sent)
+        del gradients
         self.store.release(action)
         if action.microbatch == self._last:
             self.store.update(action.minibatch)

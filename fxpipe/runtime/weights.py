@@ -28,6 +28,7 @@ class _Part:
     readings: list[Reading]
     keys: tuple[Key, ...] = ()  # what `argument` was made of
     argument: tuple[Any, ...] = field(default=())
+    storages: set[int] | None = None  # addresses of what an action reads, once somebody asks
 
 
 class WeightStore:
@@ -161,7 +162,7 @@ class WeightStore:
                 tensors = self._take(key, reading.names)
                 for name, position in zip(reading.names, reading.positions, strict=True):
                     weights[position] = tensors[name]
-            part.keys, part.argument = keys, tuple(weights)
+            part.keys, part.argument, part.storages = keys, tuple(weights), None
         return part.argument
 
     def release(self, action: Action) -> None:
@@ -171,10 +172,13 @@ class WeightStore:
             if self._unread.read(key, action.phase):
                 self._forget(key)
 
-    def add(self, gradients: Sequence[Tensor | None], weights: Sequence[Any], sent: set[int]) -> None:
-        """Add a backward's gradients to its minibatch's; the `weights` it read and what it `sent` are never written."""
-        read = {weight.untyped_storage().data_ptr() for weight in weights}
-        self._sum.add(gradients, read | sent)
+    def add(self, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
+        """Add a backward's gradients to its minibatch's; the weights it read and what it `sent` are never written."""
+        part = self._parts["B"]
+        if part.storages is None:
+            weights = part.argument if part.readings else part.weights
+            part.storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._sum.add(gradients, part.storages | sent)
 
     def update(self, minibatch: int) -> None:
         """The minibatch's last backward is over: make the update, or begin it where others have a say in it.

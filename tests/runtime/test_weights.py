@@ -29,6 +29,14 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
+def fed(toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int) -> LocalPipeline:
+    """Four workers in a line, with minibatches in flight."""
+    pipeline = LocalPipeline(toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build"), sgd)
+    for batch in batches * 2:
+        pipeline.step(batch)
+    return pipeline
+
+
 def held(store: WeightStore) -> int:
     """The most copies that there are of one of the worker's parameters, beside the live one.
 
@@ -72,10 +80,7 @@ def test_as_many_copies_as_the_policy_says(
     toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, most: dict[int, int]
 ) -> None:
     """Each worker has a layer whose weight both passes read."""
-    folder = toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build")
-    pipeline = LocalPipeline(folder, sgd)
-    for batch in batches * 2:
-        pipeline.step(batch)
+    pipeline = fed(toy, batches, tmp_path, policy, microbatches)
     assert tuple(most[worker] for worker in range(4)) == copies(make(policy), pipeline.recipe.schedule)
 
 
@@ -83,10 +88,7 @@ def test_as_many_copies_as_the_policy_says(
 def test_a_flush_takes_no_more_and_leaves_nothing(
     toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, most: dict[int, int]
 ) -> None:
-    folder = toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build")
-    pipeline = LocalPipeline(folder, sgd)
-    for batch in batches * 2:
-        pipeline.step(batch)
+    pipeline = fed(toy, batches, tmp_path, policy, microbatches)
     before = dict(most)
     pipeline.flush()
     assert most == before
