@@ -19,7 +19,8 @@ venv: $(INSTALLED) ## set up .venv: fxpipe, editable, with the tools of developm
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,onnxruntime,zoo]'
+	$(BIN)/python -m pip install -c constraints.txt --no-deps torchvision timm # whose own needs may replace torch
 	touch $@
 
 demo: venv ## compile a GPT for two workers and train it, in minutes

@@ -13,10 +13,12 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.output import emit_json, note, print_table, size, warn, working
 from fxpipe.cli.policy_option import check_policy, policy_option
 
+from fxpipe.backend import BACKENDS
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpipe.agreement import Agreement
+    from fxpipe.backend.choose import EngineTime
     from fxpipe.build import Build
     from fxpipe.plan import Plan
     from fxpipe.simulator.result import Simulation
@@ -58,6 +60,13 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where the workers compute. [default: the model's]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
 @click.option("--seed", default=0, show_default=True, help="Seed of the initial weights.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="eager",
+    show_default=True,
+    help="Engine of the stages; auto measures and takes the fastest for every part.",
+)
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -76,6 +85,7 @@ def compile_command(
     device: str | None,
     threads: int | None,
     seed: int,
+    backend: str,
     verify: bool,
     save_profile: str | None,
     as_json: bool,
@@ -153,6 +163,8 @@ def compile_command(
             optimizer=task.optimizer,
             threads=threads_for(threads, workers),
             known_costs=Path(out) / NODE_COSTS,
+            backend=backend,
+            say=say,
             command=_command(model, workers, cuts, fp_cut, bp_cut, schedule, microbatches, autocast),
         )
         if choice.cost == "measured":
@@ -229,6 +241,7 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
         )
     headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "replicas", "in", "out", "memory"]
     print_table(headers, rows, left=3)
+    _print_engines(build)
     click.echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         f"{len(plan.edges)} edges"
@@ -250,6 +263,33 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
         )
     click.echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
+
+
+def _print_engines(build: Build) -> None:
+    """What each part takes on which engine, the chosen one marked; why an engine was left out."""
+    if not build.engine_times:
+        return
+    engines = list(dict.fromkeys(t.engine for t in build.engine_times))
+    parts: dict[str, dict[str, EngineTime]] = {}
+    for t in build.engine_times:
+        parts.setdefault(t.part, {})[t.engine] = t
+    rows = []
+    for part, times in parts.items():
+        row = [part]
+        for name in engines:
+            t = times.get(name)
+            if t is None or t.seconds is None:
+                row.append("–")
+            else:
+                row.append(f"{1e3 * t.seconds:.1f} ms{' ←' if t.chosen else ''}")
+        rows.append(row)
+    print_table(["", *engines], rows)
+    reasons: dict[str, list[str]] = {}
+    for t in build.engine_times:
+        if t.reason:
+            reasons.setdefault(f"{t.engine} left out: {t.reason}", []).append(t.part)
+    for reason, names in reasons.items():
+        note(reason if len(names) == len(parts) else f"{', '.join(names)}: {reason}")
 
 
 def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
@@ -274,6 +314,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
         },
         "workers": [dataclasses.asdict(w) for w in build.workers],
         "times": [dataclasses.asdict(t) for t in build.times],
+        "engines": [dataclasses.asdict(t) for t in build.engine_times],
         "warnings": list(build.warnings),
     }
     if agreement is not None:

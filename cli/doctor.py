@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import platform
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--out", type=click.Path(dir_okay=False), help="Write the links, for --links of compile and plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(links: bool, workers: int | None, out: str | None, as_json: bool) -> int:
-    """Show versions, devices and transports, and run a tiny self-test.
+    """Show versions, devices, transports and engines, and run a tiny self-test.
 
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
@@ -48,8 +49,9 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
         emit_json(report)
     else:
         for key, value in report.items():
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            click.echo(f"{key:<12} {text or 'none'}")
+            lines = [", ".join(value)] if isinstance(value, list) and key != "engines" else value
+            for label, line in zip_longest([key], [lines] if isinstance(lines, str) else lines, fillvalue=""):
+                click.echo(f"{label:<12} {line or 'none'}")
     return 0 if report["self-test"] == "passed" else 1
 
 
@@ -144,8 +146,21 @@ def _report() -> dict[str, Any]:
         "safetensors": safetensors.__version__,
         "devices": devices,
         "transports": transports,
+        "engines": _engines("cuda" if torch.cuda.is_available() else "cpu"),
         "self-test": _self_test(),
     }
+
+
+def _engines(device: str) -> list[str]:
+    """Each engine with its versions and what runs it here, or why it cannot be used."""
+    from fxpipe import backend as backends
+
+    found = ["eager"]
+    for name in backends.ENGINES[1:]:
+        engine = backends.make(name)
+        reason = engine.missing(device)
+        found.append(f"{name} (not for {device}: {reason})" if reason else f"{name} ({engine.describe()})")
+    return found
 
 
 def _self_test() -> str:

@@ -10,6 +10,7 @@ import sys
 import click
 from fxpipe.cli.compile import compile_command
 from fxpipe.cli.doctor import doctor_command
+from fxpipe.cli.export import export_command
 from fxpipe.cli.plan import plan_command
 from fxpipe.cli.run import run_command
 
@@ -33,6 +34,7 @@ def cli() -> None:
 cli.add_command(compile_command)
 cli.add_command(run_command)
 cli.add_command(plan_command)
+cli.add_command(export_command)
 cli.add_command(doctor_command)
 
 

@@ -13,6 +13,7 @@ import click
 from fxpipe.cli.output import emit_json, print_table, warn, working
 from fxpipe.cli.policy_option import check_policy, policy_option
 
+from fxpipe.backend import BACKENDS
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def _number(context: click.Context, parameter: click.Parameter, value: float | N
     is_flag=True,
     help="Write how far the weights that forwards use are from those that their updates meet.",
 )
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), help="Engine of the stages; auto is the build's. [default: auto]"
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
 @click.option("--out", type=click.Path(), default="out", show_default=True, help="Where metrics and weights go.")
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
@@ -61,6 +65,7 @@ def run_command(
     policy: str | None,
     clip_norm: float | None,
     log_staleness: bool,
+    backend: str | None,
     seed: int,
     out: str,
     model: str | None,
@@ -94,7 +99,13 @@ def run_command(
     if Path(build).suffix == ".py":
         if joined:
             raise click.UsageError("under torchrun, compile first and give the build directory")
-        wanted = {"-n": workers or 2, "--schedule": schedule, "--policy": policy, "--threads": threads}
+        wanted = {
+            "-n": workers or 2,
+            "--schedule": schedule,
+            "--policy": policy,
+            "--threads": threads,
+            "--backend": backend,
+        }
         build, model = _compiled(build, Path(out) / "build", wanted), build
     elif workers is not None:
         raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
@@ -107,6 +118,7 @@ def run_command(
         policy=policy,
         clip_norm=clip_norm,
         log_staleness=log_staleness,
+        backend=backend,
         seed=seed,
         out=out,
         threads=threads,

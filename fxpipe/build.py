@@ -7,6 +7,7 @@ build/
     costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
                           same from compile to compile
     node_costs.json       what every node took when it was measured: compiling again takes it from here
+    engines/              what engines other than eager make of the stages' parts; made anew where it is missing
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
+from fxpipe.backend.choose import EngineTime
 from fxpipe.errors import BuildError
-from fxpipe.folder import COSTS, PLAN, WEIGHTS, check_target, load_plan, replacing
+from fxpipe.folder import COSTS, ENGINES, PLAN, WEIGHTS, check_target, load_plan, replacing
 from fxpipe.measured_costs import NODE_COSTS
 from fxpipe.plan import Plan
 from fxpipe.planner.links import Links
@@ -54,6 +56,8 @@ class Build:
         profile: what every unit costs; None for a loaded build.
         partitions: what the planner compared, the chosen one last; empty where the cuts were given.
         links, speeds: what the planner took them to be; no speeds: all equal.
+        engine_times: what each part of a stage takes on which engine; empty where nobody measured.
+        engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
         node_costs: what was measured, kept so that the next compile need not.
         folder: where it lies on disk, if it does.
         warnings: what capture wants the user to know.
@@ -69,6 +73,8 @@ class Build:
     partitions: tuple[Partition, ...] = field(default=(), repr=False)
     links: Links = field(default_factory=Links, repr=False)
     speeds: tuple[float, ...] = field(default=(), repr=False)
+    engine_times: tuple[EngineTime, ...] = field(default=(), repr=False)
+    engine_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     node_costs: str | None = field(default=None, repr=False)
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
@@ -94,6 +100,7 @@ class Build:
             "workers": [dataclasses.asdict(w) for w in self.workers],
             "times": [dataclasses.asdict(t) for t in self.times],
             "timings": [dataclasses.asdict(t) for t in self.timings],
+            "engines": [dataclasses.asdict(t) for t in self.engine_times],
             "links": self.links.to_row(),
             "speeds": list(self.speeds),
             "partitions": [dataclasses.asdict(p) for p in self.partitions],
@@ -103,6 +110,9 @@ class Build:
                 (fresh / name).write_text(source)
             (fresh / WEIGHTS).write_bytes(weights)
             (fresh / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
+            for name, content in self.engine_files.items():
+                (fresh / ENGINES / name).parent.mkdir(parents=True, exist_ok=True)
+                (fresh / ENGINES / name).write_bytes(content)
             if self.node_costs is not None:
                 (fresh / NODE_COSTS).write_text(self.node_costs)
             (fresh / PLAN).write_text(plan.to_json())
@@ -118,6 +128,7 @@ class Build:
         seed: int = 0,
         clip_norm: float | None = None,
         log_staleness: bool = False,
+        backend: str | None = None,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, for accuracy studies of N workers on one machine.
 
@@ -128,10 +139,13 @@ class Build:
             seed: of dropout and its like.
             clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
             log_staleness: compare the weights that forwards use with those that their updates meet.
+            backend: the engine of all stages; those of the plan where None or 'auto'.
         """
         from fxpipe.runtime.local import LocalPipeline
 
-        return LocalPipeline.of(self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness)
+        return LocalPipeline.of(
+            self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness, backend
+        )
 
     def join(
         self,
@@ -146,6 +160,7 @@ class Build:
         seed: int = 0,
         clip_norm: float | None = None,
         log_staleness: bool = False,
+        backend: str | None = None,
         out: str | Path | None = None,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
@@ -154,7 +169,7 @@ class Build:
             train_data: gives an epoch's batches; called on worker 0 alone.
             steps, epochs: how long; one epoch if neither is given.
             optimizer, lr_scheduler: made on each worker, from its own named parameters.
-            schedule, policy, seed, clip_norm, log_staleness: as those of `local`.
+            schedule, policy, seed, clip_norm, log_staleness, backend: as those of `local`.
             out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
 
         Returns:
@@ -181,6 +196,7 @@ class Build:
             policy=policy,
             clip_norm=clip_norm,
             log_staleness=log_staleness,
+            backend=backend,
             seed=seed,
             out=None if out is None else str(out),
             progress=True,
@@ -211,6 +227,7 @@ def load(folder: str | Path) -> Build:
             tensors,
             workers=tuple(WorkerSummary.from_row(row) for row in costs["workers"]),
             times=tuple(StageTime.from_row(row) for row in costs["times"]),
+            engine_times=tuple(EngineTime(**row) for row in costs["engines"]),
             timings=tuple(EdgeTiming(**row) for row in costs["timings"]),
             links=Links.from_row(costs["links"]),
             speeds=tuple(costs["speeds"]),

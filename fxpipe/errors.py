@@ -79,6 +79,14 @@ class PolicyError(FxpipeError):
     """A policy cannot be used with this schedule or optimizer."""
 
 
+class BackendError(FxpipeError):
+    """An engine cannot run a part of a stage, or computes something else than eager PyTorch."""
+
+
+class ExportError(FxpipeError):
+    """A graph cannot be exported, or what was exported is not right."""
+
+
 class RunError(FxpipeError):
     """Training failed on a worker."""
 

@@ -15,8 +15,8 @@ import fxpipe
 from fxpipe.errors import BuildError
 from fxpipe.plan import Plan
 
-PLAN, WEIGHTS, COSTS = "plan.json", "weights.safetensors", "costs.json"
-_OWN = re.compile(r"plan\.json|weights\.safetensors|(node_)?costs\.json|stage_\d+\.py|__pycache__")
+PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
+_OWN = re.compile(r"plan\.json|weights\.safetensors|(node_)?costs\.json|stage_\d+\.py|engines|__pycache__")
 
 
 def read_plan(folder: str | Path) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.backend.choose import choose_engines
 from fxpipe.batch import split, tensor_spec
 from fxpipe.build import Build
 from fxpipe.errors import CutError, near
-from fxpipe.folder import WEIGHTS
+from fxpipe.folder import ENGINES, WEIGHTS
 from fxpipe.measured_costs import MeasuredCosts
 from fxpipe.optimizer_costs import optimizer_costs
 from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
@@ -44,7 +45,7 @@ def compile(
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
         microbatches: how many each minibatch is cut into.
         autocast: 'bf16' for torch.autocast.
-        options: workers, schedule, policy, forward_at, backward_at, cost, threads, …: those of `lower`.
+        options: workers, schedule, policy, forward_at, backward_at, cost, backend, threads, …: those of `lower`.
 
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
@@ -72,6 +73,8 @@ def lower(
     optimizer: MakeOptimizer = default_optimizer,
     threads: int | None = None,
     known_costs: Path | None = None,
+    backend: str = "eager",
+    say: Callable[[str], None] = lambda text: None,
     command: str = "fxpipe.compile(...)",
     observers: Sequence[Observer] = (),
 ) -> Build:
@@ -93,12 +96,16 @@ def lower(
         speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
         optimizer: as for a run: its update is timed, its state weighed.
         threads: CPU threads while measuring.
-        known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same.
+        known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. What
+            engines made for that compile is taken likewise.
+        backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
+        say: is told which part is being put onto engines.
         command: what is written into the stages' headers.
 
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+        BackendError: the engine asked for is not there, cannot run a part, or computes something else.
     """
     from fxpipe import policy as policies
     from fxpipe import schedule as schedules
@@ -139,7 +146,7 @@ def lower(
     held, demand = in_flight(chosen), Demand(plan, chosen, chosen_policy)
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     tensors = {row.names[0]: program.values[row.node] for row in rows}
-    return Build(
+    build = Build(
         plan=plan,
         files=program.files,
         tensors={name: t.detach().clone() for name, t in tensors.items()},
@@ -156,6 +163,11 @@ def lower(
             *(_idle(plan) if planned else ()),
         ),
     )
+    if backend == "eager":
+        return build
+    leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
+    known = known_costs.parent / ENGINES if known_costs else None
+    return choose_engines(build, leaves, backend=backend, threads=threads, known=known, say=say)
 
 
 def _check_choices(cuts: Any, pinned: bool, cost: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fxpipe.errors import BuildError
 
-FORMAT = 2
+FORMAT = 3
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
@@ -129,7 +129,7 @@ class StageSpec:
     """One worker's stage: its file, the file's digest, its units (half-open ranges) and its two functions.
 
     `weight_units` are those whose weight gradients its backward makes; but for operators that make them together with
-    their input's gradient, which lie in `backward_units`.
+    their input's gradient, which lie in `backward_units`. `engines` run its forward and its backward.
     """
 
     file: str
@@ -139,6 +139,7 @@ class StageSpec:
     weight_units: tuple[int, int]
     forward: PartSpec
     backward: PartSpec
+    engines: tuple[str, str] = ("eager", "eager")
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ def _decode(body: dict[str, Any]) -> Plan:
             tuple(s["weight_units"]),
             _part(s["forward"]),
             _part(s["backward"]),
+            (s["engines"][0], s["engines"][1]),
         )
         for s in body["stages"]
     )

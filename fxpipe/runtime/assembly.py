@@ -11,7 +11,9 @@ from safetensors import safe_open
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
+from fxpipe.backend.equip import engines_of, equip
 from fxpipe.errors import BuildError
+from fxpipe.folder import ENGINES
 from fxpipe.plan import Plan, TensorSpec
 from fxpipe.policy.base import Policy
 from fxpipe.runtime.clip import make_clip
@@ -95,17 +97,21 @@ def open_worker(
     device: torch.device | str = "cpu",
     keep_gradients: bool = False,
     clip_norm: float | None = None,
+    backend: str | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
 
     Args:
         clip_norm: the greatest norm of all workers' gradients together that an update uses.
+        backend: the engine of both functions; those of the plan where None or 'auto'.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
+        BackendError: the engine is not there, or cannot run the stage.
     """
     folder = Path(folder)
     stage = load_stage(folder / plan.stages[worker].file, plan.stages[worker])
+    stage = equip(plan, worker, stage, engines_of(plan, worker, backend), folder / ENGINES, str(device))
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
     parameters = [(p.name, p.tensor) for p in plan.parameters if p.owner == worker or p.name in read]
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]

@@ -50,9 +50,10 @@ class LocalPipeline:
         report: called when worker 0 ends a minibatch (see `fxpipe.runtime.record.OnStep`).
         clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
         log_staleness: compare the weights that forwards use with those that their updates meet; see `staleness()`.
+        backend: the engine of all stages: 'eager', 'onnxruntime', 'inductor'; those of the plan where None or 'auto'.
 
     Raises:
-        BuildError, ScheduleError, PolicyError: as `open_worker` and `choose`.
+        BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `choose`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LocalPipeline:
         keep_gradients: bool = True,
         clip_norm: float | None = None,
         log_staleness: bool = False,
+        backend: str | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
@@ -90,6 +92,7 @@ class LocalPipeline:
                 self.device,
                 keep_gradients=keep_gradients and self._synchronous,
                 clip_norm=clip_norm,
+                backend=backend,
             )
             for w, transport in enumerate(self.transports)
         ]
@@ -114,6 +117,7 @@ class LocalPipeline:
         seed: int = 0,
         clip_norm: float | None = None,
         log_staleness: bool = False,
+        backend: str | None = None,
     ) -> LocalPipeline:
         """A pipeline of a build in memory or on disk; `optimizer` defaults to SGD(lr=0.01, momentum=0.9).
 
@@ -128,7 +132,7 @@ class LocalPipeline:
             build.save(folder)
         pipeline = LocalPipeline(
             folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed,
-            clip_norm=clip_norm, log_staleness=log_staleness,
+            clip_norm=clip_norm, log_staleness=log_staleness, backend=backend,
         )  # fmt: skip
         pipeline._temporary = temporary
         return pipeline

@@ -44,7 +44,7 @@ def run_local(
         try:
             pipeline = LocalPipeline(
                 options.build, task.optimizer, task.lr_scheduler, options.schedule, options.policy,
-                options.seed, record.step, keep_gradients=False, clip_norm=options.clip_norm,
+                options.seed, record.step, keep_gradients=False, clip_norm=options.clip_norm, backend=options.backend,
             )  # fmt: skip
             for executor in pipeline.executors:
                 warn_if_edited(executor.stage)

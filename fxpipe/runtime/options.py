@@ -16,6 +16,7 @@ class RunOptions:
         model_file: the user's file; None means the one the plan names.
         steps, epochs: how long; one epoch if neither is given.
         schedule, policy: names; None means the plan's. A policy's options stand behind its name: `pipeoptim+keep`.
+        backend: the engine of all stages; None or 'auto' means those of the plan.
         clip_norm: the greatest norm of all workers' gradients together that an update uses; None does not clip.
         log_staleness: compare the weights that forwards use with those that their updates meet.
         seed: of the data, `random`, numpy and the random numbers in the stages.
@@ -31,6 +32,7 @@ class RunOptions:
     epochs: int | None = None
     schedule: str | None = None
     policy: str | None = None
+    backend: str | None = None
     clip_norm: float | None = None
     log_staleness: bool = False
     seed: int = 0

@@ -111,7 +111,7 @@ class _Worker:
         self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
         self.executor: Executor = open_worker(
             plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device,
-            clip_norm=options.clip_norm,
+            clip_norm=options.clip_norm, backend=options.backend,
         )  # fmt: skip
         if options.log_staleness:
             watch_staleness(self.executor.store, options.out)

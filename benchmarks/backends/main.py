@@ -1,0 +1,198 @@
+"""What each engine takes for each part of a stage, and what `--backend auto` makes of a pipeline; see README.md.
+
+One thread a worker. Every model is cut in two; every part runs on each engine in turn, for several rounds, medians. In
+the end a pipeline of two workers runs with `--backend auto` and with `--backend eager`, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import fxpipe
+from fxpipe.backend.choose import choose_engines
+from fxpipe.backend.ort import Session
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import models  # noqa: E402
+
+GOALS = {"onnxruntime on the GPTs": 1.5, "auto against eager": 0.98, "feeding": 0.02, "pipeline": 1.4, "building": 20.0}
+
+
+def main() -> None:
+    """Measure, print tables and keep the numbers; exit code 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS))
+    parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each part")
+    parser.add_argument("--rounds", type=int, default=3, help="of the pipeline; 0 leaves it out")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # one model, in a process of its own
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    options = parser.parse_args()
+    if options.only:
+        print(json.dumps(parts(options.only, options.seconds)))
+        return
+    rows: list[dict[str, Any]] = []
+    print(f"{'model':<10}{'part':<18}{'engine':<13}{'ms':>8}{'of eager':>10}{'error':>10}{'built':>8}{'feeding':>9}")
+    for name in options.models:
+        command = [sys.executable, __file__, "--only", name, "--seconds", str(options.seconds)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        for row in json.loads(done.stdout.splitlines()[-1]):
+            rows.append({"model": name, **row})
+            show(rows[-1])
+    result: dict[str, Any] = {"parts": rows, "models": of_models(rows)}
+    for name, ratios in result["models"].items():
+        print(f"{name:<10}" + "  ".join(f"{engine} {ratio:.2f}×" for engine, ratio in ratios.items()))
+    if options.rounds:
+        result["pipeline"] = pipeline(options.rounds, options.steps)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    missed = goals(result)
+    print("\n".join(missed) or "all goals met")
+    sys.exit(1 if missed else 0)
+
+
+def parts(name: str, seconds: float) -> list[dict[str, Any]]:
+    """Every part of a model on every engine."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    make, batch = models.MODELS[name]
+    example = batch()
+    feeding: dict[str, float] = {}
+    begin, bind = 0.0, Session.bind
+
+    def timed(self: Session, inputs: Any) -> Any:
+        nonlocal begin
+        begin = perf_counter()
+        bound = bind(self, inputs)
+        spans.append(perf_counter() - begin)
+        return bound
+
+    build = fxpipe.compile(make(), models.loss, example, workers=2, cost="measured", threads=1)
+    leaves = {leaf.name: value for leaf, value in zip(build.plan.batch, example, strict=True)}
+    spans: list[float] = []
+    Session.bind = timed  # type: ignore[method-assign]
+
+    def say(text: str) -> None:
+        close()
+        current.append(text.split(" ")[0])
+
+    current: list[str] = []
+
+    def close() -> None:
+        if current and spans:
+            feeding[current[-1]] = statistics.median(spans[len(spans) // 4 :])
+        spans.clear()
+
+    chosen = choose_engines(build, leaves, threads=1, budget=seconds, say=say)
+    close()
+    rows = []
+    for time in chosen.engine_times:
+        rows.append(
+            {
+                "part": time.part,
+                "engine": time.engine,
+                "seconds": time.seconds,
+                "ratio": time.ratio,
+                "error": time.error,
+                "build": time.build,
+                "reason": time.reason,
+                "chosen": time.chosen,
+                "feeding": feeding.get(time.part) if time.engine == "onnxruntime" else None,
+            }
+        )
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    head = f"{row['model']:<10}{row['part']:<18}{row['engine']:<13}"
+    if row["seconds"] is None:
+        print(f"{head}left out: {row['reason']}", flush=True)
+        return
+    fed = "" if row["feeding"] is None else f"{100 * row['feeding'] / row['seconds']:>8.1f}%"
+    mark = " ←" if row["chosen"] else ""
+    print(
+        f"{head}{1e3 * row['seconds']:>8.1f}{row['ratio']:>10.2f}{row['error']:>10.1e}{row['build']:>7.1f}s{fed}{mark}",
+        flush=True,
+    )
+
+
+def of_models(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By model: eager's time over each engine's, forward and backward of both stages together, and over auto's."""
+    found: dict[str, dict[str, float]] = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        eager = sum(row["seconds"] for row in mine if row["engine"] == "eager")
+        found[model] = {}
+        for engine in ("onnxruntime", "inductor"):
+            times = [row["seconds"] for row in mine if row["engine"] == engine]
+            if None not in times:
+                found[model][engine] = eager / sum(times)
+        found[model]["auto"] = eager / sum(row["seconds"] for row in mine if row["chosen"])
+    return found
+
+
+def pipeline(rounds: int, steps: int) -> dict[str, Any]:
+    """Samples/s of two workers, `auto` and `eager` in turn."""
+    rates: dict[str, list[float]] = {"eager": [], "auto": []}
+    with tempfile.TemporaryDirectory(prefix="fxpipe_backends_") as temporary:
+        folder = Path(temporary)
+        for backend in rates:
+            fxpipe_command(
+                "compile", str(HERE / "gpt.py"), "-n", "2", "--backend", backend, "-o", str(folder / backend)
+            )
+        plan = json.loads((folder / "auto" / "plan.json").read_text())
+        for _ in range(rounds):
+            for backend, found in rates.items():
+                fxpipe_command("run", str(folder / backend), "--steps", str(steps), "--out", str(folder / "out"))
+                lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+                skip = len(lines) // 5  # there the pipeline fills, and engines are checked
+                samples = plan["batch"][0]["tensor"]["shape"][0] * plan["microbatches"]
+                found.append((len(lines) - skip) * samples / (lines[-1]["seconds"] - lines[skip - 1]["seconds"]))
+    ratio = statistics.median(a / e for a, e in zip(rates["auto"], rates["eager"], strict=True))
+    engines = [stage["engines"] for stage in plan["stages"]]
+    shown = ", ".join(f"{name} {statistics.median(found):.1f}" for name, found in rates.items())
+    print(f"pipeline of two workers, samples/s: {shown}; auto is {ratio:.2f}× eager; engines {engines}")
+    return {"rates": rates, "ratio": ratio, "engines": engines}
+
+
+def fxpipe_command(*arguments: str) -> None:
+    """Run `fxpipe`, one thread a worker."""
+    command = [sys.executable, "-m", "fxpipe", *arguments, "--threads", "1", "--json"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def goals(result: dict[str, Any]) -> list[str]:
+    """The goals that were missed."""
+    missed = []
+    for name, ratios in result["models"].items():
+        found = ratios.get("onnxruntime", 0.0)
+        if name.startswith("gpt") and found < GOALS["onnxruntime on the GPTs"]:
+            missed.append(f"missed: onnxruntime on {name}: {found:.2f}× eager, not {GOALS['onnxruntime on the GPTs']}")
+        if ratios["auto"] < GOALS["auto against eager"]:
+            missed.append(f"missed: auto on {name}: {ratios['auto']:.2f}× eager")
+    for row in result["parts"]:
+        if row["feeding"] is not None and row["seconds"] and row["feeding"] > GOALS["feeding"] * row["seconds"]:
+            missed.append(f"missed: feeding {row['model']} {row['part']}: {100 * row['feeding'] / row['seconds']:.1f}%")
+    for name in result["models"]:
+        for engine in ("onnxruntime", "inductor"):
+            seconds = sum(r["build"] for r in result["parts"] if (r["model"], r["engine"]) == (name, engine))
+            if seconds > GOALS["building"]:
+                missed.append(f"missed: building {name} for {engine}: {seconds:.0f} s, both stages together")
+    if "pipeline" in result and result["pipeline"]["ratio"] < GOALS["pipeline"]:
+        missed.append(f"missed: the pipeline with auto is {result['pipeline']['ratio']:.2f}× the one with eager")
+    return missed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""`fxpipe export`: the stages of a build as ONNX models, each run in onnxruntime before it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from fxpipe.cli.output import emit_json, print_table, size, warn, working
+
+if TYPE_CHECKING:
+    from fxpipe.build import Build
+    from fxpipe.task import Task
+
+
+@click.command("export")
+@click.argument("build", type=click.Path())
+@click.option("-o", "--out", type=click.Path(), default="onnx", show_default=True, help="The folder for the models.")
+@click.option(
+    "--weights",
+    type=click.Choice(["inputs", "initializers", "external"]),
+    help="Inputs of the models; the initial weights, inside; or the same, in a file beside each model.  "
+    "[default: inputs, with --inference initializers]",
+)
+@click.option("--opset", type=int, default=20, show_default=True, help="Version of ONNX's operators: 18 to 25.")
+@click.option(
+    "--inference",
+    is_flag=True,
+    help="Export what predicts instead: forward in eval mode, without the loss, for any batch size.",
+)
+@click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
+@click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
+@click.option("--fp-cut", multiple=True, metavar="PATH", help="For a model file: as for `fxpipe compile`.")
+@click.option("--bp-cut", multiple=True, metavar="PATH", help="For a model file: as for `fxpipe compile`.")
+@click.option("--cost", type=click.Choice(["measured", "analytic"]), help="For a model file: as for `fxpipe compile`.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def export_command(
+    build: str,
+    out: str,
+    weights: Any,
+    opset: int,
+    inference: bool,
+    model: str | None,
+    workers: int | None,
+    fp_cut: tuple[str, ...],
+    bp_cut: tuple[str, ...],
+    cost: str | None,
+    as_json: bool,
+) -> int:
+    """Write the stages of a BUILD directory (or of a model file, which is compiled first) as ONNX models.
+
+    Writes stage_0.forward.onnx, stage_0.backward.onnx and so on: what each worker computes for one microbatch, with
+    what it receives, sends and saves as inputs and outputs, named as in the build. pipeline.onnx is the whole training
+    step, each part of a stage a function in it: open it in Netron to see the stages and what passes between them. The
+    property "fxpipe" of each model says what every input and output is; dropout masks are inputs. An edited stage is
+    exported as it was edited.
+
+    Every model is run in onnxruntime on the first batch of train_data() and compared with the stage's own code. If one
+    of them is wrong, none is written.
+
+    \b
+    fxpipe export build/ -o onnx/
+    fxpipe export build/ -o onnx/ --weights external --json
+    fxpipe export model.py -n 3 -o onnx/
+    fxpipe export build/ -o onnx/ --inference
+    """
+    from fxpipe.export.target import check_export_target, check_opset, check_packages
+
+    from_file = Path(build).suffix == ".py"
+    given = {"-n": workers, "--fp-cut": fp_cut, "--bp-cut": bp_cut, "--cost": cost}
+    if not from_file and any(given.values()):
+        first = next(name for name, value in given.items() if value)
+        raise click.UsageError(f"{first} goes with a model file; a build has been cut already")
+    if from_file and model is not None:
+        raise click.UsageError("--model goes with a build; the model file has been given already")
+    if inference and weights == "inputs":
+        raise click.UsageError("--weights inputs goes with training; what predicts has its weights: take initializers")
+    check_packages()
+    check_opset(opset)
+    check_export_target(out)
+    form = weights or ("initializers" if inference else "inputs")
+    with ExitStack() as stack:
+        if from_file:
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="fxpipe_build_"))
+            model, build = build, str(Path(temporary) / "build")
+            _compile(model, build, given | {"-n": workers or 2})
+        if inference:
+            found = _export_inference(build, model, out, form, opset)
+        else:
+            found = _export(build, model, out, form, opset)
+    if as_json:
+        emit_json({"out": out, "opset": opset, "weights": form, **found})
+    else:
+        _print(found, out)
+    return 0
+
+
+def _compile(model: str, folder: str, wanted: dict[str, Any]) -> None:
+    from fxpipe.cli.compile import compile_command
+
+    options = []
+    for name, value in wanted.items():
+        for one in value if isinstance(value, tuple) else [value]:
+            options += [] if one is None else [name, str(one)]
+    with redirect_stdout(sys.stderr):  # stdout is for what the export says
+        compile_command.main([model, "-o", folder, *options], standalone_mode=False)
+
+
+def _export(folder: str, model: str | None, out: str, weights: Any, opset: int) -> dict[str, Any]:
+    from fxpipe.export.stages import export
+
+    with working("exporting") as say:
+        build, _, example = _read(folder, model, say)
+        files = export(build, out, example, weights=weights, opset=opset, say=say, warn=warn)
+    return {"error": max((f.error for f in files), default=0.0), "files": [dataclasses.asdict(f) for f in files]}
+
+
+def _export_inference(folder: str, model: str | None, out: str, weights: Any, opset: int) -> dict[str, Any]:
+    import torch
+
+    from fxpipe.batch import to_device
+    from fxpipe.export.inference import export_inference
+    from fxpipe.folder import replacing
+    from fxpipe.held import HeldTensors
+
+    with ExitStack() as stack:
+        say = stack.enter_context(working("exporting"))
+        build, task, example = _read(folder, model, say)
+        fresh = stack.enter_context(replacing(Path(out)))
+        made, example = to_device("cpu", task.model(), example)
+        held = HeldTensors(made)
+        with torch.no_grad():
+            for names, value in zip(held.names, held.values, strict=True):
+                value.copy_(build.tensors.get(names[0], value))
+        say("the forward in eval mode")
+        done = export_inference(
+            made, task.loss, example, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.path.name
+        )
+        rows = [
+            {"name": s.files[0], "nodes": s.nodes, "bytes": sum((fresh / f).stat().st_size for f in s.files)}
+            for s in done.stages
+        ]
+    for warning in done.warnings:
+        warn(warning)
+    return {"error": done.error, "dynamic": done.dynamic, "batches": list(done.batches), "files": rows}
+
+
+def _read(folder: str, model: str | None, say: Callable[[str], None]) -> tuple[Build, Task, Any]:
+    """The build, its model file and the first batch."""
+    import torch
+
+    from fxpipe.build import load
+    from fxpipe.errors import ExportError
+    from fxpipe.folder import check_current, model_path
+    from fxpipe.task import load_task
+
+    build = load(folder)
+    path = model_path(build.plan, folder, model)
+    if path is None:
+        raise ExportError(
+            "the build was compiled from objects, so there is no file whose train_data() gives a batch to check by",
+            where=folder,
+            hint="give a file with --model, or use the Python API: fxpipe.export.stages.export(build, OUT, batch)",
+        )
+    check_current(build.plan, folder, model)
+    say("reading the example batch")
+    torch.manual_seed(0)
+    task = load_task(path)
+    return build, task, task.example()
+
+
+def _print(found: dict[str, Any], out: str) -> None:
+    files = found["files"]
+    if "batches" in found:
+        print_table(["file", "nodes", "size"], [[f["name"], f"{f['nodes']:,}", size(f["bytes"])] for f in files])
+        sizes = ", ".join(map(str, found["batches"]))
+        click.echo(
+            f"chained in onnxruntime: relative error {found['error']:.1e} against eager PyTorch"
+            + (f", with batches of {sizes}" if sizes else "")
+        )
+    else:
+        rows = [
+            [f["name"], f["worst"], f"{f['nodes']:,}", size(f["bytes"]), f"{f['error']:.1e}", f"{f['seconds']:.1f} s"]
+            for f in files
+        ]
+        print_table(["file", "least exact output", "nodes", "size", "relative error", "took"], rows, left=2)
+    click.echo(f"wrote {out}: {', '.join(f['name'] for f in files)}")

@@ -1,0 +1,260 @@
+"""`--backend auto`: measures every part of every stage on every engine; takes the fastest that agrees with eager."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxpipe import backend as backends
+from fxpipe.backend import ENGINES
+from fxpipe.backend.calls import PartCall, Replay, record_calls
+from fxpipe.backend.engine import EnginePart
+from fxpipe.backend.equip import build_part, check_outputs, flat
+from fxpipe.backend.pure import PurePart, trace_stage
+from fxpipe.errors import BackendError, FxpipeError
+from fxpipe.folder import ENGINES as ENGINES_FOLDER
+from fxpipe.plan import PartSpec, Phase, Plan
+from fxpipe.runtime.loaded_stage import load_stage
+from fxpipe.runtime.local_run import threads as worker_threads
+
+if TYPE_CHECKING:
+    from fxpipe.build import Build
+
+BUDGET = 1.0
+"""Seconds for which a part is measured on all its engines together, once each has run `LEAST` times."""
+
+LEAST, MOST = 3, 50
+"""Rounds; in each, every engine runs once, in turn."""
+
+GAIN = 0.97
+"""Another engine is taken where its time is less than this part of eager's: less is noise."""
+
+
+@dataclass(frozen=True)
+class EngineTime:
+    """One part of a stage on one engine.
+
+    Attributes:
+        seconds: of one call, the median; None where the engine is left out.
+        ratio: over eager's time, the median of the rounds' ratios.
+        error: largest relative error against the emitted code.
+        build: seconds to make it ready.
+        reason: why the engine is left out.
+        chosen: whether the plan takes it.
+    """
+
+    worker: int
+    phase: Phase
+    engine: str
+    seconds: float | None = None
+    ratio: float | None = None
+    error: float | None = None
+    build: float = 0.0
+    reason: str = ""
+    chosen: bool = False
+
+    @property
+    def part(self) -> str:
+        """`stage_0.forward`."""
+        return f"stage_{self.worker}.{'forward' if self.phase == 'F' else 'backward'}"
+
+
+def choose_engines(
+    build: Build,
+    leaves: Mapping[str, Any],
+    *,
+    backend: str = "auto",
+    threads: int | None = None,
+    budget: float = BUDGET,
+    known: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Build:
+    """The build with an engine for every part in its plan, the measured times, and the files that engines made.
+
+    Args:
+        leaves: the batch leaves of one microbatch by their names.
+        backend: 'auto', or an engine for all parts, which is then only checked and timed against eager.
+        threads: CPU threads of one worker; by default its share of the cores, as in a run.
+        budget: seconds of measuring a part, on all its engines together.
+        known: what engines made of an earlier build; taken where it is of the same parts.
+        say: is told which part is being built and timed.
+
+    Raises:
+        BackendError: the engine asked for is not there, cannot run a part, or computes something else.
+    """
+    plan = build.plan
+    names = [n for n in (ENGINES[1:] if backend == "auto" else (backend,)) if n != "eager"]
+    times: list[EngineTime] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="fxpipe_engines_") as temporary,
+        worker_threads(threads, plan.workers),
+        torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
+        torch.no_grad(),
+    ):
+        folder = Path(temporary) / "build"
+        dataclasses.replace(build, engine_files={}).save(folder)
+        cache = folder / ENGINES_FOLDER
+        if known is not None and known.is_dir():
+            shutil.copytree(known, cache)
+        stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+        calls = record_calls(plan, stages, build.tensors, leaves)
+        there = {n: backends.make(n).missing(plan.device) for n in names}
+        absent = [f"{n}: {reason}" for n, reason in there.items() if reason]
+        if absent and backend != "auto":
+            raise BackendError("; ".join(absent), hint="use --backend auto to take what is there")
+        for worker, stage in enumerate(stages):
+            spec = plan.stages[worker]
+            phases: tuple[tuple[Phase, PartSpec, Callable[..., Any]], ...] = (
+                ("F", spec.forward, stage.forward),
+                ("B", spec.backward, stage.backward),
+            )
+            try:
+                parts = trace_stage(plan, worker, stage)
+            except BackendError as error:
+                if backend != "auto":
+                    raise
+                times += [
+                    EngineTime(worker, phase, n, reason=there[n] or _line(error))
+                    for phase, _, _ in phases
+                    for n in names
+                ]
+                continue
+            for part, (phase, row, emitted) in zip(parts, phases, strict=True):
+                say(f"{part.name} on {', '.join(n for n in names if not there[n])}")
+                trial = _Trial(part, row, emitted, calls[worker, phase], cache, backend != "auto", budget)
+                times += trial.times(there)
+        files = {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.rglob("*")) if path.is_file()}
+    if backend == "auto":
+        times = _fastest(times)
+    else:
+        times = [dataclasses.replace(t, chosen=t.engine == backend) for t in times]
+    return dataclasses.replace(
+        build, plan=_with_engines(plan, times), engine_times=tuple(times), engine_files=_chosen(files, times)
+    )
+
+
+def _fastest(times: Sequence[EngineTime]) -> list[EngineTime]:
+    """The rows, the fastest of each part marked."""
+    best: dict[tuple[int, Phase], tuple[float, str]] = {}
+    for row in times:
+        if row.ratio is None:
+            continue
+        bar = row.ratio if row.engine == "eager" or row.ratio < GAIN else float("inf")
+        key = (row.worker, row.phase)
+        best[key] = min(best.get(key, (1.0, "eager")), (bar, row.engine))
+    return [dataclasses.replace(t, chosen=best.get((t.worker, t.phase), (1.0, "eager"))[1] == t.engine) for t in times]
+
+
+def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:
+    chosen = {(t.worker, t.phase): t.engine for t in times if t.chosen}
+    stages = tuple(
+        dataclasses.replace(s, engines=(chosen.get((k, "F"), "eager"), chosen.get((k, "B"), "eager")))
+        for k, s in enumerate(plan.stages)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def _chosen(files: Mapping[str, bytes], times: Sequence[EngineTime]) -> dict[str, bytes]:
+    """The files of the engines that are taken."""
+    kept = tuple(f"{t.part}.{t.engine}-" for t in times if t.chosen)
+    return {name: content for name, content in files.items() if kept and name.startswith(kept)}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One part on all engines.
+
+    Attributes:
+        strict: whether an engine that fails is an error, not left out.
+    """
+
+    part: PurePart
+    spec: PartSpec
+    emitted: Callable[..., Any]
+    call: PartCall
+    cache: Path
+    strict: bool
+    budget: float
+
+    def times(self, there: Mapping[str, str | None]) -> list[EngineTime]:
+        """A row for eager and one for each engine."""
+        part = self.part
+        rows, ready = {}, {}
+        for name, reason in there.items():
+            try:
+                if reason:
+                    raise BackendError(reason)
+                begin = perf_counter()
+                made = build_part(part, self.spec, backends.make(name), self.cache)
+                seconds = perf_counter() - begin
+                error = self._check(made)
+            except BackendError as problem:
+                if self.strict:
+                    raise
+                rows[name] = EngineTime(part.worker, part.phase, name, reason=_line(problem))
+                continue
+            rows[name] = EngineTime(part.worker, part.phase, name, error=error, build=seconds)
+            ready[name] = made
+        spans = self._measure({"eager": self.emitted, **ready})
+        base = spans["eager"]
+        found = [EngineTime(part.worker, part.phase, "eager", statistics.median(base), 1.0, 0.0)]
+        for name, row in rows.items():
+            if name in spans:
+                ratio = statistics.median(mine / eager for mine, eager in zip(spans[name], base, strict=True))
+                row = dataclasses.replace(row, seconds=statistics.median(spans[name]), ratio=ratio)
+            found.append(row)
+        return found
+
+    def _check(self, made: EnginePart) -> float:
+        """The engine's largest error. Raises BackendError: it is too large, or the engine fails when it runs."""
+        expected = self._run(self.emitted)
+        try:
+            found = self._run(made)
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise BackendError(f"{made.engine} fails when it runs: {type(error).__name__}: {text}") from error
+        return check_outputs(made, expected, found)
+
+    def _run(self, function: Callable[..., Any]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        comm, call = Replay(dict(self.call.received)), self.call
+        result = function(call.weights, call.buffers, list(call.third), comm)
+        return flat(self.part, result, comm.sent)
+
+    def _measure(self, functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[float]]:
+        """Seconds of every call, engines in turn; the first round warms up."""
+        spans: dict[str, list[float]] = {name: [] for name in functions}
+        begin = perf_counter()
+        for turn in range(MOST + 1):
+            for name, function in functions.items():
+                comm, call = Replay(dict(self.call.received)), self.call
+                third = list(call.third)
+                before = self._now()
+                result = function(call.weights, call.buffers, third, comm)
+                span = self._now() - before
+                del result, comm
+                if turn:
+                    spans[name].append(span)
+            if turn >= LEAST and perf_counter() - begin > self.budget:
+                break
+        return spans
+
+    def _now(self) -> float:
+        if self.part.device == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+
+def _line(error: FxpipeError) -> str:
+    text = error.what.splitlines()[0]
+    return f"{text} ({error.where})" if error.where else text

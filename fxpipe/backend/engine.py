@@ -1,0 +1,95 @@
+"""What an engine is, and how the function that it makes takes the place of an emitted one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.backend.pure import PurePart
+from fxpipe.backend.trim import trim
+from fxpipe.plan import PartSpec
+
+Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Computes a part's outputs from its inputs, both in the part's order."""
+
+
+class Engine(ABC):
+    """Runs pure parts.
+
+    A part arrives trimmed (`fxpipe.backend.trim`): no output is an input, a view of one, or there twice.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def missing(self, device: str) -> str | None:
+        """Why it cannot be used on this machine for `device` ('cpu', 'cuda'), and what to do; None if it can."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """What else than the part decides what is built: versions of the engine and of what feeds it."""
+
+    def describe(self) -> str:
+        """For `fxpipe doctor`: versions, and what the engine runs on."""
+        return self.version()
+
+    @abstractmethod
+    def build(self, part: PurePart, cache: Path | None) -> Compute:
+        """Make the part ready to run with the process's present number of threads.
+
+        Args:
+            cache: a file or folder of this part, this engine and this version alone: read if it is there, else written
+                (whole or not at all). None keeps nothing.
+
+        Returns:
+            The function. Inputs may have any strides and are never changed; outputs are new memory at each call, laid
+            out as `fxpipe.runtime.layout.Layout` of their specs.
+
+        Raises:
+            BackendError: the engine cannot run the part; one line says why, and where.
+        """
+
+
+class EnginePart:
+    """A part on an engine, called as the emitted function is: `(weights, buffers, batch or saved, comm)`.
+
+    Everything is received before the engine runs, and sent behind it.
+    """
+
+    def __init__(self, part: PurePart, spec: PartSpec, engine: Engine, cache: Path | None = None) -> None:
+        self.part = part
+        self.engine = engine.name
+        self._spec = spec
+        self._trimmed = trim(part)
+        self._takes = self._trimmed.takes
+        self._device = torch.device(part.device)
+        # Nothing to compute: a part that only passes values on needs no engine.
+        self._compute = engine.build(self._trimmed.inner, cache) if self._trimmed.inner.outputs else _nothing
+        self._updates, self._saved = part.count("update"), len(spec.saved) if part.phase == "F" else 0
+
+    def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
+        received = [comm.recv(name) for name in self._spec.receives]
+        drawn = [draw(self._device) for draw in self.part.draws]
+        inputs = [*weights, *buffers, *third, *received, *drawn]
+        if self.part.phase == "B":
+            third.clear()
+        computed = self._compute([inputs[i] for i in self._takes])
+        outputs = self._trimmed.finish(inputs, computed)
+        del inputs, received, drawn, computed
+        count = len(outputs) - len(self._spec.sends)
+        for name, value in zip(self._spec.sends, outputs[count:], strict=True):
+            comm.send(name, value)
+        if self.part.phase == "B":
+            return outputs[:count]
+        first = 1 if self._spec.loss else 0
+        loss = outputs[0] if first else None
+        return loss, outputs[first : first + self._updates], list(outputs[first + self._updates : count])
+
+
+def _nothing(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return ()

@@ -1,0 +1,1 @@
+"""Stages as ONNX models, for engines that are not PyTorch."""

@@ -1,0 +1,103 @@
+"""Gradients of convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+_FEW = 16  # channels: below, products are too thin to be worth one each
+_SMALL = 64  # outputs of a plane: likewise
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    axes = x.ndim - 2
+    stride, padding, dilation = (list(v) * axes if len(v) == 1 else list(v) for v in (stride, padding, dilation))
+    dx = dw = db = None
+    if output_mask[0]:
+        if transposed:
+            dx = aten.convolution.default(grad, w, None, stride, padding, dilation, False, [0] * axes, groups)
+        else:
+            dx = _input(grad, x, w, stride, padding, dilation, groups)
+    if output_mask[1]:
+        # A transposed convolution is the backward of a plain one: the two change places.
+        pair = (x, grad) if transposed else (grad, x)
+        dw = _weight(*pair, w, stride, padding, dilation, groups)
+    if output_mask[2]:
+        db = grad.sum([0, *range(2, grad.ndim)])
+    return dx, dw, db
+
+
+def _input(
+    grad: Tensor, x: Tensor, w: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    axes = x.ndim - 2
+    reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:], strict=True)]
+    plain = stride == [1] * axes and all(r >= p for r, p in zip(reach, padding, strict=True))
+    if plain and w.numel() <= grad.numel() and x.shape[1] >= _FEW:
+        # A plain convolution with the weight turned round: its kernels are better than those of ConvTranspose, where
+        # turning is not most of the work.
+        turned = w.reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
+        turned = turned.reshape(-1, w.shape[0] // groups, *w.shape[2:])
+        if max(w.shape[2:]) > 1:
+            turned = turned.flip(list(range(2, w.ndim)))
+        pad = [r - p for r, p in zip(reach, padding, strict=True)]
+        return aten.convolution.default(grad, turned, None, stride, pad, dilation, False, [0] * axes, groups)
+    made = [(g - 1) * s - 2 * p + r + 1 for g, s, p, r in zip(grad.shape[2:], stride, padding, reach, strict=True)]
+    over = [size - m for size, m in zip(x.shape[2:], made, strict=True)]
+    return aten.convolution.default(grad, w, None, stride, padding, dilation, True, over, groups)
+
+
+def _weight(
+    grad: Tensor, x: Tensor, w: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """For each place of the kernel: the entries of x that it met, times grad, over samples and places at once."""
+    n = x.shape[0]
+    made = list(grad.shape[2:])
+    per, entries = grad.shape[1] // groups, w.shape[1]
+    if any(padding):
+        x = torch.constant_pad_nd(x, [p for p in reversed(padding) for _ in range(2)])
+    places = list(product(*map(range, w.shape[2:])))
+    if groups > 1 or len(places) == 1:
+        left = grad.reshape(n, groups, per, -1)
+        parts = []
+        for place in places:
+            right = _met(x, place, made, stride, dilation).reshape(n, groups, entries, -1)
+            parts.append((left @ right.transpose(-1, -2)).sum(0).reshape(-1, entries))
+        return (parts[0] if len(parts) == 1 else torch.stack(parts, -1)).reshape(w.shape)
+    # The sum over samples within the product: channels first, then all samples and places as one axis.
+    x, left = x.transpose(0, 1), grad.transpose(0, 1).reshape(per, -1)
+    met = [_met(x, place, made, stride, dilation) for place in places]
+    if entries < _FEW or prod(made) <= _SMALL:  # one product for all places of the kernel, where each would be small
+        return (left @ torch.stack(met, 1).reshape(entries * len(places), -1).t()).reshape(w.shape)
+    return torch.stack([left @ m.reshape(entries, -1).t() for m in met], -1).reshape(w.shape)
+
+
+def _met(x: Tensor, place: Sequence[int], made: list[int], stride: list[int], dilation: list[int]) -> Tensor:
+    """The entries of x that this place of the kernel met, for each output."""
+    for axis, (i, count, s, d) in enumerate(zip(place, made, stride, dilation, strict=True)):
+        start, end = i * d, i * d + (count - 1) * s + 1
+        if start or s > 1 or x.shape[axis + 2] != count:
+            x = aten.slice.Tensor(x, axis + 2, start, end, s)
+    return x
+
+
+TABLE: dict[OpOverload, Callable[..., Any]] = {aten.convolution_backward.default: _backward}

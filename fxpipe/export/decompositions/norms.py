@@ -1,0 +1,269 @@
+"""Normalisations in training, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+def _wide(v: Tensor, x: Tensor) -> Tensor:
+    """One value a channel, against [batch, channels, …]."""
+    return v.reshape(-1, *[1] * (x.ndim - 2)) if x.ndim > 2 else v
+
+
+def _axes(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Output, mean and 1/deviation of the batch, and the running ones as they are afterwards."""
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        factor = torch.rsqrt(running_var + eps)
+        if weight is not None:
+            factor = factor * weight
+        shift = -running_mean * factor if bias is None else bias - running_mean * factor
+        nothing = x.new_zeros(0)
+        return x * _wide(factor, x) + _wide(shift, x), nothing, nothing, running_mean, running_var
+    mean = x.mean(_axes(x))
+    centred = x - _wide(mean, x)
+    var = (centred * centred).mean(_axes(x))
+    rstd = torch.rsqrt(var + eps)
+    out = centred * _wide(rstd if weight is None else rstd * weight, x)
+    if bias is not None:
+        out = out + _wide(bias, x)
+    if running_mean is not None:
+        running_mean = running_mean * (1 - momentum) + mean * momentum
+    if running_var is not None:
+        count = x.numel() // x.shape[1]
+        running_var = running_var * (1 - momentum) + var * (momentum * count / max(count - 1, 1))
+    return out, mean, rstd, running_mean, running_var
+
+
+def _functional(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+def _no_stats(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
+
+
+def _with_update_functional(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    out, mean, rstd, *running = _batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return out, mean, rstd, x.new_zeros(0, dtype=torch.uint8), *running
+
+
+def _batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if not train:
+        assert running_mean is not None
+        assert running_var is not None
+        mean, rstd = running_mean, torch.rsqrt(running_var + eps)
+    assert mean is not None
+    assert rstd is not None
+    factor = rstd if weight is None else rstd * weight
+    total = grad.sum(_axes(x)) if train or output_mask[2] else None
+    dx = dw = None
+    if train or output_mask[1]:
+        assert total is not None or not train
+        centred = x - _wide(mean, x)
+        dw = (grad * centred).sum(_axes(x)) * rstd
+    if output_mask[0]:
+        dx = grad * _wide(factor, x)
+        if train:
+            assert dw is not None
+            assert total is not None
+            count = x.numel() // x.shape[1]
+            dx = dx - (centred * _wide(factor * rstd * dw / count, x) + _wide(factor * total / count, x))
+    return dx, dw if output_mask[1] else None, total if output_mask[2] else None
+
+
+def _cudnn_backward(
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    reserve: Tensor,
+) -> tuple[Tensor | None, ...]:
+    return _batch_norm_backward(grad, x, weight, running_mean, running_var, mean, rstd, True, eps, [True, True, True])
+
+
+def _with_reserve_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: Tensor,
+) -> tuple[Tensor | None, ...]:
+    return _batch_norm_backward(grad, x, weight, running_mean, running_var, mean, rstd, update, eps, output_mask)
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    shape, size = x.shape, prod(normalized_shape)
+    rows = x.numel() // size
+    if len(normalized_shape) > 1:
+        grad, x = grad.reshape(rows, size), x.reshape(rows, size)
+        mean, rstd = mean.reshape(rows, 1), rstd.reshape(rows, 1)
+        weight = None if weight is None else weight.reshape(size)
+    hat = (x - mean) * rstd
+    both = grad * hat
+    outer = list(range(x.ndim - 1))
+    dx = dw = db = None
+    if output_mask[0]:
+        # Sums over a row times the weight are products with a vector: nothing of the size of x is written for them.
+        if weight is None:
+            first, second = grad.mean(-1, keepdim=True), both.mean(-1, keepdim=True)
+            dx = grad
+        else:
+            column = (weight / size).unsqueeze(-1)
+            first, second = grad @ column, both @ column
+            dx = grad * weight
+        dx = ((dx - first - hat * second) * rstd).reshape(shape)
+    if output_mask[1]:
+        dw = both.sum(outer).reshape(normalized_shape)
+    if output_mask[2]:
+        db = grad.sum(outer).reshape(normalized_shape)
+    return dx, dw, db
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.reshape(n, group, -1)
+    mean = rows.mean(-1, keepdim=True)
+    centred = rows - mean
+    rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    out = (centred * rstd).reshape(x.shape)
+    if weight is not None:
+        out = out * _wide(weight, x)
+    if bias is not None:
+        out = out + _wide(bias, x)
+    return out, mean.reshape(n, group), rstd.reshape(n, group)
+
+
+def _group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    hxw: int,
+    group: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    per = c // group
+    g = grad.reshape(n, group, per, hxw)
+    hat = (x.reshape(n, group, -1) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    hat = hat.reshape(n, group, per, hxw)
+    of_grad, of_both = g.sum(-1), (g * hat).sum(-1)  # [n, group, per]
+    dx = dw = db = None
+    if output_mask[0]:
+        w = x.new_ones(1, group, per) if weight is None else weight.reshape(1, group, per)
+        count = per * hxw
+        first = ((of_grad * w).sum(-1) * (1 / count))[..., None, None]
+        second = ((of_both * w).sum(-1) * (1 / count))[..., None, None]
+        dx = ((g * w[..., None] - first - hat * second) * rstd[..., None, None]).reshape(x.shape)
+    if output_mask[1]:
+        dw = of_both.sum(0).reshape(c)
+    if output_mask[2]:
+        db = of_grad.sum(0).reshape(c)
+    return dx, dw, db
+
+
+def _var_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    axes = sorted(d % x.ndim for d in dim) if dim else list(range(x.ndim))
+    mean = x.mean(axes, keepdim=True)
+    centred = x - mean
+    count = prod(x.shape[a] for a in axes)
+    free = count - (1 if correction is None else correction)
+    var = (centred * centred).sum(axes, keepdim=keepdim) / free
+    return var, mean if keepdim else mean.reshape(var.shape)
+
+
+def _var(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _var_mean(x, dim, **options)[0]
+
+
+TABLE: dict[OpOverload, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_functional.default: _functional,
+    aten._native_batch_norm_legit.no_stats: _no_stats,
+    aten._batch_norm_with_update_functional.default: _with_update_functional,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.cudnn_batch_norm_backward.default: _cudnn_backward,
+    aten.batch_norm_backward.default: _with_reserve_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.var_mean.correction: _var_mean,
+    aten.var.correction: _var,
+    aten.std.correction: lambda x, dim=None, **options: _var(x, dim, **options).sqrt(),
+}

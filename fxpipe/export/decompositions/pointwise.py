@@ -1,0 +1,79 @@
+"""Activations' gradients, distances and dropout: entry by entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        k = math.sqrt(2 / math.pi)
+        square = x * x
+        t = torch.tanh(x * (square * (k * 0.044715) + k))
+        slope = x * (square * (3 * k * 0.044715) + k)
+        return grad * ((t + 1) * ((1 - t) * slope + 1)) * 0.5
+    u = x * math.sqrt(0.5)
+    return grad * (torch.erf(u) + u * torch.exp(-(u * u)) * (2 / math.sqrt(math.pi)) + 1) * 0.5
+
+
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return ((grad - (grad * out).sum(dim, keepdim=True)) * out).to(input_dtype)
+
+
+def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return (grad - torch.exp(out) * grad.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return grad * (mask.to(grad.dtype) * scale)
+
+
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
+
+
+def _cdist(a: Tensor, b: Tensor, p: float, compute_mode: int | None = None) -> Tensor:
+    difference = (a.unsqueeze(-2) - b.unsqueeze(-3)).abs()
+    if p == 1:
+        return difference.sum(-1)
+    if p == 2:
+        return (difference * difference).sum(-1).sqrt()
+    if p == math.inf:
+        return difference.amax(-1)
+    return (difference**p).sum(-1) ** (1 / p)
+
+
+def _cdist_backward(grad: Tensor, a: Tensor, b: Tensor, p: float, cdist: Tensor) -> Tensor:
+    if p not in (1.0, 2.0):
+        raise NotImplementedError("the gradient of a distance of this norm")
+    difference = a.unsqueeze(-2) - b.unsqueeze(-3)
+    if p == 1:
+        return (grad.unsqueeze(-1) * difference.sign()).sum(-2)
+    share = torch.where(cdist == 0, 0.0, grad / torch.where(cdist == 0, 1.0, cdist))
+    return (share.unsqueeze(-1) * difference).sum(-2)
+
+
+def _relu(x: Tensor) -> Tensor:
+    """onnxruntime has Relu for floating point alone; onnxscript's optimizer makes one of Max with 0 too."""
+    return NotImplemented if x.is_floating_point() else torch.where(x > 0, x, 0)
+
+
+TABLE: dict[OpOverload, Callable[..., Any]] = {
+    aten.relu.default: _relu,
+    aten.gelu_backward.default: _gelu_backward,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.native_dropout_backward.default: _dropout_backward,
+    aten.softshrink_backward.default: _shrink_backward,
+    aten.hardshrink_backward.default: _shrink_backward,
+    aten._cdist_forward.default: _cdist,
+    aten._cdist_backward.default: _cdist_backward,
+}

@@ -1,0 +1,180 @@
+"""The whole partitioned training step as one model: each part of a stage is a function, the main graph calls them.
+
+A viewer then shows the stages, what passes between them, and inside a function the part itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import onnx
+from onnx import helper
+
+from fxpipe.backend.pure import Input, Output, PurePart
+from fxpipe.plan import BufferSpec, ParameterSpec, Plan
+
+DOMAIN = "fxpipe"
+"""Of the functions."""
+
+
+PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
+"""Of outputs that have the names of weights and buffers."""
+
+Row = TypeVar("Row", Input, Output)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[Row]):
+    """An input or output of the main graph: its name there, and which part's input or output it is.
+
+    A weight that several parts read is one input; `part` is the first of them.
+    """
+
+    name: str
+    part: PurePart
+    row: Row
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """The model, and what its inputs and outputs are."""
+
+    model: onnx.ModelProto
+    inputs: tuple[Entry[Input], ...]
+    outputs: tuple[Entry[Output], ...]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A part as a model of its own."""
+
+    part: PurePart
+    model: onnx.ModelProto
+    metadata: str
+
+    @property
+    def inputs(self) -> list[str]:
+        return [value.name for value in self.model.graph.input]
+
+    @property
+    def outputs(self) -> list[str]:
+        return [value.name for value in self.model.graph.output]
+
+
+def assemble(plan: Plan, parts: Sequence[Converted]) -> PipelineModel:
+    """The step for one microbatch, from the parts in the order in which they run.
+
+    Loss, gradients and new values of buffers are its outputs; weights, buffers, batch and masks its inputs.
+    """
+    graph = _Graph(plan)
+    for part in parts:
+        graph.call(part)
+    made = helper.make_graph(graph.nodes, "pipeline", graph.infos, graph.results, value_info=graph.inner)
+    opsets = _opsets([p.model for p in parts])
+    model = helper.make_model(
+        made,
+        functions=[function_of(p) for p in parts],
+        opset_imports=[*(helper.make_opsetid(d, v) for d, v in opsets.items()), helper.make_opsetid(DOMAIN, 1)],
+        ir_version=max(p.model.ir_version for p in parts),
+    )
+    return PipelineModel(model, tuple(graph.inputs), tuple(graph.outputs))
+
+
+def first_names(plan: Plan) -> dict[str, str]:
+    """For every name of a weight or buffer the first of its names: that of its tensor."""
+    rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
+    return {name: row.name for row in rows for name in row.names}
+
+
+def function_of(converted: Converted) -> onnx.FunctionProto:
+    """A part as a function: its constants become nodes, its weights are inputs."""
+    graph = converted.model.graph
+    function = onnx.FunctionProto(name=converted.part.name, domain=DOMAIN)
+    function.input.extend(converted.inputs)
+    function.output.extend(converted.outputs)
+    for constant in graph.initializer:
+        function.node.append(helper.make_node("Constant", [], [constant.name], name=constant.name, value=constant))
+    function.node.extend(graph.node)
+    function.value_info.extend(graph.value_info)
+    function.opset_import.extend(converted.model.opset_import)
+    function.metadata_props.add(key="fxpipe", value=converted.metadata)
+    return function
+
+
+def _opsets(models: Sequence[onnx.ModelProto]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for model in models:
+        for entry in model.opset_import:
+            assert found.setdefault(entry.domain, entry.version) == entry.version, "parts of different opsets"
+    return found
+
+
+class _Graph:
+    """The main graph, call by call."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.first = first_names(plan)
+        self.nodes: list[onnx.NodeProto] = []
+        self.infos: list[onnx.ValueInfoProto] = []
+        self.results: list[onnx.ValueInfoProto] = []
+        self.inner: list[onnx.ValueInfoProto] = []
+        self.inputs: list[Entry[Input]] = []
+        self.outputs: list[Entry[Output]] = []
+        self.known: dict[tuple[str, ...], str] = {}  # what is there already, by what it is
+        self.taken: set[str] = set()
+
+    def call(self, converted: Converted) -> None:
+        part, graph = converted.part, converted.model.graph
+        read = [self._input(part, r, v) for r, v in zip(part.inputs, graph.input, strict=True)]
+        made = [self._output(part, r, v) for r, v in zip(part.outputs, graph.output, strict=True)]
+        node = helper.make_node(part.name, read, made, name=part.name, domain=DOMAIN)
+        node.metadata_props.add(key="fxpipe", value=converted.metadata)
+        self.nodes.append(node)
+
+    def _input(self, part: PurePart, row: Input, info: onnx.ValueInfoProto) -> str:
+        key = self._key(part, row)
+        if key not in self.known:
+            name = f"{part.name}.{row.name}" if row.kind == "mask" else self.first.get(row.name, row.name)
+            self.known[key] = self._name(row.kind, name)
+            self.inputs.append(Entry(self.known[key], part, row))
+            self.infos.append(_renamed(info, self.known[key]))
+        return self.known[key]
+
+    def _output(self, part: PurePart, row: Output, info: onnx.ValueInfoProto) -> str:
+        if row.kind in ("loss", "gradient", "update"):
+            name = self._name(row.kind, PREFIXES.get(row.kind, "") + row.name)
+            self.outputs.append(Entry(name, part, row))
+            self.results.append(_renamed(info, name))
+        else:
+            name = self._name(row.kind, row.name if row.kind == "sent" else f"stage_{part.worker}.{row.name}")
+            self.inner.append(_renamed(info, name))
+        if row.kind != "gradient":
+            self.known[self._key(part, row)] = name  # a buffer's later readers see its new value
+        return name
+
+    def _key(self, part: PurePart, row: Input | Output) -> tuple[str, ...]:
+        """The same for an output and for the inputs that it becomes."""
+        if row.kind in ("sent", "received"):
+            return "edge", row.name
+        if row.kind in ("buffer", "update"):
+            return "buffer", self.first[row.name]
+        if row.kind == "weight":
+            return "weight", self.first[row.name]
+        if row.kind == "batch":
+            return "batch", row.name
+        return row.kind, part.name if row.kind == "mask" else str(part.worker), row.name
+
+    def _name(self, kind: str, name: str) -> str:
+        while name in self.taken:
+            name = f"{kind}:{name}"
+        self.taken.add(name)
+        return name
+
+
+def _renamed(info: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+    made = onnx.ValueInfoProto()
+    made.CopyFrom(info)
+    made.name = name
+    return made

@@ -1,0 +1,73 @@
+"""What is refused before any work is done: missing packages, an opset, a folder with something else. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from fxpipe.errors import ExportError
+from fxpipe.folder import _check_creatable
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+OLDEST = 18
+"""PyTorch's exporter writes this opset and converts from there; asked for less, it gives this one, or what is wrong."""
+
+NEWEST = 25
+"""The newest opset that PyTorch's exporter converts to."""
+
+_OWN = re.compile(r"(stage_\d+\.(forward|backward|inference)|pipeline)\.onnx(\.data)?")
+
+
+def check_packages() -> None:
+    """Refuse to start without what the export needs.
+
+    Raises:
+        ExportError: names every missing package.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExportError(
+            f"the export needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            hint=f"pip install {' '.join(missing)}",
+        )
+
+
+def check_opset(opset: int) -> None:
+    """Refuse an opset that PyTorch's exporter does not write.
+
+    Raises:
+        ExportError: too old or too new.
+    """
+    if opset < OLDEST:
+        raise ExportError(
+            f"opset {opset} is too old: PyTorch translates its operators to opset {OLDEST} or newer",
+            hint=f"choose --opset from {OLDEST} to {NEWEST}",
+        )
+    if opset > NEWEST:
+        raise ExportError(
+            f"opset {opset} is too new: PyTorch translates its operators up to opset {NEWEST}",
+            hint=f"choose --opset from {OLDEST} to {NEWEST}",
+        )
+
+
+def check_export_target(folder: str | Path) -> None:
+    """Refuse a folder that an export could not be written to; an earlier export may be replaced.
+
+    Raises:
+        ExportError: it holds something that is not an export, or is a file.
+        BuildError: it cannot be created.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        foreign = sorted(e.name for e in folder.iterdir() if not (_OWN.fullmatch(e.name) and e.is_file()))
+        if foreign:
+            raise ExportError(
+                f"{folder} exists and holds {', '.join(foreign[:5])}{', …' if len(foreign) > 5 else ''}, "
+                "which an export would delete",
+                hint="choose another -o, or remove it yourself",
+            )
+    elif folder.exists():
+        raise ExportError(f"{folder} is a file", hint="choose another -o")
+    _check_creatable(folder.resolve().parent, folder, "-o")

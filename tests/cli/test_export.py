@@ -1,0 +1,205 @@
+"""What `fxpipe export` writes and prints, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK, files, fxpipe, unchanged
+from model_files import PARAMETERS, write_model
+from torch import nn
+
+pytest.importorskip("onnx", reason="needs onnx")
+pytest.importorskip("onnxscript", reason="needs onnxscript")
+pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+
+import onnx
+
+import fxpipe as library
+from fxpipe.export import stages
+
+NAMES = [
+    "stage_0.forward.onnx",
+    "stage_0.backward.onnx",
+    "stage_1.forward.onnx",
+    "stage_1.backward.onnx",
+    "pipeline.onnx",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model.py, its build for two workers, and an empty folder that was there before."""
+    made = tmp_path_factory.mktemp("export")
+    result = fxpipe("compile", write_model(made), "-o", made / "build", "--fp-cut", "blocks.2", *QUICK)
+    assert result.code == 0, result.err
+    (made / "onnx").mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, Any]:
+    """What the export of the build says, as JSON."""
+    with_build = files(folder / "build")
+    result = fxpipe("export", folder / "build", "-o", folder / "onnx", "--json")
+    assert files(folder / "build") == with_build
+    found = result.json
+    assert isinstance(found, dict)
+    return found
+
+
+def test_json(said: dict[str, Any], folder: Path) -> None:
+    assert set(said) == {"out", "opset", "weights", "error", "files"}
+    assert (said["out"], said["opset"], said["weights"]) == (str(folder / "onnx"), 20, "inputs")
+    assert [f["name"] for f in said["files"]] == NAMES
+    assert sorted(files(folder / "onnx")) == sorted(NAMES)
+    for file in said["files"]:
+        assert set(file) == {"name", "nodes", "bytes", "error", "worst", "seconds"}
+        assert file["bytes"] == (folder / "onnx" / file["name"]).stat().st_size
+        assert 0 <= file["error"] <= 1e-4
+    assert said["error"] == max(f["error"] for f in said["files"])
+
+
+def test_the_models_are_of_this_build(said: dict[str, Any], folder: Path) -> None:
+    model = onnx.load(folder / "onnx" / "pipeline.onnx")
+    assert {v.name for v in model.graph.input} >= PARAMETERS
+    assert {v.name for v in model.graph.output} >= {"loss"} | {f"grad:{name}" for name in PARAMETERS}
+    text = model.SerializeToString()
+    assert str(folder).encode() not in text, "no paths of this machine"
+
+
+def test_an_earlier_export_is_replaced_and_a_foreign_folder_is_not(said: dict[str, Any], folder: Path) -> None:
+    with unchanged(folder):
+        result = fxpipe("export", folder / "build", "-o", folder / "build")
+    assert result.code == 1
+    assert re.search(r"error: .*build exists and holds costs\.json, .*, which an export would delete", result.err)
+    assert "\n  hint: choose another -o" in result.err
+    result = fxpipe("export", folder / "build", "-o", folder / "onnx", "--inference", "--weights", "external", "--json")
+    found = result.json
+    assert [f["name"] for f in found["files"]] == ["stage_0.inference.onnx", "stage_1.inference.onnx"]
+    assert (found["dynamic"], found["weights"]) == (True, "external")
+    assert len(found["batches"]) > 1
+    assert found["error"] <= 1e-4
+    left = files(folder / "onnx")
+    assert all(re.fullmatch(r"stage_[01]\.inference\.onnx(\.data)?", name) for name in left)
+    assert len(left) == 4
+    for file in found["files"]:
+        both = (left[file["name"]], left[file["name"] + ".data"])
+        assert file["bytes"] == sum(len(content or b"") for content in both)
+
+
+def test_a_model_file_is_compiled_first(folder: Path, tmp_path: Path) -> None:
+    with unchanged(folder):
+        arguments = ("-n", 3, "--fp-cut", "blocks.1", "--fp-cut", "blocks.3", "--cost", "analytic", "--opset", 18)
+        result = fxpipe("export", folder / "model.py", *arguments, "-o", tmp_path / "onnx")
+    assert result.code == 0, result.err
+    assert sorted(files(tmp_path)) == sorted(
+        ["onnx", "onnx/pipeline.onnx"]
+        + [f"onnx/stage_{k}.{phase}.onnx" for k in range(3) for phase in ("forward", "backward")]
+    )
+    rows = [line.split() for line in result.out.splitlines() if line.strip().startswith(("stage_", "pipeline"))]
+    assert len(rows) == 7
+    assert all(float(row[-3]) <= 1e-4 for row in rows)
+    assert f"wrote {tmp_path / 'onnx'}: stage_0.forward.onnx" in result.out
+    model = onnx.load(tmp_path / "onnx" / "stage_2.backward.onnx")
+    assert {o.domain: o.version for o in model.opset_import} == {"": 18}
+
+
+def test_an_edited_stage_warns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops right behind the warning."""
+    build = tmp_path / "build"
+    build.mkdir()
+    for name, content in files(folder / "build").items():
+        (build / name).write_bytes(content or b"")
+    path = build / "stage_0.py"
+    path.write_text(path.read_text() + "\n# a note\n")
+
+    def stop(*arguments: Any) -> None:
+        raise library.FxpipeError("stopped")
+
+    monkeypatch.setattr(stages, "trace_stage", stop)
+    model = folder / "model.py"
+    result = fxpipe("export", build, "--model", model, "-o", tmp_path / "onnx")
+    assert result.code == 1
+    assert "warning: stage_0.py was edited since it was compiled; the edit is what is exported" in result.err
+    assert "error: stopped" in result.err
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_a_build_from_objects(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    options: dict[str, Any] = {"workers": 2, "forward_at": ["1"], "cost": "analytic"}
+    library.compile(net, lambda m, x: m(x).square().mean(), torch.randn(3, 4), **options).save(tmp_path / "build")
+    with unchanged(tmp_path):
+        result = fxpipe("export", tmp_path / "build", "-o", tmp_path / "onnx")
+    assert result.code == 1
+    assert "compiled from objects" in result.err
+    assert "--model" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--opset", 17], "opset 17 is too old"),
+        (["--opset", 99], "opset 99 is too new"),
+    ],
+)
+def test_an_opset_that_cannot_be(arguments: list[Any], message: str, folder: Path, tmp_path: Path) -> None:
+    result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx", *arguments)
+    assert result.code == 1
+    assert result.err.startswith(f"error: {message}")
+    assert "\n  hint: choose --opset from 18 to 25" in result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_onnxruntime(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.export.target.PACKAGES", ("onnx", "no_such_runtime"))
+    result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx")
+    assert result.code == 1
+    assert "the export needs no_such_runtime" in result.err
+    assert "hint: pip install no_such_runtime" in result.err
+
+
+def test_too_large_for_one_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "LIMIT", 100)
+    result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx", "--weights", "initializers")
+    assert result.code == 1
+    assert "at most 100 B" in result.err
+    assert "--weights external" in result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stale_build(folder: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path, ("0.1, self.training", "0.2, self.training"))
+    result = fxpipe("export", folder / "build", "--model", model, "-o", tmp_path / "onnx")
+    assert result.code == 1
+    assert "the build is stale: since it was compiled, model.py changed" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "-n", "3"], "-n goes with a model file"),
+        (["build", "--fp-cut", "a"], "--fp-cut goes with a model file"),
+        (["model.py", "--model", "model.py"], "--model goes with a build"),
+        (["build", "--inference", "--weights", "inputs"], "--weights inputs goes with training"),
+        (["build", "--weights", "outside"], "'outside' is not one of"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    result = fxpipe("export", *arguments)
+    assert result.code == 2
+    assert message in result.err
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for name in ("nothing", "nothing.py"):
+        result = fxpipe("export", tmp_path / name, "-o", tmp_path / "onnx")
+        assert result.code == 1
+        assert result.err.startswith("error: ")
+        assert "\n  hint: " in result.err
+    assert not list(tmp_path.iterdir())

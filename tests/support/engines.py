@@ -1,0 +1,14 @@
+"""Engines in tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpipe import backend
+
+
+def needs(engine: str, device: str = "cpu") -> None:
+    """Skip where the engine cannot be used."""
+    reason = backend.make(engine).missing(device)
+    if reason:
+        pytest.skip(reason)
