@@ -33,7 +33,7 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 	@echo 'weights   out/demo/model.safetensors'
 
 test: venv ## run the tests that take seconds
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-slow: venv ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -277,11 +277,11 @@ def _print_engines(build: Build) -> None:
     for part, times in parts.items():
         row = [part]
         for name in engines:
-            t = times.get(name)
-            if t is None or t.seconds is None:
+            found = times.get(name)
+            if found is None or found.seconds is None:
                 row.append("–")
             else:
-                row.append(f"{1e3 * t.seconds:.1f} ms{' ←' if t.chosen else ''}")
+                row.append(f"{1e3 * found.seconds:.1f} ms{' ←' if found.chosen else ''}")
         rows.append(row)
     print_table(["", *engines], rows)
     reasons: dict[str, list[str]] = {}

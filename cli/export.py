@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     help="Inputs of the models; the initial weights, inside; or the same, in a file beside each model.  "
     "[default: inputs, with --inference initializers]",
 )
+@click.option(
+    "--trained",
+    type=click.Path(),
+    metavar="FILE",
+    help="Weights to export instead of the initial ones: the model.safetensors that a run left.",
+)
 @click.option("--opset", type=int, default=20, show_default=True, help="Version of ONNX's operators: 18 to 25.")
 @click.option(
     "--inference",
@@ -43,6 +49,7 @@ def export_command(
     build: str,
     out: str,
     weights: Any,
+    trained: str | None,
     opset: int,
     inference: bool,
     model: str | None,
@@ -67,7 +74,7 @@ def export_command(
     fxpipe export build/ -o onnx/
     fxpipe export build/ -o onnx/ --weights external --json
     fxpipe export model.py -n 3 -o onnx/
-    fxpipe export build/ -o onnx/ --inference
+    fxpipe export build/ -o onnx/ --inference --trained out/model.safetensors
     """
     from fxpipe.export.target import check_export_target, check_opset, check_packages
 
@@ -80,19 +87,20 @@ def export_command(
         raise click.UsageError("--model goes with a build; the model file has been given already")
     if inference and weights == "inputs":
         raise click.UsageError("--weights inputs goes with training; what predicts has its weights: take initializers")
+    form = weights or ("initializers" if inference else "inputs")
+    if trained is not None and form == "inputs":
+        raise click.UsageError("--trained needs models that hold weights: add --inference, or --weights initializers")
     check_packages()
     check_opset(opset)
     check_export_target(out)
-    form = weights or ("initializers" if inference else "inputs")
     with ExitStack() as stack:
         if from_file:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="fxpipe_build_"))
             model, build = build, str(Path(temporary) / "build")
             _compile(model, build, given | {"-n": workers or 2})
-        if inference:
-            found = _export_inference(build, model, out, form, opset)
-        else:
-            found = _export(build, model, out, form, opset)
+        say = stack.enter_context(working("exporting"))
+        source = _read(build, model, trained, say)
+        found = (_export_inference if inference else _export)(*source, out, form, opset, say)
     if as_json:
         emit_json({"out": out, "opset": opset, "weights": form, **found})
     else:
@@ -111,16 +119,18 @@ def _compile(model: str, folder: str, wanted: dict[str, Any]) -> None:
         compile_command.main([model, "-o", folder, *options], standalone_mode=False)
 
 
-def _export(folder: str, model: str | None, out: str, weights: Any, opset: int) -> dict[str, Any]:
+def _export(
+    build: Build, task: Task, batch: Any, out: str, weights: Any, opset: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     from fxpipe.export.stages import export
 
-    with working("exporting") as say:
-        build, _, example = _read(folder, model, say)
-        files = export(build, out, example, weights=weights, opset=opset, say=say, warn=warn)
+    files = export(build, out, batch, weights=weights, opset=opset, say=say, warn=warn)
     return {"error": max((f.error for f in files), default=0.0), "files": [dataclasses.asdict(f) for f in files]}
 
 
-def _export_inference(folder: str, model: str | None, out: str, weights: Any, opset: int) -> dict[str, Any]:
+def _export_inference(
+    build: Build, task: Task, batch: Any, out: str, weights: Any, opset: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     import torch
 
     from fxpipe.batch import to_device
@@ -128,18 +138,15 @@ def _export_inference(folder: str, model: str | None, out: str, weights: Any, op
     from fxpipe.folder import replacing
     from fxpipe.held import HeldTensors
 
-    with ExitStack() as stack:
-        say = stack.enter_context(working("exporting"))
-        build, task, example = _read(folder, model, say)
-        fresh = stack.enter_context(replacing(Path(out)))
-        made, example = to_device("cpu", task.model(), example)
-        held = HeldTensors(made)
-        with torch.no_grad():
-            for names, value in zip(held.names, held.values, strict=True):
-                value.copy_(build.tensors.get(names[0], value))
-        say("the forward in eval mode")
+    model, batch = to_device("cpu", task.model(), batch)
+    held = HeldTensors(model)
+    with torch.no_grad():
+        for names, value in zip(held.names, held.values, strict=True):
+            value.copy_(build.tensors.get(names[0], value))
+    say("the forward in eval mode")
+    with replacing(Path(out)) as fresh:
         done = export_inference(
-            made, task.loss, example, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.path.name
+            model, task.loss, batch, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.path.name
         )
         rows = [
             {"name": s.files[0], "nodes": s.nodes, "bytes": sum((fresh / f).stat().st_size for f in s.files)}
@@ -150,12 +157,13 @@ def _export_inference(folder: str, model: str | None, out: str, weights: Any, op
     return {"error": done.error, "dynamic": done.dynamic, "batches": list(done.batches), "files": rows}
 
 
-def _read(folder: str, model: str | None, say: Callable[[str], None]) -> tuple[Build, Task, Any]:
-    """The build, its model file and the first batch."""
+def _read(folder: str, model: str | None, trained: str | None, say: Callable[[str], None]) -> tuple[Build, Task, Any]:
+    """The build with the weights to export, its model file and the first batch."""
     import torch
 
     from fxpipe.build import load
     from fxpipe.errors import ExportError
+    from fxpipe.export.trained import with_trained
     from fxpipe.folder import check_current, model_path
     from fxpipe.task import load_task
 
@@ -168,6 +176,8 @@ def _read(folder: str, model: str | None, say: Callable[[str], None]) -> tuple[B
             hint="give a file with --model, or use the Python API: fxpipe.export.stages.export(build, OUT, batch)",
         )
     check_current(build.plan, folder, model)
+    if trained is not None:
+        build = with_trained(build, trained)
     say("reading the example batch")
     torch.manual_seed(0)
     task = load_task(path)

@@ -213,9 +213,11 @@ def _print(summary: dict[str, Any]) -> None:
         f"{summary['steps']} steps in {summary['seconds']:.1f} s · {summary['samples_per_second']:.1f} samples/s · "
         f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
     )
+    on_engines = any(name != "eager" for w in summary["workers"] for name in w["engines"])
     rows = [
         [
             f"worker {w['rank']}",
+            *([" · ".join(dict.fromkeys(w["engines"]))] if on_engines else []),
             f"{100 * w['busy']:.0f} %",
             f"{w['forward_ms']:.1f} ms",
             f"{w['backward_ms']:.1f} ms",
@@ -223,7 +225,7 @@ def _print(summary: dict[str, Any]) -> None:
         ]
         for w in summary["workers"]
     ]
-    print_table(["", "busy", "forward", "backward", "wait"], rows)
+    print_table(["", *(["engines"] if on_engines else []), "busy", "forward", "backward", "wait"], rows)
     stale = [{"worker": w["rank"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
     if any("staleness" in w for w in summary["workers"]) and not stale:
         click.echo("staleness: too few steps to compare a forward with its update")

@@ -5,6 +5,7 @@ From the repository's root:
     fxpipe export examples/gpt.py --inference -o onnx/
     python examples/serve_onnx.py onnx/
 
+What a run has trained is exported with --trained out/model.safetensors, and would differ from the new model here.
 Without a folder it exports examples/gpt.py, cut for two workers, itself. PyTorch only makes what to compare with.
 """
 

@@ -109,7 +109,7 @@ def check_target(folder: Path) -> None:
                 f"{folder} is a build, but it holds {', '.join(foreign[:5])} as well, which a new build would delete",
                 hint="move that out of the build, or choose another -o",
             )
-    _check_creatable(folder.resolve().parent, folder, "-o")
+    check_creatable(folder.resolve().parent, folder, "-o")
 
 
 def check_output(folder: str | Path | None) -> None:
@@ -119,10 +119,15 @@ def check_output(folder: str | Path | None) -> None:
         BuildError: it cannot be created or written.
     """
     if folder is not None:
-        _check_creatable(Path(folder).resolve(), Path(folder), "--out")
+        check_creatable(Path(folder).resolve(), Path(folder), "--out")
 
 
-def _check_creatable(needed: Path, asked: Path, option: str) -> None:
+def check_creatable(needed: Path, asked: Path, option: str) -> None:
+    """Refuse a folder that cannot be created or written to; the errors call it as the user `asked` with `option`.
+
+    Raises:
+        BuildError: a file stands in its way, or permission is missing.
+    """
     existing = needed
     while not existing.exists():
         existing = existing.parent

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -84,7 +85,7 @@ class _Recorder(TorchFunctionMode):
         if func == _SET_DATA:  # the tracer does not see it
             raise CaptureError(
                 "the step assigns to the .data of a tensor",
-                where=f"{short(self.place[0])}:{self.place[1]}: {text(*self.place)}",
+                where=place(*self.place),
                 hint="write `with torch.no_grad(): tensor.copy_(new)` instead",
             )
         return func(*args, **(kwargs or {}))
@@ -162,9 +163,21 @@ def user_traceback(error: BaseException) -> str | None:
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
         if not name.startswith((*_LIBRARY, "<")):
-            found = f"{short(name)}:{traceback.tb_lineno}: {text(name, traceback.tb_lineno)}"
+            found = place(name, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
+
+
+def user_stack(stack: str) -> str | None:
+    """The same of the innermost frame of a stack as Python prints it: of `stack_trace` in a node's metadata."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    own = [(file, int(line)) for file, line in frames if not file.startswith((*_LIBRARY, "<"))]
+    return place(*own[-1]) if own else None
+
+
+def place(file: str, line: int) -> str:
+    """`file.py:12: the line`."""
+    return f"{short(file)}:{line}: {text(file, line)}"
 
 
 def definition(function: Callable[..., Any]) -> str | None:

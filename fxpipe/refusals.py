@@ -12,6 +12,11 @@ from fxpipe.errors import CaptureError
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
 
+DATA_DEPENDENT = (
+    r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero"
+    r"|DynamicOutputShape"
+)
+
 CAUSES = (
     (
         r"mirrored meta",
@@ -19,8 +24,7 @@ CAUSES = (
         "return the loss: the backward pass is captured with it",
     ),
     (
-        r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero"
-        r"|DynamicOutputShape",
+        DATA_DEPENDENT,
         "the step depends on the values of a tensor: one graph cannot hold `if tensor`, .item() or a shape from data",
         "compute both branches and choose with torch.where, or move the decision into train_data(); if the line only "
         "calls a module, the test is inside it: attention masks need is_causal=True beside the mask",

@@ -105,7 +105,8 @@ def _part(
     placeholders = program.placeholders
     inputs: Iterable[fx.Node] = [placeholders[n] for n in (*weights, *buffers, *batch)]
     for node in (*inputs, *(saved if phase == "B" else [])):
-        mapped[node] = graph.placeholder(_name(node))
+        # Named outright: `graph.placeholder` would write LayerNorm as layer_norm, and forward's name is another then.
+        mapped[node] = graph.create_node("placeholder", _name(node), (), {}, name=_name(node))
         mapped[node].meta = dict(node.meta)
     edges: dict[str, str] = {}
     for node in calls:
@@ -132,7 +133,7 @@ def _part(
         batch=tuple(tables.batch[n] for n in batch),
         receives=tuple(edges[mapped[n].name] for n in calls if wire.is_recv(n)),
         sends=tuple(edges[mapped[n].name] for n in calls if wire.is_send(n)),
-        saved=tuple(mapped[n].name if phase == "B" else _name(n) for n in saved),
+        saved=tuple(_name(n) for n in saved),
         updates=tuple(tables.buffers[name] for name, _ in updates),
         gradients=tuple(tables.parameters[name] for name, _ in gradients),
         loss=loss is not None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.plan import PartSpec, Phase, Plan
+from fxpipe.plan import BufferSpec, ParameterSpec, PartSpec, Phase, Plan
 from fxpipe.runtime.loaded_stage import LoadedStage
 
 
@@ -42,7 +42,8 @@ def record_calls(
 ) -> dict[tuple[int, Phase], PartCall]:
     """What each part is called with in one microbatch of initial weights: the stages run one after the other."""
     given: dict[str, Tensor] = {}
-    for row in (*plan.parameters, *plan.buffers):
+    rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
+    for row in rows:
         value = tensors[row.name].to(plan.device)
         given.update(dict.fromkeys(row.names, value))
     box = Replay({})

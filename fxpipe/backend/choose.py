@@ -6,7 +6,8 @@ import dataclasses
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ from fxpipe.folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan import PartSpec, Phase, Plan
 from fxpipe.runtime.loaded_stage import load_stage
 from fxpipe.runtime.local_run import threads as worker_threads
+from fxpipe.simulator.timings import EdgeTiming
 
 if TYPE_CHECKING:
     from fxpipe.build import Build
@@ -101,8 +103,9 @@ def choose_engines(
         torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
         torch.no_grad(),
     ):
-        folder = Path(temporary) / "build"
-        dataclasses.replace(build, engine_files={}).save(folder)
+        folder = Path(temporary)
+        for name, source in build.files.items():
+            (folder / name).write_text(source)
         cache = folder / ENGINES_FOLDER
         if known is not None and known.is_dir():
             shutil.copytree(known, cache)
@@ -138,8 +141,13 @@ def choose_engines(
         times = _fastest(times)
     else:
         times = [dataclasses.replace(t, chosen=t.engine == backend) for t in times]
+    plan = _with_engines(plan, times)
     return dataclasses.replace(
-        build, plan=_with_engines(plan, times), engine_times=tuple(times), engine_files=_chosen(files, times)
+        build,
+        plan=plan,
+        timings=tuple(_as_whole(plan, build.timings)),
+        engine_times=tuple(times),
+        engine_files=_chosen(files, times),
     )
 
 
@@ -162,6 +170,20 @@ def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:
         for k, s in enumerate(plan.stages)
     )
     return dataclasses.replace(plan, stages=stages)
+
+
+def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]:
+    """An engine waits for all that a part receives, and gives all that it sends, at once."""
+    edges = {e.name: e for e in plan.edges}
+
+    def on_engine(worker: int, phase: Phase) -> bool:
+        return plan.stages[worker].engines[0 if phase == "F" else 1] != "eager"
+
+    for timing in timings:
+        edge = edges[timing.name]
+        made = 1.0 if on_engine(edge.src, edge.src_phase) else timing.made
+        needed = 0.0 if on_engine(edge.dst, edge.dst_phase) else timing.needed
+        yield EdgeTiming(timing.name, made, needed)
 
 
 def _chosen(files: Mapping[str, bytes], times: Sequence[EngineTime]) -> dict[str, bytes]:
@@ -256,5 +278,5 @@ class _Trial:
 
 
 def _line(error: FxpipeError) -> str:
-    text = error.what.splitlines()[0]
+    text = textwrap.shorten(error.what, 300, placeholder=" …")
     return f"{text} ({error.where})" if error.where else text

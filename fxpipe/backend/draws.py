@@ -113,6 +113,7 @@ def _last_holder(graph: fx.Graph, draws: list[Draw]) -> fx.Node:
 def _dropout(graph: fx.Graph, node: fx.Node, draws: list[Draw]) -> None:
     """native_dropout: the kept elements are scaled as it scales them, product by product."""
     x, p, train = node.args
+    assert isinstance(p, float | int)
     value, mask_value = node.meta["val"]
     place = {k: v for k, v in node.meta.items() if k == PLACE}
     with graph.inserting_before(node):

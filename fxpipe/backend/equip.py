@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,12 @@ USE_EAGER = "use --backend eager, or --backend auto to take what works"
 
 
 def equip(
-    plan: Plan, worker: int, stage: LoadedStage, engines: tuple[str, str], cache: Path | None, device: str
+    plan: Plan, worker: int, stage: LoadedStage, engines: tuple[str, str], cache: Path, device: str
 ) -> LoadedStage:
     """The stage with its forward and its backward on the engines named; 'eager' is the emitted code itself.
 
     Args:
-        cache: a folder for what the engines build; None keeps nothing.
+        cache: a folder for what the engines build.
 
     Raises:
         BackendError: an engine is not there for this device, or cannot run the part.
@@ -51,8 +52,10 @@ def equip(
         reason = chosen.missing(torch.device(device).type)
         if reason:
             raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
+        if not kept_at(part, chosen, cache).exists():
+            print(f"building {part.name} for {name}, kept in {cache}", file=sys.stderr)
         functions.append(CheckedPart(build_part(part, row, chosen, cache), emitted))
-    return replace(stage, forward=functions[0], backward=functions[1])
+    return replace(stage, forward=functions[0], backward=functions[1], engines=engines)
 
 
 def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
@@ -68,16 +71,19 @@ def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
     return (backend, backend)
 
 
-def build_part(part: PurePart, spec: PartSpec, chosen: Engine, cache: Path | None) -> EnginePart:
-    """The part on an engine; what the engine builds is kept under a name with a digest of all that decides it."""
-    path = None
-    if cache is not None:
-        text = "\n".join([part.graph.code, repr(part.inputs), repr(part.outputs), part.device, chosen.version()])
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        path = cache / f"{part.name}.{chosen.name}-{digest}"
-        for old in cache.glob(f"{part.name}.{chosen.name}-*") if not path.exists() else ():
+def build_part(part: PurePart, spec: PartSpec, chosen: Engine, cache: Path) -> EnginePart:
+    """The part on an engine; what the engine builds is taken from the cache, or kept there in place of an older one."""
+    path = kept_at(part, chosen, cache)
+    if not path.exists():
+        for old in cache.glob(f"{part.name}.{chosen.name}-*"):
             _remove(old)
     return EnginePart(part, spec, chosen, path)
+
+
+def kept_at(part: PurePart, chosen: Engine, cache: Path) -> Path:
+    """Where the cache keeps what an engine built: the name holds a digest of all that decides it."""
+    text = "\n".join([part.graph.code, repr(part.inputs), repr(part.outputs), part.device, chosen.version()])
+    return cache / f"{part.name}.{chosen.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _remove(path: Path) -> None:
@@ -160,7 +166,8 @@ def check_outputs(part: EnginePart, expected: Sequence[Tensor | None], found: Se
         if other is not None:
             made[f"{row.kind} {row.name}"] = other
     worst = max(compare(made, right, nan_equals_nan=True), key=lambda d: d.error, default=Difference("", 0.0))
-    if not worst.error <= tolerance([row.tensor.dtype for row in (*part.part.inputs, *rows)]):
+    dtypes = [i.tensor.dtype for i in part.part.inputs] + [o.tensor.dtype for o in rows]
+    if not worst.error <= tolerance(dtypes):
         raise BackendError(
             f"{part.engine} does not compute what eager PyTorch computes: {worst}",
             where=part.part.name,

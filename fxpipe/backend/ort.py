@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ aten = torch.ops.aten
 
 INSTALL = "pip install 'fxpipe[onnxruntime]' (or 'fxpipe[onnxruntime-gpu]')"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+NARROW = "compile without --autocast, and with a model in float32; or take another engine"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "onnxscript")
 
 
@@ -60,8 +62,16 @@ class OrtEngine(Engine):
                 return Session(part, model)
         except BackendError:
             pass  # a file that was cut short: made anew
-        model = _model(part)
-        compute = Session(part, model)
+        narrow = part.uses(torch.bfloat16)
+        if narrow and part.device == "cpu":
+            raise BackendError("onnxruntime's CPU provider has too few operators in bfloat16", hint=NARROW)
+        try:
+            model = _model(part)
+            compute = Session(part, model)
+        except BackendError as error:
+            if not narrow:
+                raise
+            raise BackendError(f"in bfloat16, {error.what}", where=error.where, hint=NARROW) from error
         if cache is not None:
             write_whole(cache, model)
         return compute
@@ -70,12 +80,14 @@ class OrtEngine(Engine):
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file of the cache so that no process ever sees half of it; where nothing can be written, nothing is."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _version(package: str) -> str | None:
@@ -134,8 +146,8 @@ def _physical(part: PurePart) -> fx.GraphModule:
         node.replace_all_uses_with(logical, delete_user_cb=lambda user, new=logical: user is not new)
     end = graph.output_node()
     results = list(end.args[0])  # type: ignore[arg-type]
-    for i, row in enumerate(part.outputs):
-        order = physical_order(row.tensor)
+    for i, result in enumerate(part.outputs):
+        order = physical_order(result.tensor)
         if order != tuple(range(len(order))):
             with graph.inserting_before(end):
                 results[i] = graph.call_function(aten.permute.default, (results[i], list(order)))
@@ -165,13 +177,13 @@ class Session:
         if self._device.type == "cuda":
             settings = {"device_id": index, "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
         try:
-            self._session = ort.InferenceSession(
-                model, options, providers=[(PROVIDERS[self._device.type], settings)], disabled_optimizers=[]
-            )
+            self._session = ort.InferenceSession(model, options, providers=[(PROVIDERS[self._device.type], settings)])
             self._binding = self._session.io_binding()
         except Exception as error:
             raise BackendError(f"onnxruntime refuses {part.name}: {_line(error)}") from error
-        self._place = (self._device.type, index)
+        # What the methods of IOBinding call; they make the device anew each time, which takes longer than the rest.
+        self._bind = self._binding._iobinding
+        self._place = ort.OrtDevice.make(self._device.type, index)._get_c_device()
         inputs, outputs = _names(part)
         known = {i.name for i in self._session.get_inputs()}
         self._inputs = [
@@ -186,7 +198,7 @@ class Session:
 
     def bind(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Bind the inputs and new memory for the outputs; gives that, and the copies of inputs that lay otherwise."""
-        binding, (kind, index) = self._binding, self._place
+        bind, place = self._bind, self._place
         copies = []
         for port, value in zip(self._inputs, inputs, strict=True):
             if port is None:
@@ -196,14 +208,14 @@ class Session:
                 copies.append(value)
             address = value.data_ptr()
             if address != port.bound:
-                binding.bind_input(port.name, kind, index, port.type, port.physical, address)
+                bind.bind_input(port.name, place, port.type, port.physical, address)
                 port.bound = address
         made = []
         for port in self._outputs:
             value = port.layout.empty(self._device)
             address = value.data_ptr()
             if address != port.bound:
-                binding.bind_output(port.name, kind, index, port.type, port.physical, address)
+                bind.bind_output(port.name, place, port.type, port.physical, address)
                 port.bound = address
             made.append(value)
         return made, copies

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.aten import is_random
@@ -80,6 +81,11 @@ class PurePart:
         if set(kinds) <= {"loss", "update", "gradient", "sent"}:
             return sum(o.kind in kinds for o in self.outputs)
         return sum(i.kind in kinds for i in self.inputs)
+
+    def uses(self, dtype: torch.dtype) -> bool:
+        """Whether any value in it is of this type."""
+        values = (v for n in self.graph.graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
+        return any(isinstance(v, Tensor) and v.dtype is dtype for v in values)
 
     def examples(self) -> tuple[Tensor, ...]:
         """A fake tensor for every input, laid out as it arrives."""

@@ -22,10 +22,6 @@ def check_file(path: Path, inputs: Mapping[str, Tensor], expected: Mapping[str, 
     Raises:
         ExportError: the file is not a valid model, or onnxruntime cannot run it.
     """
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:
-        raise ExportError(f"{path.name} is not a valid ONNX model: {_first_line(error)}") from error
     return compare(run_file(path, inputs), expected)
 
 
@@ -33,26 +29,61 @@ def run_file(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All outputs of a model's file, computed by onnxruntime on the CPU.
 
     Raises:
-        ExportError: it cannot, or the model asks for an input that is not given.
+        ExportError: the file is not a valid model, onnxruntime cannot run it, or it asks for an input not given.
     """
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised
-    options.intra_op_num_threads = torch.get_num_threads()
-    try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        names = [value.name for value in session.get_outputs()]
-        given = {value.name: _to_ort(inputs[value.name]) for value in session.get_inputs()}
-        values = session.run_with_ort_values(names, given)
-        return {name: _from_ort(value) for name, value in zip(names, values, strict=True)}
-    except KeyError as error:
-        raise ExportError(f"{path.name} asks for {error.args[0]!r}, which is no input of its stage") from error
-    except Exception as error:
-        raise ExportError(
-            f"onnxruntime {ort.__version__} cannot run {path.name}: {_first_line(error)}",
-            hint="its CPU has few operators in bfloat16: compile without --autocast, and with a model in float32"
-            if any(tensor.dtype is torch.bfloat16 for tensor in inputs.values()) or "bfloat16" in str(error)
-            else None,
-        ) from error
+    return Session(path).run(inputs)
+
+
+class Session:
+    """A model's file, checked and loaded into onnxruntime on the CPU, to be run more than once.
+
+    Raises:
+        ExportError: the file is not a valid model, or onnxruntime does not take it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised
+        options.intra_op_num_threads = torch.get_num_threads()
+        try:
+            onnx.checker.check_model(str(path), full_check=True)
+        except Exception as error:
+            raise ExportError(f"{path.name} is not a valid ONNX model: {first_line(error)}") from error
+        try:
+            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise self._cannot(error) from error
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All outputs.
+
+        Raises:
+            ExportError: onnxruntime cannot run it, or the model asks for an input that is not given.
+        """
+        names = [value.name for value in self._session.get_outputs()]
+        asked = [value.name for value in self._session.get_inputs()]
+        missing = next((name for name in asked if name not in inputs), None)
+        if missing is not None:
+            raise ExportError(f"{self.path.name} asks for {missing!r}, which is no input of its stage")
+        try:
+            given = {name: _to_ort(inputs[name]) for name in asked}
+            values = self._session.run_with_ort_values(names, given)
+            return {name: _from_ort(value) for name, value in zip(names, values, strict=True)}
+        except Exception as error:
+            raise self._cannot(error) from error
+
+    def _cannot(self, error: Exception) -> ExportError:
+        hint = None
+        if "NOT_IMPLEMENTED" in str(error) or "bfloat16" in str(error):
+            hint = "its CPU has few operators in 16 bits: compile without --autocast, and with a model in float32"
+        return ExportError(f"onnxruntime {ort.__version__} cannot run {self.path.name}: {first_line(error)}", hint=hint)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def _to_ort(tensor: Tensor) -> Any:
@@ -67,10 +98,3 @@ def _from_ort(value: Any) -> Tensor:
     if value.data_type() == "tensor(bfloat16)":
         return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack()).clone()
     return torch.from_numpy(value.numpy())
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ExportError):
-        return error.what
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

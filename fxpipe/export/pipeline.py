@@ -13,14 +13,11 @@ import onnx
 from onnx import helper
 
 from fxpipe.backend.pure import Input, Output, PurePart
-from fxpipe.plan import BufferSpec, ParameterSpec, Plan
+from fxpipe.export.names import Names, first_names
+from fxpipe.plan import Plan
 
 DOMAIN = "fxpipe"
 """Of the functions."""
-
-
-PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
-"""Of outputs that have the names of weights and buffers."""
 
 Row = TypeVar("Row", Input, Output)
 
@@ -82,12 +79,6 @@ def assemble(plan: Plan, parts: Sequence[Converted]) -> PipelineModel:
     return PipelineModel(model, tuple(graph.inputs), tuple(graph.outputs))
 
 
-def first_names(plan: Plan) -> dict[str, str]:
-    """For every name of a weight or buffer the first of its names: that of its tensor."""
-    rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
-    return {name: row.name for row in rows for name in row.names}
-
-
 def function_of(converted: Converted) -> onnx.FunctionProto:
     """A part as a function: its constants become nodes, its weights are inputs."""
     graph = converted.model.graph
@@ -123,7 +114,7 @@ class _Graph:
         self.inputs: list[Entry[Input]] = []
         self.outputs: list[Entry[Output]] = []
         self.known: dict[tuple[str, ...], str] = {}  # what is there already, by what it is
-        self.taken: set[str] = set()
+        self.names = Names()
 
     def call(self, converted: Converted) -> None:
         part, graph = converted.part, converted.model.graph
@@ -137,18 +128,18 @@ class _Graph:
         key = self._key(part, row)
         if key not in self.known:
             name = f"{part.name}.{row.name}" if row.kind == "mask" else self.first.get(row.name, row.name)
-            self.known[key] = self._name(row.kind, name)
+            self.known[key] = self.names.free(row.kind, name)
             self.inputs.append(Entry(self.known[key], part, row))
             self.infos.append(_renamed(info, self.known[key]))
         return self.known[key]
 
     def _output(self, part: PurePart, row: Output, info: onnx.ValueInfoProto) -> str:
         if row.kind in ("loss", "gradient", "update"):
-            name = self._name(row.kind, PREFIXES.get(row.kind, "") + row.name)
+            name = self.names.free(row.kind, row.name)
             self.outputs.append(Entry(name, part, row))
             self.results.append(_renamed(info, name))
         else:
-            name = self._name(row.kind, row.name if row.kind == "sent" else f"stage_{part.worker}.{row.name}")
+            name = self.names.free(row.kind, row.name if row.kind == "sent" else f"stage_{part.worker}.{row.name}")
             self.inner.append(_renamed(info, name))
         if row.kind != "gradient":
             self.known[self._key(part, row)] = name  # a buffer's later readers see its new value
@@ -165,12 +156,6 @@ class _Graph:
         if row.kind == "batch":
             return "batch", row.name
         return row.kind, part.name if row.kind == "mask" else str(part.worker), row.name
-
-    def _name(self, kind: str, name: str) -> str:
-        while name in self.taken:
-            name = f"{kind}:{name}"
-        self.taken.add(name)
-        return name
 
 
 def _renamed(info: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:

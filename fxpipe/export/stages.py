@@ -5,47 +5,39 @@ stage_k.py ─pure─→ part ─convert─→ names, metadata, weights ─→ f
 
 from __future__ import annotations
 
-import json
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import onnx
-import onnx.inliner
 import torch
 from torch import Tensor
 
-import fxpipe
-from fxpipe.backend.compare import NAN, Difference, Expected, tolerance
+from fxpipe.backend.compare import NAN, Difference, Expected, compare, tolerance
 from fxpipe.backend.pure import Input, InputKind, Output, PurePart, trace_stage
 from fxpipe.batch import Splitter
 from fxpipe.build import Build
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.check import check_file
 from fxpipe.export.convert import convert
-from fxpipe.export.pipeline import PREFIXES, Converted, Entry, assemble, first_names
+from fxpipe.export.model_file import WeightsForm, check_size, named, write
+from fxpipe.export.names import about, describe, first_names, names_of, row_of
+from fxpipe.export.pipeline import Converted, Entry, assemble
 from fxpipe.export.target import check_export_target, check_opset, check_packages
 from fxpipe.folder import replacing
 from fxpipe.plan import Plan
-from fxpipe.planner.quantity import size
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.loaded_stage import LoadedStage, load_stage
 
-WeightsForm = Literal["inputs", "initializers", "external"]
 OPSET = 20
-LIMIT = 2**31 - 1
-"""Bytes of the largest protocol buffer."""
-
 PIPELINE = "pipeline"
-_ALIGNMENT = 4096  # of a tensor in a file beside the model, so that it can be mapped
-NAMES = (
-    "weights, buffers, batch, saved values and edges have the names they have in the build; gradients are grad:NAME, "
-    "new values of buffers new:NAME; where a name is taken already, the value's kind stands before it: saved:NAME"
-)
+SLACK = 3
+"""How much more than a rounding error in every weight moves an output may the pipeline be off: each operator rounds."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,7 @@ def export(
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise ExportError("the build is for CUDA, and torch sees no CUDA device to run its stages on")
     if weights == "initializers":
-        _check_size(PIPELINE, sum(build.tensors[name].nbytes for name in set(first_names(plan).values())), weights)
+        check_size(PIPELINE, sum(build.tensors[name].nbytes for name in set(first_names(plan).values())), weights)
     leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)[0]
     values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
     cuda = [torch.cuda.current_device()] if plan.device == "cuda" else []
@@ -132,6 +124,11 @@ def export(
         for name in job.empty:
             warn(f"{name} computes nothing, so there is no file of it")
         job.pipeline()
+        if job.shaky:
+            warn(
+                f"{PIPELINE}.onnx is off by {job.shaky.error:.1e} on this batch, and so are the stages themselves: "
+                f"a rounding error in each weight moves {job.shaky.output} as far"
+            )
         return sorted(job.files, key=lambda f: (f.name.startswith(PIPELINE), _stage_order(f.name)))
 
 
@@ -150,89 +147,6 @@ def _stage_files(build: Build) -> Iterator[Path]:
 def _stage_order(name: str) -> tuple[int, bool]:
     stage, _, phase = name.removesuffix(".onnx").partition(".")
     return int(stage.rpartition("_")[2]) if stage[-1].isdigit() else 0, phase == "backward"
-
-
-# ---- names and metadata ----
-
-
-def names_of(part: PurePart) -> tuple[list[str], list[str]]:
-    """Names for a part's inputs and outputs; see `NAMES`."""
-    taken: set[str] = set()
-
-    def free(kind: str, name: str) -> str:
-        name = PREFIXES.get(kind, "") + name
-        while name in taken:
-            name = f"{kind}:{name}"
-        taken.add(name)
-        return name
-
-    inputs = [free(row.kind, row.name) for row in part.inputs]
-    # What is sent keeps its name, so that the other worker's model calls it the same.
-    order = sorted(range(len(part.outputs)), key=lambda i: part.outputs[i].kind != "sent")
-    outputs = {i: free(part.outputs[i].kind, part.outputs[i].name) for i in order}
-    return inputs, [outputs[i] for i in range(len(part.outputs))]
-
-
-def _row(plan: Plan, value: str, row_of: Input | Output) -> dict[str, Any]:
-    """What the metadata says of an input or output."""
-    kind, name = row_of.kind, row_of.name
-    row: dict[str, Any] = {"value": value, "kind": kind, "name": name}
-    if kind in ("sent", "received"):
-        edge = next(e for e in plan.edges if e.name == name)
-        row |= {"edge": edge.kind, **({"to": edge.dst} if kind == "sent" else {"from": edge.src})}
-    if kind in ("weight", "gradient"):
-        parameter = next(p for p in plan.parameters if name in p.names)
-        row |= {"owner": parameter.owner, "trained": parameter.trained}
-        if len(parameter.names) > 1:
-            row["names"] = list(parameter.names)
-    return row
-
-
-def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
-    """The same for a reader of the graph."""
-    kind = row["kind"]
-    if kind == "received":
-        return f"{row['edge']} received from worker {row['from']}"
-    if kind == "sent":
-        return f"{row['edge']} sent to worker {row['to']}"
-    if kind == "weight":
-        return "weight" if worker in (None, row["owner"]) else f"replica of a weight of worker {row['owner']}"
-    known = {
-        "buffer": "buffer",
-        "batch": "leaf of the batch",
-        "saved": "saved by forward for backward",
-        "mask": "random numbers, drawn outside",
-        "loss": "loss",
-        "update": "new value of a buffer",
-        "gradient": f"gradient of {row['name']}",
-    }
-    return known[kind]
-
-
-def _note(model: onnx.ModelProto, body: Mapping[str, Any], worker: int | None) -> str:
-    """Write what the model is into it; gives the text."""
-    text = json.dumps(body, ensure_ascii=False)
-    model.metadata_props.add(key="fxpipe", value=text)
-    model.producer_name, model.producer_version = "fxpipe", fxpipe.__version__
-    for infos, rows in ((model.graph.input, body["inputs"]), (model.graph.output, body["outputs"])):
-        for info, row in zip(infos, rows, strict=True):
-            info.doc_string = _in_words(row, worker)
-    return text
-
-
-def _about(plan: Plan, form: WeightsForm) -> dict[str, Any]:
-    return {
-        "version": fxpipe.__version__,
-        "workers": plan.workers,
-        "microbatches": plan.microbatches,
-        "schedule": plan.schedule,
-        "policy": plan.policy,
-        "weights": form,
-        "naming": NAMES,
-    }
-
-
-# ---- the work ----
 
 
 class _Job:
@@ -266,6 +180,8 @@ class _Job:
         self.files: list[ExportedFile] = []
         self.empty: list[str] = []
         self.converted: list[Converted] = []
+        self.ran: list[tuple[PurePart, LoadedStage]] = []
+        self.shaky: Difference | None = None  # the output that is off more than it should be, for no fault of its own
         self.example: dict[tuple[str, str], Tensor] = {}  # (part, row) → what the pipeline is run on
         self.expected: dict[tuple[str, str], Tensor] = {}  # and what it should give
 
@@ -277,6 +193,7 @@ class _Job:
             return
         inputs = self._inputs(part)
         expected = self._run(part, stage, inputs)
+        self.ran.append((part, stage))
         for kinds, table, found in (
             (("mask", "buffer"), self.example, zip(part.inputs, inputs, strict=True)),
             (("loss", "gradient", "update"), self.expected, zip(part.outputs, expected, strict=True)),
@@ -286,14 +203,14 @@ class _Job:
         reads, gives = names_of(part)
         model = self._convert(part, reads, gives)
         worker = part.worker
-        metadata = _note(
+        metadata = describe(
             model,
             {
-                **_about(self.plan, self.form),
+                **about(self.plan, self.form),
                 "stage": worker,
                 "phase": "forward" if part.phase == "F" else "backward",
-                "inputs": [_row(self.plan, v, r) for v, r in zip(reads, part.inputs, strict=True)],
-                "outputs": [_row(self.plan, v, r) for v, r in zip(gives, part.outputs, strict=True)],
+                "inputs": [row_of(self.plan, v, r) for v, r in zip(reads, part.inputs, strict=True)],
+                "outputs": [row_of(self.plan, v, r) for v, r in zip(gives, part.outputs, strict=True)],
             },
             worker,
         )
@@ -314,16 +231,34 @@ class _Job:
         self.say(f"{PIPELINE}: joining the stages")
         made = assemble(self.plan, self.converted)
         body = {
-            **_about(self.plan, self.form),
-            "inputs": [_row(self.plan, e.name, e.row) | {"part": e.part.name} for e in made.inputs],
-            "outputs": [_row(self.plan, e.name, e.row) | {"part": e.part.name} for e in made.outputs],
+            **about(self.plan, self.form),
+            "inputs": [row_of(self.plan, e.name, e.row) | {"part": e.part.name} for e in made.inputs],
+            "outputs": [row_of(self.plan, e.name, e.row) | {"part": e.part.name} for e in made.outputs],
         }
-        _note(made.model, body, None)
+        describe(made.model, body, None)
         given = {e.name: self._example_of(e) for e in made.inputs}
         rows = {e.name: _expect(e.row, self.expected[e.part.name, e.row.name]) for e in made.outputs}
         limit = tolerance([dtype for c in self.converted for dtype in _dtypes(c.part)], self.plan.autocast)
         self.converted.clear()
-        self._file(PIPELINE, made.model, made.inputs, given, rows, limit, "all stages", begun)
+        moved = functools.partial(self._moved, made.outputs)
+        self._file(PIPELINE, made.model, made.inputs, given, rows, limit, "all stages", begun, moved)
+
+    def _moved(self, outputs: Sequence[Entry[Output]]) -> dict[str, float]:
+        """How far a rounding error in every weight moves each output of the stages' own code.
+
+        Deep networks with batch norm over few values move by far more than one part adds: each part was right alone.
+        """
+        torch.manual_seed(self.seed)
+        weights = {self.first[name] for p in self.plan.parameters for name in p.names}
+        self.state = {n: self.initial[n].to(self.plan.device) for n in self.state}
+        self.state |= {n: _rounded(self.state[n]) for n in weights}
+        made = {}
+        for part, stage in self.ran:
+            values = self._run(part, stage, self._inputs(part))
+            made.update({(part.name, row.name): v for row, v in zip(part.outputs, values, strict=True)})
+        found = {e.name: made[e.part.name, e.row.name] for e in outputs}
+        right = {e.name: _expect(e.row, self.expected[e.part.name, e.row.name]) for e in outputs}
+        return {d.output: d.error for d in compare(found, right)}
 
     def _is_held(self, entry: Entry[Input]) -> bool:
         """Whether its initial value may stand in the model: backward reads the new values of buffers, not these."""
@@ -383,15 +318,7 @@ class _Job:
             model = convert(part.graph, part.examples(), reads, gives, opset=self.opset)
         except FxpipeError as error:
             raise ExportError(f"{part.name}: {error.what}", where=error.where, hint=error.hint) from error
-        found = {o.domain: o.version for o in model.opset_import}
-        if found.get("") != self.opset:
-            raise ExportError(
-                f"{part.name} came out in opset {found.get('')}, not {self.opset}", hint="another --opset"
-            )
-        if model.functions:
-            model = onnx.inliner.inline_local_functions(model)
-        model.graph.name = part.name
-        return model
+        return named(model, part.name, self.opset)
 
     def _file(
         self,
@@ -403,8 +330,13 @@ class _Job:
         limit: float,
         where: str,
         begun: float,
+        moved: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Write a model, run what was written, and note it, if it is right."""
+        """Write a model, run what was written, and note it, if it is right.
+
+        Args:
+            moved: how far rounding alone moves outputs; asked where one is beyond the limit.
+        """
         path = self.folder / f"{name}.onnx"
         held = {e.name: self.initial[self.first[e.row.name]] for e in entries if self._is_held(e)}
         beside = write(path, model, held, self.form)
@@ -414,6 +346,11 @@ class _Job:
         self.say(f"{name}: running it in onnxruntime")
         found = check_file(path, given, expected)
         wrong = [d for d in found if not d.error <= limit]
+        if wrong and moved is not None:
+            far = moved()
+            excused = [d for d in wrong if d.error <= SLACK * far.get(d.output, 0.0)]
+            wrong = [d for d in wrong if d not in excused]
+            self.shaky = max(excused, key=lambda d: d.error, default=None)
         if wrong or outputs != len(expected):
             raise ExportError(
                 f"{path.name} does not compute what the stage's own code computes: "
@@ -448,65 +385,12 @@ def _dtypes(part: PurePart) -> list[str]:
     return [*(row.tensor.dtype for row in part.inputs), *(row.tensor.dtype for row in part.outputs)]
 
 
+def _rounded(weight: Tensor) -> Tensor:
+    """The weight, each element off by its last digit."""
+    if not weight.is_floating_point():
+        return weight
+    return weight * (1 + torch.finfo(weight.dtype).eps * torch.randn_like(weight).sign())
+
+
 def _expect(row: Output, value: Tensor) -> Expected:
     return Expected(value, peers=row.kind, summed=row.kind == "gradient")
-
-
-# ---- files ----
-
-
-def write(
-    path: Path, model: onnx.ModelProto, weights: Mapping[str, Tensor], form: WeightsForm, limit: int | None = None
-) -> Path | None:
-    """Write a model, with those of its inputs that `weights` names in the given form.
-
-    Returns:
-        The file beside it that holds the weights, if there is one.
-
-    Raises:
-        ExportError: it would be larger than a protocol buffer can be.
-    """
-    limit = LIMIT if limit is None else limit
-    beside = None
-    if form != "inputs" and weights:
-        kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
-        kept = [value for value in model.graph.input if value.name not in weights]
-        del model.graph.input[:]
-        model.graph.input.extend(kept)
-        if form == "external":
-            beside = path.with_name(path.name + ".data")
-            with open(beside, "wb") as file:
-                for name, tensor in weights.items():
-                    file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
-                    offset, count = file.tell(), file.write(_bytes(tensor))
-                    made = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
-                    made.data_location = onnx.TensorProto.EXTERNAL
-                    for key, value in (("location", beside.name), ("offset", offset), ("length", count)):
-                        made.external_data.add(key=key, value=str(value))
-                    model.graph.initializer.append(made)
-        else:
-            _check_size(path.stem, model.ByteSize() + sum(t.nbytes for t in weights.values()), form, limit)
-            for name, tensor in weights.items():
-                made = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
-                made.raw_data = bytes(_bytes(tensor))
-                model.graph.initializer.append(made)
-    _check_size(path.stem, model.ByteSize(), form, limit)
-    path.write_bytes(model.SerializeToString(deterministic=True))
-    return beside
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """A tensor's elements in order."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data).cast("B") if flat.numel() else memoryview(b"")
-
-
-def _check_size(name: str, count: int, form: WeightsForm, limit: int | None = None) -> None:
-    limit = LIMIT if limit is None else limit
-    if count > limit:
-        raise ExportError(
-            f"{name}.onnx would be {size(count)}, and an ONNX file holds at most {size(limit)}",
-            hint="--weights external puts the weights into a file beside each model"
-            if form == "initializers"
-            else "more stages make smaller ones: constants in the code take this much",
-        )

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fxpipe.errors import ExportError
-from fxpipe.folder import _check_creatable
+from fxpipe.folder import check_creatable
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -70,4 +70,4 @@ def check_export_target(folder: str | Path) -> None:
             )
     elif folder.exists():
         raise ExportError(f"{folder} is a file", hint="choose another -o")
-    _check_creatable(folder.resolve().parent, folder, "-o")
+    check_creatable(folder.resolve().parent, folder, "-o")

@@ -23,12 +23,13 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage ready to run: its two functions, its file, and whether someone edited it since it was emitted."""
+    """A stage ready to run: its two functions and their engines, its file, and whether someone edited that."""
 
     path: Path
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     edited: bool
+    engines: tuple[str, str] = ("eager", "eager")
 
 
 def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:

@@ -97,14 +97,15 @@ class Record:
 
 
 def worker_row(executor: Executor, seconds: float) -> dict[str, Any]:
-    """A worker in the summary: `busy` is the share of the wall time spent in actions without their waits;
-    `forward_ms` and `backward_ms` are means over actions, `wait_ms` over pairs of them (microbatches); `staleness`
-    is there if it was logged (see `StalenessLog.summary`)."""
+    """A worker in the summary: `engines` run its forward and its backward; `busy` is the share of the wall time spent
+    in actions without their waits; `forward_ms` and `backward_ms` are means over actions, `wait_ms` over pairs of them
+    (microbatches); `staleness` is there if it was logged (see `StalenessLog.summary`)."""
     times, log = executor.times, executor.store.staleness
     if log is not None:
         log.close()
     row = {
         "rank": executor.worker,
+        "engines": list(executor.stage.engines),
         "busy": (times.forward + times.backward) / max(seconds, 1e-9),
         "forward_ms": 1000 * times.forward / max(times.forwards, 1),
         "backward_ms": 1000 * times.backward / max(times.backwards, 1),

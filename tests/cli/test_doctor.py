@@ -8,8 +8,10 @@ from commands import fxpipe
 
 import fxpipe as package
 from fxpipe import agreement
+from fxpipe.backend import ENGINES
+from fxpipe.backend.ort import OrtEngine
 
-KEYS = ["fxpipe", "python", "torch", "safetensors", "devices", "transports", "self-test"]
+KEYS = ["fxpipe", "python", "torch", "safetensors", "devices", "transports", "engines", "self-test"]
 
 
 def test_a_sound_installation() -> None:
@@ -18,8 +20,9 @@ def test_a_sound_installation() -> None:
     assert (said["fxpipe"], said["torch"], said["self-test"]) == (package.__version__, torch.__version__, "passed")
     assert "local" in said["transports"]
     assert said["devices"][0].startswith("cpu (")
+    assert [line.split()[0] for line in said["engines"]] == list(ENGINES)
     text = fxpipe("doctor").out
-    assert [line.split()[0] for line in text.splitlines()] == KEYS
+    assert [line.split()[0] for line in text.splitlines() if not line.startswith(" ")] == KEYS
 
 
 def test_an_installation_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +31,8 @@ def test_an_installation_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) 
     result = fxpipe("doctor")
     assert result.code == 1
     assert "failed: the stages differ from eager PyTorch by 5.0e-01" in result.out
+
+
+def test_an_engine_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OrtEngine, "missing", lambda self, device: "onnxruntime is not installed")
+    assert "onnxruntime (not for cpu: onnxruntime is not installed)" in fxpipe("doctor").out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from commands import QUICK, files, fxpipe, unchanged
 from model_files import PARAMETERS, write_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 pytest.importorskip("onnx", reason="needs onnx")
@@ -17,9 +19,10 @@ pytest.importorskip("onnxscript", reason="needs onnxscript")
 pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 
 import onnx
+import onnxruntime
 
 import fxpipe as library
-from fxpipe.export import stages
+from fxpipe.export import model_file, stages
 
 NAMES = [
     "stage_0.forward.onnx",
@@ -165,7 +168,7 @@ def test_without_onnxruntime(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_too_large_for_one_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "LIMIT", 100)
+    monkeypatch.setattr(model_file, "LIMIT", 100)
     result = fxpipe("export", folder / "build", "-o", tmp_path / "onnx", "--weights", "initializers")
     assert result.code == 1
     assert "at most 100 B" in result.err
@@ -187,6 +190,7 @@ def test_a_stale_build(folder: Path, tmp_path: Path) -> None:
         (["build", "--fp-cut", "a"], "--fp-cut goes with a model file"),
         (["model.py", "--model", "model.py"], "--model goes with a build"),
         (["build", "--inference", "--weights", "inputs"], "--weights inputs goes with training"),
+        (["build", "--trained", "out/model.safetensors"], "--trained needs models that hold weights"),
         (["build", "--weights", "outside"], "'outside' is not one of"),
     ],
 )
@@ -203,3 +207,63 @@ def test_nothing_there(tmp_path: Path) -> None:
         assert result.err.startswith("error: ")
         assert "\n  hint: " in result.err
     assert not list(tmp_path.iterdir())
+
+
+# ---- trained weights ----
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """What a short run of the build left."""
+    result = fxpipe("run", folder / "build", "--local", "--steps", 3, "--out", folder / "out")
+    assert result.code == 0, result.err
+    return folder / "out" / "model.safetensors"
+
+
+def test_trained_weights_for_inference(folder: Path, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "onnx"
+    result = fxpipe("export", folder / "build", "-o", out, "--inference", "--trained", trained, "--json")
+    assert result.json["error"] <= 1e-4
+    net = runpy.run_path(str(folder / "model.py"))["model"]()
+    net.load_state_dict(load_file(trained))
+    x = torch.randn(7, 6)
+    values = [x.numpy()]
+    for k in range(2):
+        session = onnxruntime.InferenceSession(out / f"stage_{k}.inference.onnx", providers=["CPUExecutionProvider"])
+        values = session.run(None, dict(zip([i.name for i in session.get_inputs()], values, strict=True)))
+    torch.testing.assert_close(torch.from_numpy(values[0]), net.eval()(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_trained_weights_in_the_training_step(folder: Path, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "onnx"
+    result = fxpipe("export", folder / "build", "-o", out, "--weights", "initializers", "--trained", trained)
+    assert result.code == 0, result.err
+    graph = onnx.load(out / "pipeline.onnx").graph
+    held = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    right = load_file(trained)
+    assert held.keys() >= PARAMETERS
+    assert all(torch.equal(held[name], right[name]) for name in PARAMETERS)
+
+
+def test_trained_weights_of_another_model(folder: Path, trained: Path, tmp_path: Path) -> None:
+    tensors = load_file(trained)
+    tensors["first.weight"] = tensors["first.weight"].t().contiguous()
+    tensors["norm.bias"] = tensors["norm.bias"].half()
+    tensors["tail.bias"] = tensors.pop("head.bias")
+    save_file(tensors, tmp_path / "other.safetensors")
+    arguments = ("export", folder / "build", "-o", tmp_path / "onnx", "--inference", "--trained")
+    result = fxpipe(*arguments, tmp_path / "other.safetensors")
+    assert result.code == 1
+    assert result.err.startswith(
+        "error: the trained weights are not of this model:\n"
+        "  missing: head.bias\n"
+        "  not of the model: tail.bias\n"
+        "  of another kind: first.weight is float32[6, 8], not float32[8, 6], norm.bias is float16[8], not float32[8]\n"
+    ), result.err
+    for name, content in (("none.safetensors", None), ("text.safetensors", "no tensors")):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        result = fxpipe(*arguments, tmp_path / name)
+        assert result.code == 1
+        assert f"{name} cannot be read" in result.err
+    assert not (tmp_path / "onnx").exists()

@@ -54,7 +54,9 @@ def test_json(real: Result, folder: Path) -> None:
     assert said["steps"] == len(said["losses"]) == TRAINED
     assert all(math.isfinite(loss) for loss in said["losses"])
     assert said["samples_per_second"] == pytest.approx(TRAINED * 4 / said["seconds"])
-    assert [set(w) for w in said["workers"]] == [{"rank", "busy", "forward_ms", "backward_ms", "wait_ms"}] * 2
+    assert [set(w) for w in said["workers"]] == [
+        {"rank", "engines", "busy", "forward_ms", "backward_ms", "wait_ms"}
+    ] * 2
     assert [w["rank"] for w in said["workers"]] == [0, 1]
     assert all(0 < w["busy"] <= 1 and w["forward_ms"] > 0 and w["backward_ms"] > 0 for w in said["workers"])
     assert said["out"] == str(folder / "real")

@@ -29,8 +29,10 @@ from fxpipe.backend.compare import Expected, compare, tolerance
 from fxpipe.backend.pure import Input, Output, PurePart
 from fxpipe.build import Build
 from fxpipe.errors import BatchError, ExportError
-from fxpipe.export import check, stages
-from fxpipe.export.stages import ExportedFile, WeightsForm, export, names_of, write
+from fxpipe.export import check, model_file, stages
+from fxpipe.export.model_file import WeightsForm, write
+from fxpipe.export.names import names_of
+from fxpipe.export.stages import ExportedFile, export
 from fxpipe.plan import TensorSpec
 
 CASE = CASES["dict"]
@@ -224,7 +226,7 @@ def small_model() -> onnx.ModelProto:
 
 def test_a_model_larger_than_a_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"w": torch.randn(1000)}
-    monkeypatch.setattr(stages, "LIMIT", 2000)
+    monkeypatch.setattr(model_file, "LIMIT", 2000)
     with pytest.raises(ExportError, match=r"small\.onnx would be 4\.\d KiB.*at most") as caught:
         write(tmp_path / "small.onnx", small_model(), weights, "initializers")
     assert "--weights external" in (caught.value.hint or "")
@@ -234,13 +236,13 @@ def test_a_model_larger_than_a_file_can_be(tmp_path: Path, monkeypatch: pytest.M
     x = torch.randn(1000)
     found = check.run_file(tmp_path / "small.onnx", {"x": x})
     assert torch.equal(found["y"], x + weights["w"])
-    monkeypatch.setattr(stages, "LIMIT", 20)
+    monkeypatch.setattr(model_file, "LIMIT", 20)
     with pytest.raises(ExportError, match="at most 20 B"):
         write(tmp_path / "small.onnx", small_model(), {}, "inputs")
 
 
 def test_too_large_is_found_before_any_work(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "LIMIT", 100)
+    monkeypatch.setattr(model_file, "LIMIT", 100)
     monkeypatch.setattr(stages, "trace_stage", None)
     with pytest.raises(ExportError, match=r"pipeline\.onnx would be"):
         export(build, tmp_path / "onnx", BATCH, weights="initializers")

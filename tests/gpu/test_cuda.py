@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cached import cuts
+from engines import needs
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from random_cuts import legal_cuts
@@ -94,3 +95,17 @@ def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microba
 
     local, real = run_local(options("local")), launch(options("real"), 2)
     assert local["losses"] == pytest.approx(real["losses"], rel=1e-5)  # atomics in embedding's backward
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "inductor"])
+@pytest.mark.parametrize("name", ["gpt-dropout", "conv"])
+def test_engines_train_as_eager(name: str, engine: str) -> None:
+    """Sessions of the CUDA provider on torch's stream, and Triton kernels."""
+    needs(engine, "cuda")
+    model, batch = on_cuda(name)
+    case = CASES[name]
+    build = fxpipe.compile(model, case.loss, batch, workers=2, cost="analytic", **cuts(case, 2, 1))
+    batches = [pytree.tree_map(lambda v: v.cuda(), b) for b in case.batches(10)]
+    eager = build.local(backend="eager").run(batches)
+    found = build.local(backend=engine).run(batches)
+    assert found == pytest.approx(eager, rel=1e-4)

@@ -1,0 +1,127 @@
+"""The forward in eval mode, without the loss, as a chain of ONNX files: one for each worker, batch size left open.
+
+    model, example ─call─→ recorded call ─graph─→ eval graph ─cuts─→ a worker for each call of it
+                                                                      │
+    compared with the model ←─check─ files ←─stages─ what each stage reads, makes and passes on ←─chain─┘
+
+The training graph says where the cuts lie: the eval graph's calls are laid beside its own, by module and operator.
+That decides only where a value crosses, never whether the chain is right: any places that rise along the graph's order
+make a right chain. The inputs of a stage are exactly the outputs of the one before it, in the same order; a value that
+a later stage needs is passed on, as `x.1`, `x.2`, by those between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ExportError, FxpipeError
+from fxpipe.export.inference.call import Call, record
+from fxpipe.export.inference.chain import Port, make_chain
+from fxpipe.export.inference.check import check_chain
+from fxpipe.export.inference.cuts import Cuts, find_cuts
+from fxpipe.export.inference.graph import export_graph, in_a_line
+from fxpipe.export.inference.stages import InferenceStage, Writer
+from fxpipe.held import HeldTensors
+from fxpipe.plan import Plan
+from fxpipe.tracing import Loss
+
+__all__ = ["InferenceExport", "InferenceStage", "Port", "export_inference"]
+
+
+@dataclass(frozen=True)
+class InferenceExport:
+    """What was written, and how it was checked.
+
+    Attributes:
+        dynamic: whether the batch size is open.
+        error: the largest relative difference from eager PyTorch.
+        batches: the batch sizes that were compared.
+        warnings: what the user must know: a batch size that had to be fixed, inputs and outputs left out.
+    """
+
+    stages: tuple[InferenceStage, ...]
+    dynamic: bool
+    error: float
+    batches: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def export_inference(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    folder: Path,
+    *,
+    plan: Plan | None = None,
+    opset: int = 20,
+    weights: Literal["initializers", "external"] = "initializers",
+    model_file: str | None = None,
+) -> InferenceExport:
+    """Write `stage_k.inference.onnx` for every worker, run the chain in onnxruntime and compare it with the model.
+
+    Args:
+        model: on the CPU, with the weights to export; its modes, buffers and attributes are as before afterwards.
+        loss, batch: `loss(model, batch)` shows how the model is called; `batch` is one whole minibatch.
+        folder: exists and is empty; nothing is left in it where an error is raised.
+        plan: of a build of this model: its forward cuts are followed. One file for the whole model where None.
+        opset: the version of ONNX's operators.
+        weights: 'external' puts them beside each file, as `stage_k.inference.onnx.data`. So does 'initializers' where
+            a file would have more than 2 GB.
+        model_file: name of the user's file, for the files' metadata.
+
+    Raises:
+        ExportError: the loss does not call the model exactly once; the forward cannot be one graph; ONNX has nothing
+            for an operator; the plan is not of this model; or the files compute something else than the model.
+        CaptureError: the training step, captured to find the plan's cuts, cannot be captured.
+    """
+    if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
+        raise ExportError("the model is not on the CPU", hint="export before moving it: model.cpu()")
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own; the user's came out when the model was made
+        try:
+            cuts = find_cuts(model, loss, batch, plan)  # first: it traces the model as training finds it
+            model.eval()
+            with torch.no_grad():
+                held = HeldTensors(model)
+                call = record(held, loss, batch)
+                return _exported(held, call, cuts, Writer(folder, opset, weights, model_file))
+        except BaseException:
+            _clean(folder)
+            raise
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _exported(held: HeldTensors, call: Call, cuts: Cuts, writer: Writer) -> InferenceExport:
+    """With an open batch size if that can be, else with the example's."""
+    if call.size is None:
+        return _attempt(held, call, cuts, writer, dynamic=False)
+    try:
+        return _attempt(held, call, cuts, writer, dynamic=True)
+    except FxpipeError as error:
+        _clean(writer.folder)
+        first = in_a_line(error)
+    made = _attempt(held, call, cuts, writer, dynamic=False)
+    note = f"the batch size is fixed at {call.size}: with an open one, {first}"
+    return dataclasses.replace(made, warnings=(note, *made.warnings))
+
+
+def _attempt(held: HeldTensors, call: Call, cuts: Cuts, writer: Writer, dynamic: bool) -> InferenceExport:
+    graph = export_graph(held, call, dynamic)
+    stages = tuple(writer.stage(graph, link) for link in make_chain(graph, cuts))
+    error, batches = check_chain(held, call, graph, stages, writer.folder, dynamic)
+    return InferenceExport(stages, dynamic, error, batches, (*call.notes, *graph.notes))
+
+
+def _clean(folder: Path) -> None:
+    for path in folder.glob("stage_*.inference.onnx*"):
+        path.unlink()

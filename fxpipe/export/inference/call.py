@@ -1,0 +1,230 @@
+"""How the loss calls the model: the one call, recorded, to be made again with other tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, arange, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe import origin
+from fxpipe.errors import ExportError
+from fxpipe.export.check import first_line
+from fxpipe.held import HeldTensors
+from fxpipe.tracing import Loss
+
+
+@dataclass(frozen=True)
+class Call:
+    """The one call that the loss makes, and how to make it with other tensors.
+
+    Attributes:
+        names, tensors: its tensors, in order.
+        leaves, spec: all its arguments, as a pytree.
+        size: of the batch; None if no input of the model has it as dimension 0.
+        batched: for each tensor whether its dimension 0 is the batch's.
+        outputs: names of the tensors that the model returns, in order.
+        loss: the one of them that is what the loss function returned; it is not exported.
+        notes: what the user must know.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    size: int | None
+    batched: tuple[bool, ...]
+    outputs: tuple[str, ...]
+    loss: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of the outputs that are exported."""
+        return [name for name in self.outputs if name != self.loss]
+
+    def make(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs that are exported, for other tensors.
+
+        Raises:
+            ExportError: the model returns something else than it did when the loss called it.
+        """
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(v, Tensor) else v for v in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        found, _ = _outputs(model(*args, **kwargs))
+        if tuple(found) != self.outputs:
+            raise ExportError(
+                f"the model returns {', '.join(found) or 'no tensor'}, "
+                f"but {', '.join(self.outputs) or 'none'} where the loss calls it"
+            )
+        return [value for name, value in found.items() if name != self.loss]
+
+    def resized(self, rows: int) -> tuple[Tensor, ...]:
+        """The tensors with another batch size: the example's rows again from the first."""
+        return tuple(
+            t[arange(rows) % t.shape[0]] if batched else t
+            for t, batched in zip(self.tensors, self.batched, strict=True)
+        )
+
+
+@contextlib.contextmanager
+def untouched(held: HeldTensors) -> Iterator[None]:
+    """Inside, the model may change its buffers and attributes; afterwards it is as it was."""
+    with held.replaced([v if i < held.parameters else v.clone() for i, v in enumerate(held.values)]):
+        yield
+
+
+def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
+    """The model's call in `loss(model, batch)`.
+
+    Raises:
+        ExportError: the loss raised, or does not call the model exactly once, or calls parts of it beside that.
+    """
+    model = held.model
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    results: list[Any] = []
+    beside: list[str] = []
+    depth = 0
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal depth
+            if depth == 0 and path:
+                beside.append(path)
+            elif depth == 0:
+                calls.append((args, kwargs))
+            depth += 1
+
+        return hook
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if depth == 0 and not path:
+                results.append(output)
+
+        return hook
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter(path), with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_hook(leave(path), always_call=True))
+    try:
+        with untouched(held):
+            value = loss(model, batch)
+    except Exception as error:
+        raise ExportError(
+            f"loss(model, batch) raised {type(error).__name__}: {first_line(error)}, with the model in eval mode",
+            where=origin.user_traceback(error),
+            hint="how the model is called is found by calling the loss once",
+        ) from error
+    finally:
+        for handle in hooks:
+            handle.remove()
+    if beside or len(calls) != 1:
+        often = {0: "does not call the model", 1: "calls the model once"}
+        said = [often.get(len(calls), f"calls the model {len(calls)} times")]
+        said += [f"calls {', '.join(map(repr, dict.fromkeys(beside)))} beside it"] if beside else []
+        raise ExportError(
+            f"the loss {', and '.join(said)}: what to export is the model's one call, model(…)",
+            where=origin.definition(loss),
+            hint="put all that makes the prediction into the model's forward, and call that once in the loss",
+        )
+    return _described(model, *calls[0], results[0], value, batch)
+
+
+def _described(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, loss: Any, batch: Any
+) -> Call:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+    # Copies: an input that stands there twice is two inputs, and no input lies in another's memory.
+    tensors = {p: v.detach().clone() for p, v in zip(paths, leaves, strict=True) if isinstance(v, Tensor)}
+    if not tensors:
+        raise ExportError("the loss calls the model without any tensor", hint="there is nothing that could be an input")
+    sizes = Counter(v.shape[0] for v in pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.dim())
+    size = sizes.most_common(1)[0][0] if sizes else None
+    batched = tuple(v.dim() > 0 and v.shape[0] == size for v in tensors.values())
+    outputs, notes = _outputs(result)
+    if not any(batched):
+        size = None
+        notes = ["no input of the model has the batch as its first dimension: all sizes are fixed", *notes]
+    made = Call(
+        names=distinct([_named(model, path) for path in tensors]),
+        tensors=tuple(tensors.values()),
+        leaves=tuple(leaves),
+        spec=spec,
+        size=size,
+        batched=batched,
+        outputs=tuple(outputs),
+        loss=next((name for name, value in outputs.items() if value is loss), None),
+        notes=tuple(notes),
+    )
+    if not made.kept:
+        raise ExportError("the model returns no tensor but the loss", hint="return the prediction beside it")
+    if size == 1:  # torch.export takes a size of 1 for a constant
+        made = dataclasses.replace(made, tensors=made.resized(2), size=2)
+    return made
+
+
+def _named(model: nn.Module, path: Sequence[Any]) -> str:
+    """`input_ids`, `mask[0]`, `extra.bias`: a leaf of the arguments under its name in the model's forward."""
+    kind, which, *rest = path
+    name = str(getattr(which, "key", ""))
+    if kind.idx == 0:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+        plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        several = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+        name = plain[which.idx].name if which.idx < len(plain) else f"{several}[{which.idx - len(plain)}]"
+    return name + "".join(_step(key) for key in rest)
+
+
+def _step(key: Any) -> str:
+    if isinstance(key, pytree.SequenceKey):
+        return f"[{key.idx}]"
+    return f".{key.key if isinstance(key, pytree.MappingKey) else getattr(key, 'name', key)}"
+
+
+def distinct(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names, with a number behind those that occur already."""
+    made: dict[str, None] = dict.fromkeys(taken)
+    for name in names:
+        chosen, number = name, 1
+        while chosen in made:
+            chosen, number = f"{name}_{number}", number + 1
+        made[chosen] = None
+    return tuple(made)[len(dict.fromkeys(taken)) :]
+
+
+def _outputs(result: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of what the model returns, under their names; and what else it returns, in words."""
+    found: list[tuple[str, Tensor]] = []
+    others: list[str] = []
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            found.append((name or "output", value))
+        elif isinstance(value, Mapping):
+            for key, v in value.items():
+                walk(v, f"{name}.{key}" if name else str(key))
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            walk(dict(zip(value._fields, value, strict=True)), name)
+        elif isinstance(value, (tuple, list)):
+            for i, v in enumerate(value):
+                walk(v, f"{name or 'output'}[{i}]")
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            walk({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, name)
+        elif value is not None:
+            others.append(f"output {name or 'of the model'} is a {type(value).__name__}, no tensor: left out")
+
+    walk(result, "")
+    names = distinct([name for name, _ in found])
+    return dict(zip(names, [value for _, value in found], strict=True)), others

@@ -1,0 +1,161 @@
+"""The stages of the chain: what each reads, computes and gives, values that only pass through among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from fxpipe.aten import is_cheap
+from fxpipe.export.inference.call import distinct
+from fxpipe.export.inference.cuts import Cuts, workers_of
+from fxpipe.export.inference.graph import Graph
+from fxpipe.export.inference.nodes import is_size, module_of
+
+PortKind = Literal["input", "activation", "passed", "output"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of a stage.
+
+    Kinds: the model's own `input` or `output`, an `activation` that the stage before made or this one makes, and what
+    is only `passed` on, or was passed on to here. A dimension left open is text, `batch`.
+    """
+
+    name: str
+    kind: PortKind
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One stage of the chain.
+
+    Attributes:
+        count: how many there are.
+        arrives, leaves: nodes of the values that come in and go out, and what each is to the user.
+        calls: what it computes, in order.
+        sizes: arithmetic on sizes of other stages' values: the value and dimension to read it from instead.
+    """
+
+    worker: int
+    count: int
+    arrives: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    calls: tuple[fx.Node, ...]
+    sizes: Mapping[fx.Node, tuple[fx.Node, int]]
+
+
+def make_chain(graph: Graph, cuts: Cuts) -> list[Link]:
+    """The stages, found from the last one back: what it needs and does not make, the one before must give it."""
+    at = workers_of(graph, cuts)
+    sources = _sources(graph)
+    order = {node: i for i, node in enumerate([*graph.inputs, *graph.calls])}
+    ports = _Ports(graph, at, cuts.workers)
+    chain: list[Link] = []
+    wanted = tuple(node for _, node in graph.outputs)
+    for k in reversed(range(cuts.workers)):
+        arrives: set[fx.Node] = set()
+        local: set[fx.Node] = set()
+        sizes: set[fx.Node] = set()
+        stack = [*wanted, *(n for n in graph.calls if at[n] == k and n not in sources and not is_size(n))]
+        while stack:
+            node = stack.pop()
+            if node in local or node in arrives or node in graph.held:
+                continue
+            if is_size(node):
+                sizes.add(node)
+            elif node in sources or at.get(node, -1) == k:
+                local.add(node)
+                stack += node.all_input_nodes
+            else:
+                arrives.add(node)
+        substitutes = _resolve(sizes, local, arrives, graph)
+        if k == 0:
+            arrives |= set(graph.inputs)
+        ordered = tuple(sorted(arrives, key=order.__getitem__))
+        calls = tuple(n for n in graph.calls if n in local or (n in sizes and n not in substitutes))
+        sides = ports.at(k, ordered), ports.at(k + 1, wanted)
+        chain.append(Link(k, cuts.workers, ordered, wanted, *sides, calls, substitutes))
+        wanted = ordered
+    return chain[::-1]
+
+
+def _sources(graph: Graph) -> set[fx.Node]:
+    """What is made cheaply from weights, sizes or nothing: every stage that reads it computes it."""
+    found: set[fx.Node] = set()
+    for node in graph.calls:
+        makes_tensor = not is_size(node) and not isinstance(node.meta.get("val"), (tuple, list))
+        from_sources = all(n in found or n in graph.held or is_size(n) for n in node.all_input_nodes)
+        if node.op == "get_attr" or (makes_tensor and from_sources and is_cheap(node)):
+            found.add(node)
+    return found
+
+
+def _resolve(
+    sizes: set[fx.Node], local: set[fx.Node], arrives: set[fx.Node], graph: Graph
+) -> dict[fx.Node, tuple[fx.Node, int]]:
+    """For every size that a stage reads, a tensor of its own to read it from; adds to `sizes` and `arrives`."""
+    found: dict[fx.Node, tuple[fx.Node, int]] = {}
+    stack = sorted(sizes, key=lambda n: n.name)
+    sizes.clear()
+    while stack:
+        node = stack.pop()
+        if node in sizes:
+            continue
+        sizes.add(node)
+        tensors = [n for n in node.all_input_nodes if not is_size(n)]
+        if not tensors:
+            stack += node.all_input_nodes
+            continue
+        if all(n in local or n in graph.held or n in arrives for n in tensors):
+            continue
+        text = str(node.meta["val"])
+        choices = [*sorted(arrives, key=lambda n: n.name), *graph.inputs]
+        place = next(((n, i) for n in choices for i, d in enumerate(n.meta["val"].shape) if str(d) == text), None)
+        if place is None:
+            arrives.update(n for n in tensors if n not in local)
+        else:
+            found[node] = place
+            arrives.add(place[0])
+    return found
+
+
+class _Ports:
+    """What the values at each boundary are called; boundary k lies before stage k."""
+
+    def __init__(self, graph: Graph, at: Mapping[fx.Node, int], workers: int) -> None:
+        self.graph = graph
+        self.made_at = at
+        self.workers = workers
+        crossing = [n for n in graph.calls if not is_size(n)]
+        taken = [*graph.names.values(), *(name for name, _ in graph.outputs)]
+        self.names = dict(zip(crossing, distinct([_value_name(n) for n in crossing], taken), strict=True))
+        self.names |= {n: graph.names[n] for n in graph.inputs}
+
+    def at(self, boundary: int, nodes: tuple[fx.Node, ...]) -> tuple[Port, ...]:
+        return tuple(self._port(boundary, i, node) for i, node in enumerate(nodes))
+
+    def _port(self, boundary: int, i: int, node: fx.Node) -> Port:
+        kind: PortKind
+        if boundary == self.workers:
+            name, kind = self.graph.outputs[i][0], "output"
+        elif boundary == 0:
+            name, kind = self.names[node], "input"
+        else:
+            passed = boundary - 1 - self.made_at.get(node, -1)
+            name = self.names[node] + (f".{passed}" if passed else "")
+            kind = "passed" if passed else "activation"
+        return Port(name, kind, str(node.meta["val"].dtype).removeprefix("torch."), self.graph.shape(node))
+
+
+def _value_name(node: fx.Node) -> str:
+    """`blocks.2/add`: what a value that crosses workers is called."""
+    path = module_of(node)
+    return (f"{path}/" if path else "") + str(getattr(node.target, "_opname", node.name))

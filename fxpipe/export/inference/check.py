@@ -1,0 +1,82 @@
+"""Does the chain compute in onnxruntime what the model computes? On the example, and on other batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fxpipe.backend.compare import Expected, compare, tolerance
+from fxpipe.errors import ExportError
+from fxpipe.export.check import Session
+from fxpipe.export.inference.call import Call, untouched
+from fxpipe.export.inference.graph import Graph
+from fxpipe.export.inference.stages import InferenceStage
+from fxpipe.held import HeldTensors
+
+
+@dataclass
+class _Trial:
+    """One batch size: the values at a boundary of the chain, and what the model itself gives."""
+
+    rows: int | None
+    values: dict[str, Tensor]
+    expected: dict[str, Expected]
+
+
+def check_chain(
+    held: HeldTensors, call: Call, graph: Graph, stages: Sequence[InferenceStage], folder: Path, dynamic: bool
+) -> tuple[float, tuple[int, ...]]:
+    """The largest relative error of an output, and the batch sizes that were compared.
+
+    Raises:
+        ExportError: onnxruntime cannot run a file, or an output is wrong.
+    """
+    trials = _trials(held, call, graph, stages, dynamic)
+    for stage in stages:
+        session = Session(folder / stage.files[0])  # one at a time is in memory
+        for trial in trials:
+            try:
+                trial.values = session.run(trial.values)
+            except ExportError as error:
+                raise ExportError(error.what, where=f"batch size {trial.rows}", hint=error.hint) from error
+    types = {*(str(p.dtype).removeprefix("torch.") for p in held.model.parameters())}
+    limit = tolerance([*types, *(port.dtype for port in stages[-1].outputs)])
+    worst = 0.0
+    for trial in trials:
+        found = compare(trial.values, trial.expected, nan_equals_nan=True)
+        wrong = [d for d in found if not d.error <= limit]
+        if wrong:
+            raise ExportError(
+                f"what the exported stages give differs from the model's own (at most {limit:g} is right): "
+                + "; ".join(map(str, wrong[:5]))
+                + (f"; and {len(wrong) - 5} more outputs" if len(wrong) > 5 else ""),
+                where=f"batch size {trial.rows}",
+            )
+        worst = max([worst, *(d.error for d in found)])
+    return worst, tuple(trial.rows for trial in trials if trial.rows is not None)
+
+
+def _trials(
+    held: HeldTensors, call: Call, graph: Graph, stages: Sequence[InferenceStage], dynamic: bool
+) -> list[_Trial]:
+    """The example; where the batch size is open, other sizes as well, if the model itself takes them."""
+    sizes = [call.size]
+    if dynamic and call.size is not None:
+        sizes += [size for size in (1, call.size + 1) if size != call.size]
+    trials = []
+    for rows in sizes:
+        tensors = call.tensors if rows is None or rows == call.size else call.resized(rows)
+        try:
+            with untouched(held):  # the inputs are copies: a model may change them, and give out its buffers
+                made = [value.clone() for value in call.make(held.model, [t.clone() for t in tensors])]
+        except Exception:
+            if rows == call.size:
+                raise
+            continue
+        values = {port.name: tensors[i] for port, i in zip(stages[0].inputs, graph.used, strict=True)}
+        rights = zip(stages[-1].outputs, made, strict=True)
+        trials.append(_Trial(rows, values, {port.name: Expected(v, peers=port.name) for port, v in rights}))
+    return trials

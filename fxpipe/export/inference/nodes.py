@@ -1,0 +1,65 @@
+"""What a node of the eval graph is: arithmetic on sizes, a draw of random numbers; its module, operator and line."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+
+from fxpipe import origin
+from fxpipe.aten import is_random
+
+aten = torch.ops.aten
+_SAME = {
+    "addmm": "linear",
+    "mm": "linear",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "convolution": "conv",
+    "conv_transpose": "conv",
+}
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node is arithmetic on sizes: its value is no tensor, and every stage computes it for itself."""
+    return node.op == "call_function" and isinstance(
+        node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    )
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the node's value depends on random numbers."""
+    if node.target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
+        return bool(node.args[1]) and bool(node.args[2])
+    if node.target is aten.native_dropout.default:
+        return bool(node.args[2])
+    # Recurrent layers and attention are tagged random for a dropout that eval mode has turned off.
+    names = ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention", "rrelu", "batch_norm")
+    return is_random(node) and not str(node.target).removeprefix("aten.").startswith(names)
+
+
+def own_name(target: str) -> str:
+    """The model's own name of what export calls `target`: it exports the model inside a module of ours."""
+    return target.removeprefix("model.")
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose forward made the node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()), ("",))[0])
+    return "" if path == "model" else own_name(path)
+
+
+def place_of(node: fx.Node) -> str | None:
+    """`model.py:12: the line`, of the innermost frame of the user's; else the module."""
+    return origin.user_stack(node.meta.get("stack_trace") or "") or module_of(node) or None
+
+
+def operator_of(node: fx.Node) -> str:
+    """One name for what training and eval call differently: `addmm` and `linear`, `convolution` and `conv2d`."""
+    name = str(node.target).removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_")
+    name = re.sub(r"(_legit.*|_with_indices|[123]d)+$", "", name)
+    if name.startswith("scaled_dot_product"):
+        return "attention"
+    return _SAME.get(name, name)

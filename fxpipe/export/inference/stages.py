@@ -1,0 +1,188 @@
+"""A stage of the chain as an exported program, and as a file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ExportError, FxpipeError
+from fxpipe.export import model_file
+from fxpipe.export.convert import convert_exported
+from fxpipe.export.inference.chain import Link, Port
+from fxpipe.export.inference.graph import Graph, in_a_line
+from fxpipe.export.inference.nodes import place_of
+
+SMALL = 1024
+"""Elements of a constant that the graph holds itself, where it can be folded."""
+
+ROOM = 2**26
+"""Bytes left for the graph in a file that holds its weights."""
+
+
+@dataclass(frozen=True)
+class InferenceStage:
+    """One file of the chain.
+
+    Attributes:
+        files: names in the folder: the model, and its `.data` where the weights lie beside it.
+        nodes: how many ONNX nodes it has.
+        weights: the model's own names of its parameters and buffers; large constants are among them.
+        weight_bytes: what they take.
+    """
+
+    worker: int
+    files: tuple[str, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    nodes: int
+    weights: tuple[str, ...] = field(repr=False)
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes stages into a folder.
+
+    Attributes:
+        form: of the weights; see `export_inference`.
+        source: name of the user's file.
+    """
+
+    folder: Path
+    opset: int
+    form: Literal["initializers", "external"]
+    source: str | None
+
+    def stage(self, graph: Graph, link: Link) -> InferenceStage:
+        """Write one stage.
+
+        Raises:
+            ExportError: ONNX has nothing for one of its operators.
+        """
+        name = f"stage_{link.worker}.inference"
+        model, weights = self._converted(name, graph, link)
+        size = sum(t.nbytes for t in weights.values())
+        fits = size + model.ByteSize() + ROOM <= model_file.LIMIT
+        path = self.folder / f"{name}.onnx"
+        count = len(model.graph.node)
+        beside = model_file.write(path, model, weights, self.form if fits else "external")
+        files = (path.name,) if beside is None else (path.name, beside.name)
+        return InferenceStage(link.worker, files, link.inputs, link.outputs, count, tuple(weights), size)
+
+    def _converted(self, name: str, graph: Graph, link: Link) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
+        program, weights = _program(graph, link)
+        ports = (*link.inputs, *link.outputs)
+        dims = {p.name: {i: d for i, d in enumerate(p.shape) if isinstance(d, str)} for p in ports}
+        names = [*weights, *(p.name for p in link.inputs)]
+        try:
+            model = convert_exported(program, names, [p.name for p in link.outputs], opset=self.opset, dynamic=dims)
+        except FxpipeError as error:
+            where = error.where or _places(link, error.what)
+            raise ExportError(f"{name}: {error.what}", where=where, hint=error.hint) from error
+        except Exception as error:
+            raise ExportError(f"{name} cannot be converted: {in_a_line(error)}") from error
+        for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+            for dimension in value.type.tensor_type.shape.dim:
+                if dimension.HasField("dim_param"):
+                    dimension.dim_param = graph.dimension(dimension.dim_param)
+        model = model_file.named(model, name, self.opset)
+        body: dict[str, Any] = {"phase": "inference", "stage": link.worker, "workers": link.count}
+        body |= {"model": self.source} if self.source else {}
+        body["inputs"] = [{"value": p.name, "kind": p.kind} for p in link.inputs]
+        body["outputs"] = [{"value": p.name, "kind": p.kind} for p in link.outputs]
+        words = [*("weight" for _ in weights), *(p.kind for p in link.inputs)]
+        model_file.note(model, body, words, [p.kind for p in link.outputs])
+        return model, weights
+
+
+def _places(link: Link, said: str) -> str | None:
+    """The user's lines that make the operators named in an error; conversion itself no longer knows them.
+
+    What is named may be a part of the user's operator: `prims.bessel_j0` of `aten.special_bessel_j0`.
+    """
+    parts = tuple(name.strip("_") for name in re.findall(r"\b(?:aten|prims)\.(\w+)\.\w+", said))
+    made = [n for n in link.calls if re.sub(r"^\w+\.|\.\w+$", "", str(n.target)).endswith(parts)]
+    return "; ".join(dict.fromkeys(place for n in made if (place := place_of(n)))) or None
+
+
+def _program(graph: Graph, link: Link) -> tuple[ExportedProgram, dict[str, Tensor]]:
+    """A stage, with the weights as its first inputs; and these under their own names."""
+    new = fx.Graph()
+    root = nn.Module()
+    mapped: dict[fx.Node, fx.Node] = {}
+    constants: dict[str, Any] = {}
+    weights: dict[str, Tensor] = {}
+    specs: list[InputSpec] = []
+
+    def placeholder(node: fx.Node, kind: InputKind) -> None:
+        made = mapped[node] = new.placeholder(re.sub(r"\W", "_", node.name))
+        made.meta = {"val": node.meta["val"]}
+        target = made.name if kind == InputKind.CONSTANT_TENSOR else None
+        specs.append(InputSpec(kind, TensorArgument(name=made.name), target))
+
+    read = {n for node in link.calls for n in node.all_input_nodes} | set(link.leaves)
+    held = [n for n in graph.held if n in read]
+    for node in held:
+        if _is_folded(graph, node):
+            placeholder(node, InputKind.CONSTANT_TENSOR)
+            constants[mapped[node].name] = graph.held[node]
+    first: dict[str, fx.Node] = {}
+    for node in held:
+        name = graph.names[node]
+        if name in first:  # tied
+            mapped[node] = mapped[first[name]]
+        elif node not in mapped:
+            placeholder(node, InputKind.USER_INPUT)
+            first[name] = node
+            weights[name] = graph.held[node]
+    for node in link.arrives:
+        placeholder(node, InputKind.USER_INPUT)
+    for node, (tensor, dimension) in link.sizes.items():
+        mapped[node] = new.call_function(torch.ops.aten.sym_size.int, (mapped[tensor], dimension))
+        mapped[node].meta = {"val": node.meta["val"]}
+    for node in link.calls:
+        if node.op == "get_attr":
+            setattr(root, str(node.target), getattr(graph.program.graph_module, str(node.target)))
+        mapped[node] = new.node_copy(node, mapped.__getitem__)
+    results = [mapped[n] for n in link.leaves]
+    new.output(tuple(results))
+    inputs = sum(spec.kind == InputKind.USER_INPUT for spec in specs)
+    _, in_spec = pytree.tree_flatten((tuple(range(inputs)), {}))
+    _, out_spec = pytree.tree_flatten(tuple(range(len(results))))
+    program = ExportedProgram(
+        root=fx.GraphModule(root, new),
+        graph=new,
+        graph_signature=ExportGraphSignature(
+            input_specs=specs,
+            output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in results],
+        ),
+        state_dict={},
+        range_constraints=dict(graph.program.range_constraints),
+        module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
+        constants=constants,
+        verifiers=graph.program.verifiers,
+    )
+    return program, weights
+
+
+def _is_folded(graph: Graph, node: fx.Node) -> bool:
+    """Whether it is a small constant that export found: no parameter and no buffer."""
+    signature = graph.program.graph_signature
+    return node.name in signature.inputs_to_lifted_tensor_constants and graph.held[node].numel() <= SMALL

@@ -1,0 +1,104 @@
+"""What the inputs and outputs of exported parts are called, and what the models' metadata says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+
+from fxpipe.backend.pure import Input, Output, PurePart
+from fxpipe.export.model_file import WeightsForm, note
+from fxpipe.plan import BufferSpec, ParameterSpec, Plan
+
+PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
+"""Of outputs that have the names of weights and buffers."""
+
+NAMES = (
+    "weights, buffers, batch, saved values and edges have the names they have in the build; gradients are grad:NAME, "
+    "new values of buffers new:NAME; where a name is taken already, the value's kind stands before it: saved:NAME"
+)
+
+
+class Names:
+    """The names of one model; see `NAMES`."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def free(self, kind: str, name: str) -> str:
+        """A name for a value of this kind that no other value has."""
+        name = PREFIXES.get(kind, "") + name
+        while name in self._taken:
+            name = f"{kind}:{name}"
+        self._taken.add(name)
+        return name
+
+
+def names_of(part: PurePart) -> tuple[list[str], list[str]]:
+    """Names for a part's inputs and outputs."""
+    names = Names()
+    inputs = [names.free(row.kind, row.name) for row in part.inputs]
+    # What is sent keeps its name, so that the other worker's model calls it the same.
+    order = sorted(range(len(part.outputs)), key=lambda i: part.outputs[i].kind != "sent")
+    outputs = {i: names.free(part.outputs[i].kind, part.outputs[i].name) for i in order}
+    return inputs, [outputs[i] for i in range(len(part.outputs))]
+
+
+def first_names(plan: Plan) -> dict[str, str]:
+    """For every name of a weight or buffer the first of its names: that of its tensor."""
+    rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
+    return {name: row.name for row in rows for name in row.names}
+
+
+def row_of(plan: Plan, value: str, row: Input | Output) -> dict[str, Any]:
+    """What the metadata says of an input or output, which the model calls `value`."""
+    kind, name = row.kind, row.name
+    made: dict[str, Any] = {"value": value, "kind": kind, "name": name}
+    if kind in ("sent", "received"):
+        edge = next(e for e in plan.edges if e.name == name)
+        made |= {"edge": edge.kind, **({"to": edge.dst} if kind == "sent" else {"from": edge.src})}
+    if kind in ("weight", "gradient"):
+        parameter = next(p for p in plan.parameters if name in p.names)
+        made |= {"owner": parameter.owner, "trained": parameter.trained}
+        if len(parameter.names) > 1:
+            made["names"] = list(parameter.names)
+    return made
+
+
+def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
+    """The same for a reader of the graph."""
+    kind = row["kind"]
+    if kind == "received":
+        return f"{row['edge']} received from worker {row['from']}"
+    if kind == "sent":
+        return f"{row['edge']} sent to worker {row['to']}"
+    if kind == "weight":
+        return "weight" if worker in (None, row["owner"]) else f"replica of a weight of worker {row['owner']}"
+    known = {
+        "buffer": "buffer",
+        "batch": "leaf of the batch",
+        "saved": "saved by forward for backward",
+        "mask": "random numbers, drawn outside",
+        "loss": "loss",
+        "update": "new value of a buffer",
+        "gradient": f"gradient of {row['name']}",
+    }
+    return known[kind]
+
+
+def describe(model: onnx.ModelProto, body: Mapping[str, Any], worker: int | None) -> str:
+    """Write what the model is into it; gives the text. `worker` is None where it is all of them."""
+    return note(model, body, *([_in_words(row, worker) for row in body[side]] for side in ("inputs", "outputs")))
+
+
+def about(plan: Plan, form: WeightsForm) -> dict[str, Any]:
+    """What the metadata of every model of a build says."""
+    return {
+        "workers": plan.workers,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "policy": plan.policy,
+        "weights": form,
+        "naming": NAMES,
+    }

@@ -1,0 +1,67 @@
+"""A build with trained weights in the place of its initial ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fxpipe.build import Build
+from fxpipe.errors import ExportError
+from fxpipe.plan import TensorSpec
+from fxpipe.runtime.final_weights import final_tensors
+
+LIMIT = 8
+"""Names listed of each kind."""
+
+
+def with_trained(build: Build, file: str | Path) -> Build:
+    """The build with the weights of a `model.safetensors`, which a run left: the model's own names, all of them.
+
+    What the file does not hold, as a run does not write it (buffers that are not persistent, constants), stays as it
+    was. Of a tied weight one name is enough.
+
+    Raises:
+        ExportError: the file cannot be read, or is not of this model: names every tensor that is missing, unknown or
+            of another shape or type.
+    """
+    file = Path(file)
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ExportError(
+            f"{file} cannot be read: {error}", hint="--trained takes a run's model.safetensors"
+        ) from error
+    missing, other = [], []
+    tensors = dict(build.tensors)
+    unknown = set(found)
+    for row in final_tensors(build.plan):
+        unknown -= set(row.names)
+        given = [(name, found[name]) for name in row.names if name in found]
+        if not given:
+            missing.append(row.names[0])
+        for name, value in given:
+            if not _fits(value, row.spec):
+                kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                other.append(f"{name} is {kind}, not {row.spec.dtype}{list(row.spec.shape)}")
+            tensors[row.names[0]] = value
+    wrong = [("missing", missing), ("not of the model", sorted(unknown)), ("of another kind", other)]
+    lines = [f"{what}: {_listed(names)}" for what, names in wrong if names]
+    if lines:
+        raise ExportError(
+            "the trained weights are not of this model:\n  " + "\n  ".join(lines),
+            where=str(file),
+            hint="take the model.safetensors of a run of this build",
+        )
+    return dataclasses.replace(build, tensors=tensors)
+
+
+def _fits(value: Tensor, spec: TensorSpec) -> bool:
+    return tuple(value.shape) == tuple(spec.shape) and str(value.dtype) == f"torch.{spec.dtype}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:LIMIT]) + (f" and {len(names) - LIMIT} more" if len(names) > LIMIT else "")
