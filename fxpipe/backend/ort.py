@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -47,13 +49,12 @@ class OrtEngine(Engine):
         )
 
     def version(self) -> str:
-        found = {name: _version(name) for name in PACKAGES}
-        return ", ".join(f"{name} {number}" for name, number in found.items() if number)
+        return f"{_packages()}, translation {_translation()}"
 
     def describe(self) -> str:
         import onnxruntime
 
-        return f"{self.version()}; {', '.join(onnxruntime.get_available_providers())}"
+        return f"{_packages()}; {', '.join(onnxruntime.get_available_providers())}"
 
     def build(self, part: PurePart, cache: Path | None) -> Compute:
         model = cache.read_bytes() if cache is not None and cache.is_file() else None
@@ -88,6 +89,19 @@ def write_whole(path: Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _packages() -> str:
+    found = {name: _version(name) for name in PACKAGES}
+    return ", ".join(f"{name} {number}" for name, number in found.items() if number)
+
+
+@functools.cache
+def _translation() -> str:
+    """A digest of the code that makes ONNX of a part: what an older one made must not be used."""
+    root = Path(__file__).parents[1]
+    files = [*sorted((root / "export" / "decompositions").glob("*.py")), root / "export" / "convert.py", Path(__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _version(package: str) -> str | None:

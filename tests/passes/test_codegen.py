@@ -72,3 +72,14 @@ def test_no_machine_path_is_in_a_build() -> None:
     text = made.plan.to_json() + "".join(made.files.values())
     assert str(Path(golden_model.__file__).parent) not in text
     assert "golden_model.py:" in text
+
+
+def test_saved_values_have_one_name() -> None:
+    """Whatever their modules are called."""
+    model = torch.nn.Sequential()
+    model.add_module("LayerNorm", torch.nn.LayerNorm(4))
+    model.add_module("OutHead", torch.nn.Linear(4, 2))
+    made = fxpipe.compile(model, lambda m, x: m(x).square().mean(), torch.randn(3, 4), workers=1, cost="analytic")
+    stage = made.plan.stages[0]
+    assert any("LayerNorm" in name for name in stage.forward.saved)
+    assert stage.forward.saved == stage.backward.saved
