@@ -102,6 +102,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 -o build/ --verify
     fxpipe compile examples/gpt.py -n 2 --fp-cut blocks.4 --bp-cut blocks.3 -o build/
     fxpipe compile examples/gpt.py -n 4 --schedule 1f1b --microbatches 8 -o build/
+    fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     """
     import torch
 

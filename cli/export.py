@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import hashlib
+import io
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
@@ -67,6 +68,9 @@ def export_command(
     property "fxpipe" of each model says what every input and output is; dropout masks are inputs. An edited stage is
     exported as it was edited.
 
+    With --inference: stage_0.inference.onnx and so on, the model file's forward in eval mode, cut where the build is.
+    Stage k takes what stage k-1 gives; the first takes the model's own inputs, the last gives its outputs.
+
     Every model is run in onnxruntime on the first batch of train_data() and compared with the stage's own code. If one
     of them is wrong, none is written.
 
@@ -74,7 +78,7 @@ def export_command(
     fxpipe export build/ -o onnx/
     fxpipe export build/ -o onnx/ --weights external --json
     fxpipe export model.py -n 3 -o onnx/
-    fxpipe export build/ -o onnx/ --inference --trained out/model.safetensors
+    fxpipe export build/ -o serve/ --inference --trained out/model.safetensors
     """
     from fxpipe.export.target import check_export_target, check_opset, check_packages
 
@@ -92,7 +96,7 @@ def export_command(
         raise click.UsageError("--trained needs models that hold weights: add --inference, or --weights initializers")
     check_packages()
     check_opset(opset)
-    check_export_target(out)
+    check_export_target(out, inference=inference)
     with ExitStack() as stack:
         if from_file:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="fxpipe_build_"))
@@ -115,7 +119,7 @@ def _compile(model: str, folder: str, wanted: dict[str, Any]) -> None:
     for name, value in wanted.items():
         for one in value if isinstance(value, tuple) else [value]:
             options += [] if one is None else [name, str(one)]
-    with redirect_stdout(sys.stderr):  # stdout is for what the export says
+    with redirect_stdout(io.StringIO()):  # what it says is of a build that goes again
         compile_command.main([model, "-o", folder, *options], standalone_mode=False)
 
 
@@ -143,7 +147,10 @@ def _export_inference(
     with torch.no_grad():
         for names, value in zip(held.names, held.values, strict=True):
             value.copy_(build.tensors.get(names[0], value))
-    say("the forward in eval mode")
+    edited = [s.file for s in build.plan.stages if hashlib.sha256(build.files[s.file].encode()).hexdigest() != s.digest]
+    if edited:
+        warn(f"{', '.join(edited)} edited since the compile: exported is the model file's forward, without that")
+    say("the forward in eval mode, stage by stage")
     with replacing(Path(out)) as fresh:
         done = export_inference(
             model, task.loss, batch, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.path.name

@@ -88,6 +88,7 @@ def run_command(
     fxpipe run build/ --steps 500
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 50 --local --json
+    fxpipe run build/ --steps 500 --backend onnxruntime
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
     from fxpipe.runtime.launch import running_under_torchrun

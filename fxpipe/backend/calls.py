@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.plan import BufferSpec, ParameterSpec, PartSpec, Phase, Plan
+from fxpipe.program import copy_graph
 from fxpipe.runtime.loaded_stage import LoadedStage
+
+if TYPE_CHECKING:
+    from fxpipe.backend.pure import PurePart
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,53 @@ class PartCall:
     buffers: tuple[Tensor, ...]
     third: list[Any]
     received: Mapping[str, Tensor]
+
+
+def run_part(part: PurePart, function: Callable[..., Any], call: PartCall, seed: int | None = None) -> list[Tensor]:
+    """What a stage's function, or an engine in its place, returns and sends, in the order of the part's outputs.
+
+    Args:
+        seed: of torch's generators, for masks; they go on from where they are where None.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    comm = Replay(dict(call.received))
+    return flat(part, function(call.weights, call.buffers, list(call.third), comm), comm.sent)
+
+
+def run_exactly(part: PurePart, call: PartCall, seed: int | None = None) -> list[Tensor]:
+    """The same by the part's graph in float64, where exact values are a billion times nearer."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    received = (call.received[row.name] for row in part.inputs if row.kind == "received")
+    given = (*call.weights, *call.buffers, *call.third, *received)
+    masks = [draw(part.device) for draw in part.draws]
+    graph = copy_graph(part.graph.graph)
+    for node in graph.nodes:
+        node.args, node.kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (node.args, node.kwargs))
+    module = fx.GraphModule(part.graph, graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            setattr(module, node.target, _wide(getattr(module, node.target)))
+    return list(module(*map(_wide, given), *map(_wide, masks)))
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def flat(part: PurePart, result: Any, sent: Mapping[str, Tensor]) -> list[Tensor]:
+    """What a stage's function returned and sent, in the order of the part's outputs."""
+    if part.phase == "B":
+        values = list(result)
+    else:
+        loss, updates, saved = result
+        values = [*([] if loss is None else [loss]), *updates, *saved]
+    return [*values, *(sent[o.name] for o in part.outputs if o.kind == "sent")]
 
 
 class Replay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 import statistics
 import tempfile
@@ -14,13 +15,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fxpipe import backend as backends
 from fxpipe.backend import ENGINES
-from fxpipe.backend.calls import PartCall, Replay, record_calls
-from fxpipe.backend.engine import EnginePart
-from fxpipe.backend.equip import build_part, check_outputs, flat
+from fxpipe.backend.calls import PartCall, Replay, record_calls, run_exactly, run_part
+from fxpipe.backend.engine import EnginePart, first_line
+from fxpipe.backend.equip import check_outputs
 from fxpipe.backend.pure import PurePart, trace_stage
 from fxpipe.errors import BackendError, FxpipeError
 from fxpipe.folder import ENGINES as ENGINES_FOLDER
@@ -97,6 +97,7 @@ def choose_engines(
     plan = build.plan
     names = [n for n in (ENGINES[1:] if backend == "auto" else (backend,)) if n != "eager"]
     times: list[EngineTime] = []
+    names_kept: dict[tuple[int, Phase, str], str] = {}
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_engines_") as temporary,
         worker_threads(threads, plan.workers),
@@ -112,9 +113,9 @@ def choose_engines(
         stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
         calls = record_calls(plan, stages, build.tensors, leaves)
         there = {n: backends.make(n).missing(plan.device) for n in names}
-        absent = [f"{n}: {reason}" for n, reason in there.items() if reason]
+        absent = [reason for reason in there.values() if reason]
         if absent and backend != "auto":
-            raise BackendError("; ".join(absent), hint="use --backend auto to take what is there")
+            raise BackendError("; ".join(absent), hint="--backend auto takes what is there")
         for worker, stage in enumerate(stages):
             spec = plan.stages[worker]
             phases: tuple[tuple[Phase, PartSpec, Callable[..., Any]], ...] = (
@@ -135,7 +136,9 @@ def choose_engines(
             for part, (phase, row, emitted) in zip(parts, phases, strict=True):
                 say(f"{part.name} on {', '.join(n for n in names if not there[n])}")
                 trial = _Trial(part, row, emitted, calls[worker, phase], cache, backend != "auto", budget)
-                times += trial.times(there)
+                found, kept = trial.times(there)
+                times += found
+                names_kept |= {(worker, phase, engine): name for engine, name in kept.items()}
         files = {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.rglob("*")) if path.is_file()}
     if backend == "auto":
         times = _fastest(times)
@@ -147,7 +150,7 @@ def choose_engines(
         plan=plan,
         timings=tuple(_as_whole(plan, build.timings)),
         engine_times=tuple(times),
-        engine_files=_chosen(files, times),
+        engine_files=_chosen(files, {names_kept.get((t.worker, t.phase, t.engine)) for t in times if t.chosen}),
     )
 
 
@@ -186,10 +189,9 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
         yield EdgeTiming(timing.name, made, needed)
 
 
-def _chosen(files: Mapping[str, bytes], times: Sequence[EngineTime]) -> dict[str, bytes]:
-    """The files of the engines that are taken."""
-    kept = tuple(f"{t.part}.{t.engine}-" for t in times if t.chosen)
-    return {name: content for name, content in files.items() if kept and name.startswith(kept)}
+def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:
+    """The files of the engines that are taken: each has a file or a folder of its own."""
+    return {path: content for path, content in files.items() if path.partition("/")[0] in names}
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,8 @@ class _Trial:
     strict: bool
     budget: float
 
-    def times(self, there: Mapping[str, str | None]) -> list[EngineTime]:
-        """A row for eager and one for each engine."""
+    def times(self, there: Mapping[str, str | None]) -> tuple[list[EngineTime], dict[str, str]]:
+        """A row for eager and one for each engine, and the name under which an engine's work is kept."""
         part = self.part
         rows, ready = {}, {}
         for name, reason in there.items():
@@ -217,7 +219,7 @@ class _Trial:
                 if reason:
                     raise BackendError(reason)
                 begin = perf_counter()
-                made = build_part(part, self.spec, backends.make(name), self.cache)
+                made = EnginePart(part, self.spec, backends.make(name), self.cache)
                 seconds = perf_counter() - begin
                 error = self._check(made)
             except BackendError as problem:
@@ -235,23 +237,18 @@ class _Trial:
                 ratio = statistics.median(mine / eager for mine, eager in zip(spans[name], base, strict=True))
                 row = dataclasses.replace(row, seconds=statistics.median(spans[name]), ratio=ratio)
             found.append(row)
-        return found
+        return found, {name: made.kept for name, made in ready.items()}
 
     def _check(self, made: EnginePart) -> float:
         """The engine's largest error. Raises BackendError: it is too large, or the engine fails when it runs."""
-        expected = self._run(self.emitted)
+        expected = run_part(self.part, self.emitted, self.call, seed=0)
         try:
-            found = self._run(made)
+            found = run_part(self.part, made, self.call, seed=0)
         except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise BackendError(f"{made.engine} fails when it runs: {type(error).__name__}: {text}") from error
-        return check_outputs(made, expected, found)
-
-    def _run(self, function: Callable[..., Any]) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        comm, call = Replay(dict(self.call.received)), self.call
-        result = function(call.weights, call.buffers, list(call.third), comm)
-        return flat(self.part, result, comm.sent)
+            text = f"{type(error).__name__}: {first_line(error)}"
+            raise BackendError(f"{made.engine} fails when it runs: {text}") from error
+        exact = functools.partial(run_exactly, self.part, self.call, seed=0)
+        return check_outputs(made, expected, found, exact)
 
     def _measure(self, functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[float]]:
         """Seconds of every call, engines in turn; the first round warms up."""
@@ -267,7 +264,7 @@ class _Trial:
                 del result, comm
                 if turn:
                     spans[name].append(span)
-            if turn >= LEAST and perf_counter() - begin > self.budget:
+            if turn >= LEAST and (len(functions) == 1 or perf_counter() - begin > self.budget):
                 break
         return spans
 

@@ -76,64 +76,68 @@ def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
     Raises:
         BackendError: an operator whose random numbers depend on computed values.
     """
-    draws: list[Draw] = []
+    hoist = _Hoist(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_random(node):
             continue
         if node.target is aten.native_dropout.default:
-            _dropout(graph, node, draws)
+            hoist.dropout(node)
             continue
         if node.target not in _VALUE_FREE:
             raise BackendError(
-                f"{node.target} draws random numbers that depend on computed values, which only eager can",
+                f"{node.target} draws random numbers that may depend on computed values, which only eager can",
                 where=node.meta.get(PLACE),
             )
-        mask = _holder(graph, node, node.meta["val"], draws)
-        node.replace_all_uses_with(mask)
+        node.replace_all_uses_with(hoist.holder(node, node.meta["val"]))
         graph.erase_node(node)
-    return tuple(draws)
+    return tuple(hoist.draws)
 
 
-def _holder(graph: fx.Graph, node: fx.Node, value: Tensor, draws: list[Draw]) -> fx.Node:
-    """A placeholder for what `node` draws."""
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1:] if not draws else [_last_holder(graph, draws)]
-    with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-        holder = graph.placeholder(f"mask_{len(draws)}")
-    holder.meta["val"] = value
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: tensor_spec(n.meta["val"]), (node.args, dict(node.kwargs)))
-    draws.append(Draw(node.target, args, kwargs, tensor_spec(value)))
-    return holder
+class _Hoist:
+    """The placeholders that take the place of a graph's random calls."""
 
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.draws: list[Draw] = []
+        self._last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
 
-def _last_holder(graph: fx.Graph, draws: list[Draw]) -> fx.Node:
-    holders = [n for n in graph.nodes if n.op == "placeholder"]
-    return holders[-1]
+    def holder(self, node: fx.Node, value: Tensor) -> fx.Node:
+        """A placeholder behind the others for what `node` draws."""
+        graph = self.graph
+        place = graph.inserting_after(self._last) if self._last else graph.inserting_before(next(iter(graph.nodes)))
+        with place:
+            self._last = graph.placeholder(f"mask_{len(self.draws)}")
+        self._last.meta["val"] = value
+        arguments = (node.args, dict(node.kwargs))
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda n: tensor_spec(n.meta["val"]), arguments)
+        self.draws.append(Draw(node.target, args, kwargs, tensor_spec(value)))
+        return self._last
 
-
-def _dropout(graph: fx.Graph, node: fx.Node, draws: list[Draw]) -> None:
-    """native_dropout: the kept elements are scaled as it scales them, product by product."""
-    x, p, train = node.args
-    assert isinstance(p, float | int)
-    value, mask_value = node.meta["val"]
-    place = {k: v for k, v in node.meta.items() if k == PLACE}
-    with graph.inserting_before(node):
-        if train is False:
-            out = graph.call_function(aten.clone.default, (x,))
-            mask = graph.call_function(
-                aten.ones.default, (list(mask_value.shape),), {"dtype": torch.bool, "device": mask_value.device}
-            )
-            mask.meta.update(place, val=mask_value)
-        else:
-            mask = _holder(graph, node, mask_value, draws)
-            kept = graph.call_function(aten.mul.Tensor, (x, mask))
-            kept.meta.update(place, val=value)
-            out = graph.call_function(aten.mul.Tensor, (kept, 0.0 if p == 1 else 1.0 / (1.0 - p)))
-        out.meta.update(place, val=value)
-    for user in list(node.users):
-        assert is_getitem(user)
-        user.replace_all_uses_with(out if user.args[1] == 0 else mask)
-        graph.erase_node(user)
-    graph.erase_node(node)
+    def dropout(self, node: fx.Node) -> None:
+        """native_dropout: the kept elements are scaled as it scales them, product by product."""
+        graph = self.graph
+        x, p, train = node.args
+        assert isinstance(p, float | int)
+        value, mask_value = node.meta["val"]
+        place = {k: v for k, v in node.meta.items() if k == PLACE}
+        with graph.inserting_before(node):
+            if train is False:
+                out = graph.call_function(aten.clone.default, (x,))
+                mask = graph.call_function(
+                    aten.ones.default, (list(mask_value.shape),), {"dtype": torch.bool, "device": mask_value.device}
+                )
+                mask.meta.update(place, val=mask_value)
+            else:
+                mask = self.holder(node, mask_value)
+                kept = graph.call_function(aten.mul.Tensor, (x, mask))
+                kept.meta.update(place, val=value)
+                out = graph.call_function(aten.mul.Tensor, (kept, 0.0 if p == 1 else 1.0 / (1.0 - p)))
+            out.meta.update(place, val=value)
+        for user in list(node.users):
+            assert is_getitem(user)
+            user.replace_all_uses_with(out if user.args[1] == 0 else mask)
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def _is_spec(value: Any) -> bool:

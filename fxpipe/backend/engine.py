@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from fxpipe.backend.pure import PurePart
 from fxpipe.backend.trim import trim
+from fxpipe.errors import BackendError, FxpipeError
 from fxpipe.plan import PartSpec
 
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -62,15 +65,33 @@ class EnginePart:
     """
 
     def __init__(self, part: PurePart, spec: PartSpec, engine: Engine, cache: Path | None = None) -> None:
+        """Make the part ready.
+
+        Args:
+            cache: the folder for what engines build.
+
+        Raises:
+            BackendError: the engine cannot run the part.
+        """
         self.part = part
         self.engine = engine.name
+        self.kept = kept_as(part, engine)
         self._spec = spec
         self._trimmed = trim(part)
         self._takes = self._trimmed.takes
         self._device = torch.device(part.device)
-        # Nothing to compute: a part that only passes values on needs no engine.
-        self._compute = engine.build(self._trimmed.inner, cache) if self._trimmed.inner.outputs else _nothing
-        self._updates, self._saved = part.count("update"), len(spec.saved) if part.phase == "F" else 0
+        self._updates = len(spec.updates)
+        self._compute: Compute = _nothing
+        if not self._trimmed.inner.outputs:
+            return  # a part that only passes values on needs no engine
+        try:
+            self._compute = engine.build(self._trimmed.inner, cache and cache / self.kept)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
     def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
         received = [comm.recv(name) for name in self._spec.receives]
@@ -89,6 +110,32 @@ class EnginePart:
         first = 1 if self._spec.loss else 0
         loss = outputs[0] if first else None
         return loss, outputs[first : first + self._updates], list(outputs[first + self._updates : count])
+
+
+def kept_as(part: PurePart, engine: Engine) -> str:
+    """The name under which the cache keeps what an engine built of a part: with a digest of all that decides it."""
+    digest = hashlib.sha256(f"{engine.version()}\n{_own_code()}\n{part.device}\n".encode())
+    digest.update(f"{part.graph.code}\n{part.inputs}\n{part.outputs}\n".encode())
+    for node in part.graph.graph.nodes:
+        if node.op == "get_attr":  # a constant: the code has its name alone
+            constant = getattr(part.graph, node.target).detach().cpu().contiguous()
+            digest.update(f"{node.target} {constant.dtype} {list(constant.shape)}\n".encode())
+            digest.update(constant.flatten().view(torch.uint8).numpy().tobytes())
+    return f"{part.name}.{engine.name}-{digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def _own_code() -> str:
+    """A digest of the code between a part and what engines make of it: what an older one made must not be used."""
+    root = Path(__file__).parents[1]
+    files = [*(root / "backend").glob("*.py"), *(root / "export").rglob("*.py"), root / "runtime" / "layout.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else repr(error)
 
 
 def _nothing(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -206,6 +206,8 @@ def _temporary(cache: Path | None) -> Path:
     if cache is not None:
         with contextlib.suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
+            for old in cache.parent.glob(f".{cache.name}.*"):  # of a process that was killed
+                shutil.rmtree(old, ignore_errors=True)
             return Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent)).absolute()
     return Path(tempfile.mkdtemp(prefix="fxpipe-inductor-"))
 
@@ -248,12 +250,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _machine() -> str:
-    """Code is made for this very processor."""
+    """Code is made for this very processor, and this very device."""
+    known: list[Any] = []
     with contextlib.suppress(AttributeError, RuntimeError):
-        known = sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if "num_" not in k)
-        return f"cpu {hashlib.sha256(repr(known).encode()).hexdigest()[:12]}"
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+        known += sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if "num_" not in k)
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known += [device.name, device.major, device.minor, torch.version.cuda]
+    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+    return f"machine {torch.backends.cpu.get_cpu_capability()} {digest}"
 
 
 def _found(*names: str) -> bool:
-    return any(shutil.which(name) for name in names)
+    return any(shutil.which(name.split()[-1]) for name in names if name.strip())

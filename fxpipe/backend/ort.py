@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -15,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxpipe.backend.engine import Compute, Engine
-from fxpipe.backend.pure import PurePart
+from fxpipe.backend.engine import Compute, Engine, first_line
+from fxpipe.backend.pure import Input, Output, PurePart
 from fxpipe.errors import BackendError, FxpipeError
 from fxpipe.plan import TensorSpec
 from fxpipe.program import copy_graph
@@ -24,7 +22,7 @@ from fxpipe.runtime.layout import Layout
 
 aten = torch.ops.aten
 
-INSTALL = "pip install 'fxpipe[onnxruntime]' (or 'fxpipe[onnxruntime-gpu]')"
+INSTALL = "pip install onnx onnxscript onnxruntime (or onnxruntime-gpu)"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 NARROW = "compile without --autocast, and with a model in float32; or take another engine"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "onnxscript")
@@ -49,7 +47,7 @@ class OrtEngine(Engine):
         )
 
     def version(self) -> str:
-        return f"{_packages()}, translation {_translation()}"
+        return _packages()
 
     def describe(self) -> str:
         import onnxruntime
@@ -63,7 +61,11 @@ class OrtEngine(Engine):
                 return Session(part, model)
         except BackendError:
             pass  # a file that was cut short: made anew
-        narrow = part.uses(torch.bfloat16)
+        rows: tuple[Input | Output, ...] = (*part.inputs, *part.outputs)
+        odd = [f"{r.kind} {r.name} is {r.tensor.dtype}" for r in rows if r.tensor.dtype not in _TYPES]
+        if odd:
+            raise BackendError(f"onnxruntime has no such type: {', '.join(odd[:5])}")
+        narrow = "bfloat16" in part.dtypes()
         if narrow and part.device == "cpu":
             raise BackendError("onnxruntime's CPU provider has too few operators in bfloat16", hint=NARROW)
         try:
@@ -96,14 +98,6 @@ def _packages() -> str:
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)
 
 
-@functools.cache
-def _translation() -> str:
-    """A digest of the code that makes ONNX of a part: what an older one made must not be used."""
-    root = Path(__file__).parents[1]
-    files = [*sorted((root / "export" / "decompositions").glob("*.py")), root / "export" / "convert.py", Path(__file__)]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -124,17 +118,13 @@ def _model(part: PurePart) -> bytes:
         raise BackendError(error.what, where=error.where, hint=error.hint) from error
     except Exception as error:
         raise BackendError(
-            f"{part.name} cannot be translated to ONNX: {type(error).__name__}: {_line(error)}"
+            f"{part.name} cannot be translated to ONNX: {type(error).__name__}: {first_line(error)}"
         ) from error
     return made
 
 
 def _names(part: PurePart) -> tuple[list[str], list[str]]:
     return [f"in_{i}" for i in range(len(part.inputs))], [f"out_{i}" for i in range(len(part.outputs))]
-
-
-def _line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
 
 
 def physical_order(spec: TensorSpec) -> tuple[int, ...]:
@@ -184,17 +174,24 @@ class Session:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._device = torch.device(part.device)
-        index = self._device.index or (torch.cuda.current_device() if self._device.type == "cuda" else 0)
+        index = self._device.index
+        if index is None:
+            index = torch.cuda.current_device() if self._device.type == "cuda" else 0
         self._run_options = ort.RunOptions()
         self._run_options.log_severity_level = 3
         settings: dict[str, Any] = {}
         if self._device.type == "cuda":
-            settings = {"device_id": index, "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
+            settings = {
+                "device_id": index,
+                "user_compute_stream": str(torch.cuda.current_stream().cuda_stream),  # that of the whole run
+                "use_tf32": int(torch.backends.cuda.matmul.allow_tf32),  # onnxruntime's own default is to use it
+                "cudnn_conv_algo_search": "HEURISTIC",  # by timing, two runs could differ in their bits
+            }
         try:
             self._session = ort.InferenceSession(model, options, providers=[(PROVIDERS[self._device.type], settings)])
             self._binding = self._session.io_binding()
         except Exception as error:
-            raise BackendError(f"onnxruntime refuses {part.name}: {_line(error)}") from error
+            raise BackendError(f"onnxruntime refuses {part.name}: {first_line(error)}") from error
         # What the methods of IOBinding call; they make the device anew each time, which takes longer than the rest.
         self._bind = self._binding._iobinding
         self._place = ort.OrtDevice.make(self._device.type, index)._get_c_device()

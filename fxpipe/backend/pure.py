@@ -8,8 +8,9 @@ same. The graph is traced from the stage's file: an edited stage is run and expo
 from __future__ import annotations
 
 import linecache
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,10 +24,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.aten import is_random
+from fxpipe.backend.calls import Replay
 from fxpipe.backend.draws import PLACE, Draw, hoist_draws
 from fxpipe.batch import tensor_spec
 from fxpipe.errors import BackendError
 from fxpipe.plan import Phase, Plan, TensorSpec
+from fxpipe.refusals import DATA_DEPENDENT
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.loaded_stage import LoadedStage, stage_line
 
@@ -76,16 +79,10 @@ class PurePart:
         """`stage_0.forward`."""
         return f"stage_{self.worker}.{'forward' if self.phase == 'F' else 'backward'}"
 
-    def count(self, *kinds: str) -> int:
-        """How many inputs (or, for kinds of outputs, outputs) are of these kinds."""
-        if set(kinds) <= {"loss", "update", "gradient", "sent"}:
-            return sum(o.kind in kinds for o in self.outputs)
-        return sum(i.kind in kinds for i in self.inputs)
-
-    def uses(self, dtype: torch.dtype) -> bool:
-        """Whether any value in it is of this type."""
+    def dtypes(self) -> set[str]:
+        """The types of all values in it: `float32`, …."""
         values = (v for n in self.graph.graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
-        return any(isinstance(v, Tensor) and v.dtype is dtype for v in values)
+        return {str(v.dtype).removeprefix("torch.") for v in values if isinstance(v, Tensor)}
 
     def examples(self) -> tuple[Tensor, ...]:
         """A fake tensor for every input, laid out as it arrives."""
@@ -121,7 +118,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         given: dict[str, list[Tensor]] = {kind: [] for kind in ("weight", "buffer", "batch", "saved", "received")}
         for entry, value in zip(inputs, flat, strict=True):
             given[entry.kind].append(value)
-        comm = _Recorder(dict(zip(spec.receives, given["received"], strict=True)))
+        comm = Replay(dict(zip(spec.receives, given["received"], strict=True)))
         third = given["batch"] if phase == "F" else given["saved"]
         function = stage.forward if phase == "F" else stage.backward
         with _Places(stage.path):
@@ -144,11 +141,13 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         with torch.no_grad(), mode:
             module = make_fx(step)(*examples)
     except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if re.search(DATA_DEPENDENT, text):
+            text = "it depends on the values of a tensor"
         raise BackendError(
-            f"the {'forward' if phase == 'F' else 'backward'} of stage {worker} cannot be traced: "
-            f"{type(error).__name__}: {error}",
+            f"the {'forward' if phase == 'F' else 'backward'} of stage {worker} cannot be traced: {text}",
             where=stage_line(error, stage.path) or str(stage.path),
-            hint="other engines than eager run plain operators only; use --backend eager, or undo the edit",
+            hint="only `run --backend eager` runs such code; engines and ONNX need plain operators: undo the edit",
         ) from error
     module.graph.eliminate_dead_code(lambda node: node.op != "call_function" or is_random(node))
     _check(module.graph)
@@ -180,20 +179,6 @@ def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) 
 def _fake(spec: TensorSpec, mode: FakeTensorMode, device: str) -> Tensor:
     with mode:
         return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
-
-
-class _Recorder:
-    """The `comm` of a stage that is traced."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self.values = values
-        self.sent: dict[str, Tensor] = {}
-
-    def recv(self, name: str) -> Tensor:
-        return self.values[name]
-
-    def send(self, name: str, value: Tensor) -> None:
-        self.sent[name] = value
 
 
 class _Places(TorchDispatchMode):
@@ -241,5 +226,5 @@ def _check(graph: fx.Graph) -> None:
             raise BackendError(
                 f"{target} changes a tensor in place",
                 where=node.meta.get(PLACE),
-                hint="other engines than eager run pure operators only; use --backend eager, or undo the edit",
+                hint="only `run --backend eager` runs such code; engines and ONNX need pure operators: undo the edit",
             )

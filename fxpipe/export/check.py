@@ -12,17 +12,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-from fxpipe.backend.compare import Difference, Expected, compare
 from fxpipe.errors import ExportError
-
-
-def check_file(path: Path, inputs: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> list[Difference]:
-    """Check a model's file, run it, and say how far each expected output is off.
-
-    Raises:
-        ExportError: the file is not a valid model, or onnxruntime cannot run it.
-    """
-    return compare(run_file(path, inputs), expected)
 
 
 def run_file(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,9 @@ OLDEST = 18
 NEWEST = 25
 """The newest opset that PyTorch's exporter converts to."""
 
-_OWN = re.compile(r"(stage_\d+\.(forward|backward|inference)|pipeline)\.onnx(\.data)?")
+_TRAINING = re.compile(r"(stage_\d+\.(forward|backward)|pipeline)\.onnx(\.data)?")
+_INFERENCE = re.compile(r"stage_\d+\.inference\.onnx(\.data)?")
+_HEAD = 64  # bytes of a model's file within which the producer's name stands
 
 
 def check_packages() -> None:
@@ -52,16 +54,17 @@ def check_opset(opset: int) -> None:
         )
 
 
-def check_export_target(folder: str | Path) -> None:
-    """Refuse a folder that an export could not be written to; an earlier export may be replaced.
+def check_export_target(folder: str | Path, *, inference: bool = False) -> None:
+    """Refuse a folder that an export could not be written to; an earlier export of the same kind may be replaced.
 
     Raises:
-        ExportError: it holds something that is not an export, or is a file.
+        ExportError: it holds something else, an export of the other kind among it, or is a file.
         BuildError: it cannot be created.
     """
     folder = Path(folder)
     if folder.is_dir():
-        foreign = sorted(e.name for e in folder.iterdir() if not (_OWN.fullmatch(e.name) and e.is_file()))
+        own = _INFERENCE if inference else _TRAINING
+        foreign = sorted(e.name for e in folder.iterdir() if not (own.fullmatch(e.name) and _is_ours(e)))
         if foreign:
             raise ExportError(
                 f"{folder} exists and holds {', '.join(foreign[:5])}{', …' if len(foreign) > 5 else ''}, "
@@ -71,3 +74,13 @@ def check_export_target(folder: str | Path) -> None:
     elif folder.exists():
         raise ExportError(f"{folder} is a file", hint="choose another -o")
     check_creatable(folder.resolve().parent, folder, "-o")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether fxpipe wrote the model; a file of weights goes with the model it stands beside."""
+    model = path.with_suffix("") if path.suffix == ".data" else path
+    try:
+        with model.open("rb") as file:
+            return b"fxpipe" in file.read(_HEAD)
+    except OSError:
+        return False

@@ -129,3 +129,11 @@ def test_a_missing_provider_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = OrtEngine().missing("cuda")
     assert reason is not None
     assert "has no provider for cuda: CPUExecutionProvider; install onnxruntime-gpu" in reason
+
+
+def test_types_that_onnxruntime_lacks_are_named() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.view_as_real(x * x),)
+
+    with pytest.raises(BackendError, match="no such type: saved x0 is complex64"):
+        OrtEngine().build(part_of(function, torch.ones(3, dtype=torch.complex64)), None)

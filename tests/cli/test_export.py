@@ -80,13 +80,14 @@ def test_an_earlier_export_is_replaced_and_a_foreign_folder_is_not(said: dict[st
     assert result.code == 1
     assert re.search(r"error: .*build exists and holds costs\.json, .*, which an export would delete", result.err)
     assert "\n  hint: choose another -o" in result.err
-    result = fxpipe("export", folder / "build", "-o", folder / "onnx", "--inference", "--weights", "external", "--json")
-    found = result.json
+    serve = ("-o", folder / "serve", "--inference", "--weights", "external", "--json")
+    fxpipe("export", folder / "build", *serve)
+    found = fxpipe("export", folder / "build", *serve).json
     assert [f["name"] for f in found["files"]] == ["stage_0.inference.onnx", "stage_1.inference.onnx"]
     assert (found["dynamic"], found["weights"]) == (True, "external")
     assert len(found["batches"]) > 1
     assert found["error"] <= 1e-4
-    left = files(folder / "onnx")
+    left = files(folder / "serve")
     assert all(re.fullmatch(r"stage_[01]\.inference\.onnx(\.data)?", name) for name in left)
     assert len(left) == 4
     for file in found["files"]:
@@ -267,3 +268,21 @@ def test_trained_weights_of_another_model(folder: Path, trained: Path, tmp_path:
         assert result.code == 1
         assert f"{name} cannot be read" in result.err
     assert not (tmp_path / "onnx").exists()
+
+
+def test_only_its_own_kind_of_export_is_replaced(tmp_path: Path) -> None:
+    """By what the files are, not by their names alone."""
+    target = tmp_path / "onnx"
+    target.mkdir()
+    (target / "pipeline.onnx").write_text("mine")
+    for more in ((), ("--inference",)):
+        result = fxpipe("export", str(tmp_path), "-o", str(target), *more)
+        assert result.code == 1
+        assert "holds pipeline.onnx, which an export would delete" in result.err
+    assert (target / "pipeline.onnx").read_text() == "mine"
+    onnx = pytest.importorskip("onnx")
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []), producer_name="fxpipe")
+    (target / "pipeline.onnx").unlink()
+    (target / "stage_0.inference.onnx").write_bytes(model.SerializeToString())
+    assert "holds stage_0.inference.onnx" in fxpipe("export", str(tmp_path), "-o", str(target)).err
+    assert "is not an fxpipe build" in fxpipe("export", str(tmp_path), "-o", str(target), "--inference").err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_zoo, even_c
 
 import fxpipe
 from fxpipe import backend
-from fxpipe.backend.calls import PartCall, Replay, record_calls
+from fxpipe.backend.calls import record_calls, run_exactly, run_part
 from fxpipe.backend.compare import EXACT, Expected, compare
-from fxpipe.backend.equip import build_part, check_outputs, flat
-from fxpipe.backend.pure import PurePart, trace_stage
+from fxpipe.backend.engine import EnginePart
+from fxpipe.backend.equip import check_outputs
+from fxpipe.backend.pure import trace_stage
 from fxpipe.batch import Splitter
 from fxpipe.build import Build
 from fxpipe.program import Cuts, Program
@@ -58,13 +60,6 @@ def lowered(name: str, choose: Callable[[Program], Cuts], size: int | None = Non
     return fxpipe.lower(program, workers=WORKERS, schedule="1f1b", cost="analytic", cuts=cuts, **options), batches
 
 
-def outputs(part: PurePart, function: Callable[..., Any], call: PartCall) -> list[torch.Tensor | None]:
-    torch.manual_seed(0)
-    comm = Replay(dict(call.received))
-    result = function(call.weights, call.buffers, list(call.third), comm)
-    return flat(part, result, comm.sent)
-
-
 def errors(build: Build, batch: Any, folder: Path) -> Iterator[tuple[str, float]]:
     """Every part with its largest error on onnxruntime against the emitted code, on real values."""
     plan = build.plan
@@ -76,9 +71,11 @@ def errors(build: Build, batch: Any, folder: Path) -> Iterator[tuple[str, float]
         parts = trace_stage(plan, worker, stage)
         rows, emitted = (spec.forward, spec.backward), (stage.forward, stage.backward)
         for part, row, function in zip(parts, rows, emitted, strict=True):
-            made = build_part(part, row, backend.make("onnxruntime"), folder / "engines")
+            made = EnginePart(part, row, backend.make("onnxruntime"), folder / "engines")
             call = calls[worker, part.phase]
-            yield part.name, check_outputs(made, outputs(part, function, call), outputs(part, made, call))
+            exact = functools.partial(run_exactly, part, call, seed=0)
+            found, expected = (run_part(part, f, call, seed=0) for f in (made, function))
+            yield part.name, check_outputs(made, expected, found, exact)
 
 
 @pytest.mark.parametrize("choose", [even_cuts, pytest.param(apart_cuts, marks=pytest.mark.slow)])

@@ -32,10 +32,31 @@ def _refuse_dropout(p: float) -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
+    k, v = _for_each_head(k, q), _for_each_head(v, q)
     scores = _scores(q, k, bias, causal, scale)
     # Softmax is one kernel; the sums' logarithm comes from its largest entry: p_max = exp(s_max - logsumexp).
     p = torch.softmax(scores, -1)
-    return p @ v, scores.amax(-1) - p.amax(-1).log()
+    if bias is None:
+        return p @ v, scores.amax(-1) - p.amax(-1).log()
+    # A row that masks every key gives zeros, as the kernels do; the NaN of its softmax stays within the row.
+    top = scores.amax(-1, keepdim=True)
+    empty = top == float("-inf")
+    lse = torch.where(empty, 0.0, top - p.amax(-1, keepdim=True).log())
+    return torch.where(empty, 0.0, p @ v), lse.squeeze(-1)
+
+
+def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values once for each head of the queries that shares them."""
+    if x.shape[-3] == q.shape[-3]:
+        return x
+    return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+
+def _of_shared_heads(grad: Tensor, x: Tensor) -> Tensor:
+    """The backward of `_for_each_head`."""
+    if x.shape[-3] == grad.shape[-3]:
+        return grad
+    return grad.reshape(*x.shape[:-2], -1, *x.shape[-2:]).sum(-3)
 
 
 def _backward(
@@ -50,11 +71,14 @@ def _backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     factor = scale if scale is not None else q.shape[-1] ** -0.5
-    p = torch.exp(_scores(q, k, bias, causal, scale) - logsumexp.unsqueeze(-1))
+    own_k, own_v = k, v
+    k, v = _for_each_head(k, q), _for_each_head(v, q)
+    p = torch.exp(_scores(q, k, bias, causal, scale) - logsumexp.unsqueeze(-1)).to(q.dtype)
     dv = p.transpose(-1, -2) @ grad
     delta = (grad * out).sum(-1, keepdim=True)
     ds = p * (grad @ v.transpose(-1, -2) - delta)
-    return (ds @ k) * factor, ds.transpose(-1, -2) @ (q * factor), dv, ds
+    dk = ds.transpose(-1, -2) @ (q * factor)
+    return (ds @ k) * factor, _of_shared_heads(dk, own_k), _of_shared_heads(dv, own_v), ds
 
 
 def _flash_cpu(
@@ -68,7 +92,8 @@ def _flash_cpu(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     _refuse_dropout(dropout_p)
-    return _forward(q, k, v, attn_mask, is_causal, scale)
+    out, logsumexp = _forward(q, k, v, attn_mask, is_causal, scale)
+    return out, logsumexp.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _flash_cpu_backward(

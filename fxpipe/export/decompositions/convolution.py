@@ -1,4 +1,4 @@
-"""Gradients of convolutions."""
+"""Gradients of convolutions, and transposed ones that ONNX's runtimes refuse."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 _FEW = 16  # channels: below, products are too thin to be worth one each
 _SMALL = 64  # outputs of a plane: likewise
+
+
+def _forward(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    axes = w.ndim - 2
+    step, pad, over = (list(v) * axes if len(v) == 1 else list(v) for v in (stride, padding, output_padding))
+    if not transposed or all(o < s for o, s in zip(over, step, strict=True)):
+        return NotImplemented
+    # onnxruntime takes an output padding below the stride only: all that is made, and then its part.
+    full = aten.convolution.default(x, w, None, stride, [0] * axes, dilation, True, [0] * axes, groups)
+    ends = [n for p, o in zip(reversed(pad), reversed(over), strict=True) for n in (-p, o - p)]
+    out = torch.constant_pad_nd(full, ends)
+    return out if bias is None else out + bias.reshape(-1, *[1] * axes)
 
 
 def _backward(
@@ -35,6 +57,9 @@ def _backward(
     if output_mask[0]:
         if transposed:
             dx = aten.convolution.default(grad, w, None, stride, padding, dilation, False, [0] * axes, groups)
+            for axis in range(2, x.ndim):  # an output padding of a stride or more makes it longer
+                if dx.shape[axis] > x.shape[axis]:
+                    dx = dx.narrow(axis, 0, x.shape[axis])
         else:
             dx = _input(grad, x, w, stride, padding, dilation, groups)
     if output_mask[1]:
@@ -100,4 +125,7 @@ def _met(x: Tensor, place: Sequence[int], made: list[int], stride: list[int], di
     return x
 
 
-TABLE: dict[OpOverload, Callable[..., Any]] = {aten.convolution_backward.default: _backward}
+TABLE: dict[OpOverload, Callable[..., Any]] = {
+    aten.convolution.default: _forward,
+    aten.convolution_backward.default: _backward,
+}

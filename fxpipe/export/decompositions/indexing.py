@@ -1,4 +1,4 @@
-"""Windows, diagonals, products that run along an axis, and indices of 32 bits."""
+"""Windows, diagonals, products that run along an axis, rows of tables, and indices of 32 bits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,21 @@ from torch._ops import OpOverload
 from fxpipe.export.decompositions.linear_maps import constant
 
 aten = torch.ops.aten
+_CHECKED = -2  # a padding index, of which the forward takes no notice: marks our own call
+
+
+def _embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """ONNX would count a negative index from the end: one that is out of range raises, as ATen does."""
+    if padding_idx == _CHECKED:
+        return NotImplemented
+    rows = torch.where(indices < 0, weight.shape[0], indices)
+    return aten.embedding.default(weight, rows, _CHECKED)
 
 
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -59,6 +74,7 @@ def _of_bools(op: OpOverload) -> Callable[..., tuple[Tensor, Tensor]]:
 
 TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.cumprod.default: _cumprod,
+    aten.embedding.default: _embedding,
     aten.max.dim: _of_bools(aten.max.dim),
     aten.min.dim: _of_bools(aten.min.dim),
     aten.unfold_backward.default: _unfold_backward,

@@ -18,7 +18,8 @@ def _nll_forward(
     """The loss and what the mean divides by. Classes are the second axis, or the only one."""
     axis = 0 if x.ndim == 1 else 1
     kept = target != ignore_index
-    safe = torch.where(kept, target, 0)
+    # ONNX would count a negative class from the end: one that is out of range raises, as ATen does.
+    safe = torch.where(kept, torch.where(target < 0, x.shape[axis], target), 0)
     loss = -x.gather(axis, safe.unsqueeze(axis)).squeeze(axis)
     counts = kept.to(x.dtype) if weight is None else weight.index_select(0, safe.reshape(-1)).reshape(safe.shape) * kept
     loss = torch.where(kept, loss if weight is None else loss * counts, 0.0)

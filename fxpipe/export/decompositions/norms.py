@@ -18,6 +18,15 @@ def _wide(v: Tensor, x: Tensor) -> Tensor:
     return v.reshape(-1, *[1] * (x.ndim - 2)) if x.ndim > 2 else v
 
 
+def _kind(x: Tensor) -> torch.dtype:
+    """What to compute in: float32 for the half types, as the kernels do."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _cast(v: Tensor | None, kind: torch.dtype) -> Tensor | None:
+    return None if v is None else v.to(kind)
+
+
 def _axes(x: Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
 
@@ -33,15 +42,18 @@ def _batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Output, mean and 1/deviation of the batch, and the running ones as they are afterwards."""
+    kind, made = _kind(x), x.dtype
+    saved = next((v.dtype for v in (weight, running_mean) if v is not None), made)
+    x, weight, bias = x.to(kind), _cast(weight, kind), _cast(bias, kind)
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        factor = torch.rsqrt(running_var + eps)
+        factor = torch.rsqrt(running_var.to(kind) + eps)
         if weight is not None:
             factor = factor * weight
         shift = -running_mean * factor if bias is None else bias - running_mean * factor
-        nothing = x.new_zeros(0)
-        return x * _wide(factor, x) + _wide(shift, x), nothing, nothing, running_mean, running_var
+        nothing = x.new_zeros(0, dtype=saved)
+        return (x * _wide(factor, x) + _wide(shift, x)).to(made), nothing, nothing, running_mean, running_var
     mean = x.mean(_axes(x))
     centred = x - _wide(mean, x)
     var = (centred * centred).mean(_axes(x))
@@ -50,11 +62,12 @@ def _batch_norm(
     if bias is not None:
         out = out + _wide(bias, x)
     if running_mean is not None:
-        running_mean = running_mean * (1 - momentum) + mean * momentum
+        running_mean = (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype)
     if running_var is not None:
         count = x.numel() // x.shape[1]
-        running_var = running_var * (1 - momentum) + var * (momentum * count / max(count - 1, 1))
-    return out, mean, rstd, running_mean, running_var
+        share = momentum * count / max(count - 1, 1)
+        running_var = (running_var * (1 - momentum) + var * share).to(running_var.dtype)
+    return out.to(made), mean.to(saved), rstd.to(saved), running_mean, running_var
 
 
 def _functional(
@@ -104,9 +117,13 @@ def _batch_norm_backward(
     if not train:
         assert running_mean is not None
         assert running_var is not None
-        mean, rstd = running_mean, torch.rsqrt(running_var + eps)
+        mean, rstd = running_mean, torch.rsqrt(running_var.to(_kind(x)) + eps)
     assert mean is not None
     assert rstd is not None
+    kind, made = _kind(x), x.dtype
+    of_weight = made if weight is None else weight.dtype
+    grad, x, weight = grad.to(kind), x.to(kind), _cast(weight, kind)
+    mean, rstd = mean.to(kind), rstd.to(kind)
     factor = rstd if weight is None else rstd * weight
     total = grad.sum(_axes(x)) if train or output_mask[2] else None
     dx = dw = None
@@ -121,7 +138,8 @@ def _batch_norm_backward(
             assert total is not None
             count = x.numel() // x.shape[1]
             dx = dx - (centred * _wide(factor * rstd * dw / count, x) + _wide(factor * total / count, x))
-    return dx, dw if output_mask[1] else None, total if output_mask[2] else None
+    dw, db = dw if output_mask[1] else None, total if output_mask[2] else None
+    return _cast(dx, made), _cast(dw, of_weight), _cast(db, of_weight)
 
 
 def _cudnn_backward(
@@ -164,9 +182,12 @@ def _layer_norm_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    shape, size = x.shape, prod(normalized_shape)
+    shape, size, kind, made = x.shape, prod(normalized_shape), _kind(x), x.dtype
+    of_weight = next((v.dtype for v in (weight, bias) if v is not None), made)
+    grad, x, weight = grad.to(kind), x.to(kind), _cast(weight, kind)
+    mean, rstd = mean.to(kind), rstd.to(kind)
     rows = x.numel() // size
-    if len(normalized_shape) > 1:
+    if len(normalized_shape) > 1 or x.ndim == 1:
         grad, x = grad.reshape(rows, size), x.reshape(rows, size)
         mean, rstd = mean.reshape(rows, 1), rstd.reshape(rows, 1)
         weight = None if weight is None else weight.reshape(size)
@@ -188,22 +209,24 @@ def _layer_norm_backward(
         dw = both.sum(outer).reshape(normalized_shape)
     if output_mask[2]:
         db = grad.sum(outer).reshape(normalized_shape)
-    return dx, dw, db
+    return _cast(dx, made), _cast(dw, of_weight), _cast(db, of_weight)
 
 
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    made, saved = x.dtype, x.dtype if weight is None else weight.dtype
+    x = x.to(_kind(x))
     rows = x.reshape(n, group, -1)
     mean = rows.mean(-1, keepdim=True)
     centred = rows - mean
     rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
     out = (centred * rstd).reshape(x.shape)
     if weight is not None:
-        out = out * _wide(weight, x)
+        out = out * _wide(weight.to(x.dtype), x)
     if bias is not None:
-        out = out + _wide(bias, x)
-    return out, mean.reshape(n, group), rstd.reshape(n, group)
+        out = out + _wide(bias.to(x.dtype), x)
+    return out.to(made), mean.reshape(n, group).to(saved), rstd.reshape(n, group).to(saved)
 
 
 def _group_norm_backward(
@@ -218,7 +241,10 @@ def _group_norm_backward(
     group: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    per = c // group
+    per, kind, made = c // group, _kind(x), x.dtype
+    of_weight = made if weight is None else weight.dtype
+    grad, x, weight = grad.to(kind), x.to(kind), _cast(weight, kind)
+    mean, rstd = mean.to(kind), rstd.to(kind)
     g = grad.reshape(n, group, per, hxw)
     hat = (x.reshape(n, group, -1) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     hat = hat.reshape(n, group, per, hxw)
@@ -234,7 +260,7 @@ def _group_norm_backward(
         dw = of_both.sum(0).reshape(c)
     if output_mask[2]:
         db = of_grad.sum(0).reshape(c)
-    return dx, dw, db
+    return _cast(dx, made), _cast(dw, of_weight), _cast(db, of_weight)
 
 
 def _var_mean(

@@ -46,7 +46,8 @@ def _max_pool_backward(axes: int) -> Callable[..., Tensor]:
         kernel, pad = _each(kernel_size, axes), _each(padding, axes)
         step = _each(stride, axes) if stride else kernel
         spread = [s // k for s, k in zip(x.shape[-axes:], kernel, strict=True)]
-        if kernel == step and not any(pad) and spread == list(grad.shape[-axes:]):
+        close = all(d == 1 for d in _each(dilation, axes))
+        if kernel == step and close and not any(pad) and spread == list(grad.shape[-axes:]):
             return _disjoint(grad, x, kernel, indices, axes)
         return _max_backward(grad, x, indices, axes)
 
