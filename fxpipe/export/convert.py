@@ -16,6 +16,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
+from onnxscript import optimizer
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -296,7 +297,9 @@ def _to_onnx(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> onnx.ModelProto:
     try:
-        made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=optimize, verbose=False)
+        made = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+        if made is not None and optimize:
+            optimizer.optimize(made.model, num_iterations=1)  # torch's own two find next to nothing more
     except Exception as error:
         raise ExportError(f"PyTorch's ONNX exporter failed: {_cause(error)}") from error
     assert made is not None
