@@ -81,6 +81,7 @@ def test_json(model: Path) -> None:
         "forecast",
         "workers",
         "times",
+        "engines",
         "warnings",
         "verify",
     ]
