@@ -1,7 +1,8 @@
 """What an engine need not compute: outputs that are inputs, views, or made from nothing.
 
 torch gives a view for nothing, an engine would write a copy. So an engine runs a part without them, and they are made
-from what it gives: they then share memory, and have the strides, as in eager PyTorch.
+from what it gives: they then share memory, and have the strides, as in eager PyTorch. A slice, which would keep all of
+what it is cut from, is computed instead, and lies without gaps.
 """
 
 from __future__ import annotations
