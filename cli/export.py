@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import tempfile
 from collections.abc import Callable
@@ -141,13 +140,14 @@ def _export_inference(
     from fxpipe.export.inference import export_inference
     from fxpipe.folder import replacing
     from fxpipe.held import HeldTensors
+    from fxpipe.runtime.loaded_stage import is_edited
 
     model, batch = to_device("cpu", task.model(), batch)
     held = HeldTensors(model)
     with torch.no_grad():
         for names, value in zip(held.names, held.values, strict=True):
             value.copy_(build.tensors.get(names[0], value))
-    edited = [s.file for s in build.plan.stages if hashlib.sha256(build.files[s.file].encode()).hexdigest() != s.digest]
+    edited = [s.file for s in build.plan.stages if is_edited(build.files[s.file].encode(), s)]
     if edited:
         warn(f"{', '.join(edited)} edited since the compile: exported is the model file's forward, without that")
     say("the forward in eval mode, stage by stage")

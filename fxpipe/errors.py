@@ -102,3 +102,9 @@ def near(name: str, known: Iterable[str], limit: int = 3) -> str:
     if not close:
         return ""
     return ", did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else repr(error)

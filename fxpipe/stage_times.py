@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxpipe.backend.calls import record_calls
 from fxpipe.batch import Splitter
 from fxpipe.optimizer_costs import STILL, quartile
 from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, Phase, Plan
@@ -120,7 +121,11 @@ def measure_stages(
             build.save(folder)
         rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
         weights = {name: build.tensors[row.name] for row in rows for name in row.names}
-        values = _messages(plan, folder, weights, leaves[0], device)
+        stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+        batch_leaves = dict(zip([leaf.name for leaf in plan.batch], leaves[0], strict=True))
+        calls = record_calls(plan, stages, build.tensors, batch_leaves)
+        values = {name: value for call in calls.values() for name, value in call.received.items()}
+        del calls
         found = []
         for rank in range(plan.workers):
             say(f"timing stage {rank + 1} of {plan.workers}")
@@ -136,40 +141,6 @@ def _nodes(build: Build, rank: int) -> tuple[float, float] | None:
         return None
     row = build.workers[rank]
     return row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3
-
-
-class _Box:
-    """The `comm` of stages that run one after the other: keeps every value."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def send(self, name: str, value: Tensor) -> None:
-        self.values[name] = value
-
-    def recv(self, name: str) -> Tensor:
-        return self.values[name]
-
-
-def _messages(
-    plan: Plan, folder: Path, weights: Mapping[str, Tensor], leaves: Sequence[Any], device: torch.device
-) -> dict[str, Tensor]:
-    """What travels along every edge for the first microbatch, by the edge's name."""
-    stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
-    batch = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
-    box = _Box()
-
-    def tensors(names: Sequence[str]) -> list[Tensor]:
-        return [weights[name].to(device) for name in names]
-
-    kept = []
-    for stage, spec in zip(stages, plan.stages, strict=True):
-        part = spec.forward
-        given = [batch[name] for name in part.batch]
-        kept.append(stage.forward(tensors(part.weights), tensors(part.buffers), given, box)[2])
-    for stage, spec in reversed(list(zip(stages, plan.stages, strict=True))):
-        stage.backward(tensors(spec.backward.weights), tensors(spec.backward.buffers), kept.pop(), box)
-    return box.values
 
 
 class _Ready(Transport):

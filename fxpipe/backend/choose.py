@@ -19,10 +19,10 @@ import torch
 from fxpipe import backend as backends
 from fxpipe.backend import ENGINES
 from fxpipe.backend.calls import PartCall, Replay, record_calls, run_exactly, run_part
-from fxpipe.backend.engine import EnginePart, first_line
+from fxpipe.backend.engine import EnginePart
 from fxpipe.backend.equip import check_outputs
 from fxpipe.backend.pure import PurePart, trace_stage
-from fxpipe.errors import BackendError, FxpipeError
+from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan import PartSpec, Phase, Plan
 from fxpipe.runtime.loaded_stage import load_stage
@@ -155,15 +155,12 @@ def choose_engines(
 
 
 def _fastest(times: Sequence[EngineTime]) -> list[EngineTime]:
-    """The rows, the fastest of each part marked."""
-    best: dict[tuple[int, Phase], tuple[float, str]] = {}
-    for row in times:
-        if row.ratio is None:
-            continue
-        bar = row.ratio if row.engine == "eager" or row.ratio < GAIN else float("inf")
-        key = (row.worker, row.phase)
-        best[key] = min(best.get(key, (1.0, "eager")), (bar, row.engine))
-    return [dataclasses.replace(t, chosen=best.get((t.worker, t.phase), (1.0, "eager"))[1] == t.engine) for t in times]
+    """The rows, for each part the fastest engine marked that gains; eager where none does."""
+    gaining = [(t.ratio, t) for t in times if t.engine != "eager" and t.ratio is not None and t.ratio < GAIN]
+    best: dict[str, str] = {}
+    for _, row in sorted(gaining, key=lambda pair: pair[0]):
+        best.setdefault(row.part, row.engine)
+    return [dataclasses.replace(t, chosen=best.get(t.part, "eager") == t.engine) for t in times]
 
 
 def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxpipe.backend.pure import PurePart
 from fxpipe.backend.trim import trim
-from fxpipe.errors import BackendError, FxpipeError
+from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan import PartSpec
 
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -64,11 +64,19 @@ class EnginePart:
     Everything is received before the engine runs, and sent behind it.
     """
 
-    def __init__(self, part: PurePart, spec: PartSpec, engine: Engine, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        part: PurePart,
+        spec: PartSpec,
+        engine: Engine,
+        cache: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Make the part ready.
 
         Args:
             cache: the folder for what engines build.
+            say: is told when the engine has to build what the cache does not hold.
 
         Raises:
             BackendError: the engine cannot run the part.
@@ -84,8 +92,11 @@ class EnginePart:
         self._compute: Compute = _nothing
         if not self._trimmed.inner.outputs:
             return  # a part that only passes values on needs no engine
+        path = cache and cache / self.kept
+        if path and not path.exists():
+            say(f"building {part.name} for {engine.name}, kept in {cache}")
         try:
-            self._compute = engine.build(self._trimmed.inner, cache and cache / self.kept)
+            self._compute = engine.build(self._trimmed.inner, path)
         except FxpipeError:
             raise
         except Exception as error:
@@ -130,12 +141,6 @@ def _own_code() -> str:
     root = Path(__file__).parents[1]
     files = [*(root / "backend").glob("*.py"), *(root / "export").rglob("*.py"), root / "runtime" / "layout.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else repr(error)
 
 
 def _nothing(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from fxpipe import backend as backends
 from fxpipe.backend.calls import PartCall, flat, run_exactly, run_part
 from fxpipe.backend.compare import Expected, compare, rounding_alone, tolerance
-from fxpipe.backend.engine import EnginePart, first_line, kept_as
+from fxpipe.backend.engine import EnginePart
 from fxpipe.backend.pure import trace_stage
-from fxpipe.errors import BackendError, FxpipeError
+from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan import Plan
 from fxpipe.runtime.loaded_stage import LoadedStage
 
@@ -50,10 +50,12 @@ def equip(
         reason = chosen.missing(torch.device(device).type)
         if reason:
             raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
-        if not (cache / kept_as(part, chosen)).exists():
-            print(f"building {part.name} for {name}, kept in {cache}", file=sys.stderr)
-        functions.append(CheckedPart(EnginePart(part, row, chosen, cache), emitted))
+        functions.append(CheckedPart(EnginePart(part, row, chosen, cache, _note), emitted))
     return replace(stage, forward=functions[0], backward=functions[1], engines=engines)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:

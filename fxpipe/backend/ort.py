@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxpipe.backend.engine import Compute, Engine, first_line
+from fxpipe.backend.engine import Compute, Engine
 from fxpipe.backend.pure import Input, Output, PurePart
-from fxpipe.errors import BackendError, FxpipeError
+from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan import TensorSpec
 from fxpipe.program import copy_graph
 from fxpipe.runtime.layout import Layout

@@ -12,7 +12,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-from fxpipe.errors import ExportError
+from fxpipe.errors import ExportError, first_line
 
 
 def run_file(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -68,12 +68,6 @@ class Session:
         if "NOT_IMPLEMENTED" in str(error) or "bfloat16" in str(error):
             hint = "its CPU has few operators in 16 bits: compile without --autocast, and with a model in float32"
         return ExportError(f"onnxruntime {ort.__version__} cannot run {self.path.name}: {first_line(error)}", hint=hint)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def _to_ort(tensor: Tensor) -> Any:

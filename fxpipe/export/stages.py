@@ -224,7 +224,7 @@ class _Job:
         rows = {v: _expect(r, x) for v, r, x in zip(gives, part.outputs, expected, strict=True)}
         limit = tolerance(part.dtypes(), self.plan.autocast)
         given = dict(zip(reads, inputs, strict=True))
-        exact = functools.partial(run_exactly, part, _call(part, inputs), self.seed)
+        exact = functools.cache(lambda: run_exactly(part, _call(part, inputs), self.seed))
 
         def excuse(difference: Difference, values: Mapping[str, Tensor]) -> bool:
             return rounding_alone(difference, values, rows, gives, exact)
@@ -248,14 +248,12 @@ class _Job:
         self.converted.clear()
         names = [e.name for e in made.outputs]
         exact = functools.cache(lambda: self._again(made.outputs, exactly=True))
-        moved: dict[str, float] = {}
+        moved = functools.cache(lambda: self._moved(made.outputs, rows))
 
         def excuse(difference: Difference, values: Mapping[str, Tensor]) -> bool:
-            nonlocal moved
             if rounding_alone(difference, values, rows, names, exact):
                 return True
-            moved = moved or self._moved(made.outputs, rows)
-            excused = difference.error <= SLACK * moved.get(difference.output, 0.0)
+            excused = difference.error <= SLACK * moved().get(difference.output, 0.0)
             if excused and (self.shaky is None or difference.error > self.shaky.error):
                 self.shaky = difference
             return excused

@@ -59,8 +59,12 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
             hint=COMPILE_AGAIN,
         )
     module = _execute(tree, path)
-    edited = hashlib.sha256(source).hexdigest() != spec.digest
-    return LoadedStage(path, module.forward, module.backward, edited)
+    return LoadedStage(path, module.forward, module.backward, is_edited(source, spec))
+
+
+def is_edited(source: bytes, spec: StageSpec) -> bool:
+    """Whether someone changed a stage's source since it was emitted."""
+    return hashlib.sha256(source).hexdigest() != spec.digest
 
 
 def stage_line(error: BaseException, path: Path) -> str | None:

@@ -14,8 +14,7 @@ from torch import Tensor, arange, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe import origin
-from fxpipe.errors import ExportError
-from fxpipe.export.check import first_line
+from fxpipe.errors import ExportError, first_line
 from fxpipe.held import HeldTensors
 from fxpipe.tracing import Loss
 

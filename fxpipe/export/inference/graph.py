@@ -15,8 +15,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fxpipe import origin
-from fxpipe.errors import ExportError, FxpipeError
-from fxpipe.export.check import first_line
+from fxpipe.errors import ExportError, FxpipeError, first_line
 from fxpipe.export.convert import quiet
 from fxpipe.export.inference.call import Call, distinct, untouched
 from fxpipe.export.inference.nodes import draws, is_size, own_name, place_of
