@@ -10,7 +10,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-slow check wheel bench clean
+.PHONY: help venv browser demo test test-slow check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,onnxruntime,zoo]'
 	$(BIN)/python -m pip install -c constraints.txt --no-deps torchvision timm # whose own needs may replace torch
 	touch $@
+
+browser: ## install Chromium, Debian's package, for the tests of the report
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+		test "$$(id -u)" = 0 || { echo 'Chromium is not here, and to install it takes root: sudo make browser' >&2; exit 1; }; \
+		apt-get update -q && apt-get install -qy --no-install-recommends chromium; }
 
 demo: venv ## compile a GPT for two workers and train it, in minutes
 	$(BIN)/fxpipe compile examples/gpt.py -n 2 -o build/demo --verify

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
 from fxpipe.cli.output import emit_json, note, print_table, size, warn, working
-from fxpipe.cli.policy_option import check_policy, policy_option
+from fxpipe.cli.policy_option import policy_option
 
 from fxpipe.backend import BACKENDS
 from fxpipe.schedule import SCHEDULES
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from fxpipe.build import Build
     from fxpipe.plan import Plan
     from fxpipe.simulator.result import Simulation
-    from fxpipe.stage_times import StageTime
-
-OFF = 1.3
-"""How far a stage's own time may be from the sum of its operators' before a warning says so."""
-
-NOTICEABLE = 5e-3
-"""Seconds of a stage's forward and backward below which that is nothing to warn of."""
 
 # Of --verify, relative. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
 TOLERANCE = {None: 1e-4, "bf16": 1e-1}
@@ -104,81 +97,34 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 4 --schedule 1f1b --microbatches 8 -o build/
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     """
-    import torch
-
     from fxpipe.agreement import compare_with_eager
-    from fxpipe.allocator import reuse_freed_memory
-    from fxpipe.batch import default_microbatches, to_device
     from fxpipe.folder import check_target
-    from fxpipe.lowering import compile
     from fxpipe.measured_costs import NODE_COSTS
-    from fxpipe.planner.links import NCCL_NODE
-    from fxpipe.policy import make as make_policy
-    from fxpipe.runtime.local_run import threads_for
     from fxpipe.simulator.forecast import forecast
-    from fxpipe.stage_times import measure_stages
-    from fxpipe.task import load_task, source_digests
 
-    if cuts != "auto" and (fp_cut or bp_cut):
-        raise click.UsageError(f"--cuts {cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them")
+    check_cuts(cuts, fp_cut, bp_cut)
     check_target(Path(out))
-    choice = costs.choice(workers)
     if save_profile is not None:
         _check_profile_path(Path(save_profile), Path(out))
-    reuse_freed_memory()
-    with working("reading the model"):
-        task = load_task(model)
-        torch.manual_seed(seed)
-        made = task.model()
-        example = task.example()
-        if device is not None:
-            made, example = to_device(device, made, example)
-    if any(p.device.type == "cuda" for p in made.parameters()):
-        choice = costs.choice(workers, NCCL_NODE)
-    for warning in task.warnings:
-        warn(warning)
-    if microbatches is None:
-        microbatches = 1 if schedule == "async" else default_microbatches(example, workers)
-    if policy is not None:
-        make_policy(policy)  # by now the model file has registered its own
-    check_policy(policy, schedule, workers, microbatches)
-    with working("compiling") as say:
-        say("capturing, costing and cutting")
-        build = compile(
-            made,
-            task.loss,
-            example,
-            workers=workers,
-            microbatches=microbatches,
-            schedule=schedule,
-            policy=policy,
-            forward_at=fp_cut,
-            backward_at=bp_cut,
-            cuts=cuts,
-            autocast=autocast,
-            cost=choice.cost,
-            device=choice.device,
-            links=choice.links,
-            speeds=choice.speeds,
-            memory=choice.memory,
-            optimizer=task.optimizer,
-            threads=threads_for(threads, workers),
-            known_costs=Path(out) / NODE_COSTS,
-            backend=backend,
-            say=say,
-            command=_command(model, workers, cuts, fp_cut, bp_cut, schedule, microbatches, autocast),
-        )
-        if choice.cost == "measured":
-            say("timing the stages")
-            own = threads_for(threads, workers)
-            times = measure_stages(build, example, optimizer=task.optimizer, threads=own, say=say)
-            build = dataclasses.replace(
-                build, times=times, warnings=(*build.warnings, *_doubts(times, own, build.plan.device))
-            )
-        simulation = forecast(build)
-        build = dataclasses.replace(
-            build, plan=dataclasses.replace(build.plan, sources=source_digests(Path(model)))
-        ).save(out, model_file=model)
+    wanted = ModelOptions(
+        model=model,
+        workers=workers,
+        cuts=cuts,
+        fp_cut=fp_cut,
+        bp_cut=bp_cut,
+        schedule=schedule,
+        policy=policy,
+        microbatches=microbatches,
+        autocast=autocast,
+        device=device,
+        threads=threads,
+        seed=seed,
+        backend=backend,
+        costs=costs,
+    )
+    made = build_model(wanted, Path(out) / NODE_COSTS)
+    simulation = forecast(made.build)
+    build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
         Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
     for warning in build.warnings:
@@ -186,35 +132,16 @@ def compile_command(
     agreement = None
     if verify:
         with working("verifying"):
-            agreement = compare_with_eager(build, made, task.loss, example, seed=seed)
+            agreement = compare_with_eager(build, made.model, made.task.loss, made.example, seed=seed)
     limit = TOLERANCE[autocast]
     failed = agreement is not None and not agreement.largest <= limit
     if as_json:
         emit_json(_as_json(build, out, agreement, simulation))
     else:
-        _print(build, out, agreement, simulation, None if choice.device is None else choice.device.name)
+        _print(build, out, agreement, simulation, None if made.choice.device is None else made.choice.device.name)
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
     return 1 if failed else 0
-
-
-def _command(
-    model: str,
-    workers: int,
-    cuts: str,
-    fp_cut: tuple[str, ...],
-    bp_cut: tuple[str, ...],
-    schedule: str,
-    microbatches: int,
-    autocast: str | None,
-) -> str:
-    """The command that makes this build again, without the paths that differ from machine to machine."""
-    parts = ["fxpipe compile", Path(model).name, f"-n {workers}"]
-    parts += [] if cuts == "auto" else [f"--cuts {cuts}"]
-    parts += [f"--fp-cut {p}" for p in fp_cut] + [f"--bp-cut {p}" for p in bp_cut]
-    parts += [f"--schedule {schedule}", f"--microbatches {microbatches}"]
-    parts += [f"--autocast {autocast}"] if autocast else []
-    return " ".join(parts)
 
 
 def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
@@ -321,23 +248,6 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)
     return result
-
-
-def _doubts(times: Sequence[StageTime], threads: int, device: str) -> Iterator[str]:
-    """Why a run may not do what the stages' times promise."""
-    for k, time in enumerate(times):
-        off = time.correction
-        if off is not None and time.forward + time.backward > NOTICEABLE and not 1 / OFF < off < OFF:
-            yield (
-                f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy; the "
-                "forecast goes by the stage's time, the cuts by the operators'; compile again when it is not"
-            )
-    cores = os.cpu_count() or 1
-    if device == "cpu" and len(times) * threads > cores:
-        yield (
-            f"{len(times)} workers of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here: the "
-            "forecast is for workers that have cores of their own"
-        )
 
 
 def _check_profile_path(path: Path, out: Path) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import sys
 
 import click
+from fxpipe.cli.compare import compare_command
 from fxpipe.cli.compile import compile_command
+from fxpipe.cli.diff import diff_command
 from fxpipe.cli.doctor import doctor_command
 from fxpipe.cli.export import export_command
+from fxpipe.cli.inspect import inspect_command
 from fxpipe.cli.plan import plan_command
 from fxpipe.cli.run import run_command
 
@@ -25,7 +28,9 @@ def cli() -> None:
 
     \b
     fxpipe compile model.py -n 2 -o build/     cut the training step into two stages
+    fxpipe inspect build/                      see what runs where and what crosses
     fxpipe run build/ --steps 500              train it, one process a stage
+    fxpipe inspect build/                      what runs where, what crosses, what waits
 
     model.py is plain PyTorch with three functions: model(), loss(model, batch) and train_data().
     """
@@ -34,6 +39,9 @@ def cli() -> None:
 cli.add_command(compile_command)
 cli.add_command(run_command)
 cli.add_command(plan_command)
+cli.add_command(inspect_command)
+cli.add_command(diff_command)
+cli.add_command(compare_command)
 cli.add_command(export_command)
 cli.add_command(doctor_command)
 

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fxpipe.planner.quantity import size
 
-__all__ = ["emit_json", "note", "print_table", "size", "warn", "working"]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+__all__ = [
+    "Column",
+    "Times",
+    "emit_json",
+    "note",
+    "print_columns",
+    "print_table",
+    "print_text",
+    "short_size",
+    "shortened",
+    "size",
+    "stdout_console",
+    "warn",
+    "working",
+]
 
 QUIET = 1.0
 """Seconds between two lines of progress in a pipe."""
@@ -84,3 +104,120 @@ def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> Non
         table.add_row(*row)
     width = Console().width if sys.stdout.isatty() else 0
     Console(width=max(width, 160)).print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
+
+
+@dataclass
+class Column:
+    """A column of a table that fits its terminal.
+
+    Attributes:
+        header: what stands above it.
+        right: numbers stand to the right.
+        spare: columns are left out where the room does not do, those with the largest number first; 0 never is.
+        elastic: where it still does not do, its cells are shortened in their middle.
+    """
+
+    header: str
+    right: bool = False
+    spare: int = 0
+    elastic: bool = False
+    cells: list[Text | str] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Characters of the widest cell."""
+        from rich.cells import cell_len
+
+        texts = (cell if isinstance(cell, str) else cell.plain for cell in self.cells)
+        return max([cell_len(self.header), *map(cell_len, texts)])
+
+
+_GAP = 2
+_ELASTIC = 32
+"""Characters that an elastic column wants: for more of them no other column is left out."""
+_LEAST = 10
+"""Characters that it keeps."""
+
+
+def print_columns(columns: Sequence[Column], console: Console) -> None:
+    """A table no wider than the console: columns are left out, then shortened. Text as it is: no trailing blanks."""
+    from rich.text import Text
+
+    widths = _fitting(columns, console.width)
+    shown = [(column, widths[i]) for i, column in enumerate(columns) if i in widths]
+    line = Text((" " * _GAP).join(_aligned(Text(c.header), c, w).plain for c, w in shown).rstrip(), style="bold")
+    console.print(line, no_wrap=True, crop=False, overflow="ignore")
+    console.print("─" * (sum(w for _, w in shown) + _GAP * (len(shown) - 1)), no_wrap=True, crop=False)
+    for row in zip(*(column.cells for column, _ in shown), strict=True):
+        cells = [_aligned(shortened(cell, w), c, w) for cell, (c, w) in zip(row, shown, strict=True)]
+        line = Text(" " * _GAP).join(cells)
+        line.rstrip()
+        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+
+
+def _fitting(columns: Sequence[Column], room: int) -> dict[int, int]:
+    """The width of each column that is shown."""
+    full = {i: column.width for i, column in enumerate(columns)}
+    wanted = {i: min(w, _ELASTIC) if columns[i].elastic else w for i, w in full.items()}
+
+    def over() -> int:
+        return sum(wanted.values()) + _GAP * (len(wanted) - 1) - room
+
+    while over() > 0 and (spare := max(columns[i].spare for i in wanted)):
+        wanted = {i: w for i, w in wanted.items() if columns[i].spare != spare}
+    elastic = [i for i in wanted if columns[i].elastic]
+    while over() > 0 and elastic and max(wanted[i] for i in elastic) > _LEAST:
+        wanted[max(elastic, key=wanted.__getitem__)] -= 1
+    for i in elastic:
+        wanted[i] = min(full[i], wanted[i] + max(0, -over()))
+    return wanted
+
+
+def _aligned(text: Text, column: Column, width: int) -> Text:
+    text = text.copy()
+    blank = " " * (width - text.cell_len)
+    return text if not blank else type(text).assemble(blank, text) if column.right else text.append(blank)
+
+
+def shortened(cell: Text | str, width: int) -> Text:
+    """A cell in so many characters: the middle of what is longer becomes `…`."""
+    from rich.text import Text
+
+    text = Text(cell) if isinstance(cell, str) else cell
+    over = text.cell_len - width
+    if over <= 0:
+        return text
+    head = (width - 1) // 3
+    return Text.assemble(text[:head] if head else "", "…", text[head + over + 1 :])
+
+
+def stdout_console() -> Console:
+    """Stdout as rich sees it: the terminal's width, COLUMNS where that is set, else 80; no colours in a pipe."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Prose, broken between words where the width ends."""
+    for line in textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False):
+        console.print(line, style=style, no_wrap=True, crop=False, overflow="ignore")
+
+
+class Times:
+    """How the times of one table are written: all in one unit, `µs` where none is as long as a millisecond."""
+
+    def __init__(self, milliseconds: Iterable[float | None]) -> None:
+        most = max((ms for ms in milliseconds if ms is not None), default=0.0)
+        self.unit, self._factor = ("µs", 1e3) if most < 1 else ("s", 1e-3) if most >= 1e5 else ("ms", 1.0)
+        scaled = most * self._factor
+        self._digits = 0 if scaled >= 1000 else 1 if scaled >= 100 else 2
+
+    def __call__(self, ms: float | None) -> str:
+        """The number alone, with as many digits as the longest leaves room for; `–` for None."""
+        return "–" if ms is None else f"{ms * self._factor:.{self._digits}f}"
+
+
+def short_size(count: float) -> str:
+    """`1.5M`: a size in few characters; K, M, G are powers of 1024."""
+    return size(count).replace(" ", "").replace("iB", "")

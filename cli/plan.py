@@ -170,8 +170,8 @@ def _profile_model(
 
     from fxpipe.allocator import reuse_freed_memory
     from fxpipe.batch import default_microbatches
-    from fxpipe.runtime.local_run import threads_for
     from fxpipe.task import load_task
+    from fxpipe.threads import threads_for
 
     reuse_freed_memory()
     task = load_task(path)

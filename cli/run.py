@@ -48,6 +48,13 @@ def _number(context: click.Context, parameter: click.Parameter, value: float | N
     help="Write how far the weights that forwards use are from those that their updates meet.",
 )
 @click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
+)
+@click.option("--tensorboard", type=click.Path(file_okay=False), metavar="DIR", help="Write TensorBoard's event files.")
+@click.option(
     "--backend", type=click.Choice(BACKENDS), help="Engine of the stages; auto is the build's. [default: auto]"
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
@@ -65,6 +72,8 @@ def run_command(
     policy: str | None,
     clip_norm: float | None,
     log_staleness: bool,
+    trace: str | None,
+    tensorboard: str | None,
     backend: str | None,
     seed: int,
     out: str,
@@ -75,8 +84,9 @@ def run_command(
 ) -> int:
     """Train a BUILD directory (or a model file, which is compiled first).
 
-    Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line and
-    the final weights as OUT/model.safetensors, under the model's own names. If the model file defines eval_data() and
+    Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
+    final weights as OUT/model.safetensors, under the model's own names, and OUT/run.json: what the run was and where
+    its time went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). If the model file defines eval_data() and
     metrics(model, batch), the final weights are evaluated. Under torchrun, the same command joins the processes that
     torchrun started, on one machine or many.
 
@@ -88,6 +98,7 @@ def run_command(
     fxpipe run build/ --steps 500
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 50 --local --json
+    fxpipe run build/ --steps 40 --trace trace.json --out run/
     fxpipe run build/ --steps 500 --backend onnxruntime
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
@@ -119,6 +130,8 @@ def run_command(
         policy=policy,
         clip_norm=clip_norm,
         log_staleness=log_staleness,
+        trace=trace,
+        tensorboard=tensorboard,
         backend=backend,
         seed=seed,
         out=out,
@@ -127,12 +140,15 @@ def run_command(
     )
     summary = _train(options, local, joined)
     if summary is not None:  # else this is a worker other than the first, under torchrun
+        from fxpipe.runtime.run_summary import write_run
+
         first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
         if first is not None:
             warn(f"the loss is not finite from step {first} on: lower the learning rate, or look at that batch")
         evaluated = _evaluate(options)
         if evaluated:
             summary["evaluation"] = evaluated
+            write_run(summary)
         if as_json:
             emit_json(summary)
         else:
@@ -184,11 +200,17 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
 def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, once the build is whole and current and the output can be written."""
     from fxpipe.folder import check_current, check_output, load_plan
+    from fxpipe.tensorboard import check_tensorboard
+    from fxpipe.trace.writer import check_trace
 
     plan = load_plan(options.build)
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
     check_current(plan, options.build, options.model_file)
     check_output(options.out)
+    if options.trace is not None:
+        check_trace(options.trace)
+    if options.tensorboard is not None:
+        check_tensorboard(options.tensorboard)
     return plan
 
 
@@ -227,6 +249,7 @@ def _print(summary: dict[str, Any]) -> None:
         for w in summary["workers"]
     ]
     print_table(["", *(["engines"] if on_engines else []), "busy", "forward", "backward", "wait"], rows)
+    _print_time(summary)
     stale = [{"worker": w["rank"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
     if any("staleness" in w for w in summary["workers"]) and not stale:
         click.echo("staleness: too few steps to compare a forward with its update")
@@ -248,5 +271,22 @@ def _print(summary: dict[str, Any]) -> None:
         click.echo("held out " + ", ".join(f"{name} {value:.4f}" for name, value in summary["evaluation"].items()))
     if stale:
         click.echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
+    if summary["trace"] is not None:
+        click.echo(f"trace    {summary['trace']}")
     click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     click.echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
+
+
+def _print_time(summary: dict[str, Any]) -> None:
+    """The bubble, the forecast, and what took most of the time that was lost."""
+    if summary["bubble"] is None:
+        return
+    text = f"bubble {100 * summary['bubble']:.0f} %"
+    if summary["forecast"] is not None:
+        text += (
+            f" (forecast {100 * summary['forecast']['bubble']:.0f} %) · {100 * summary['efficiency']:.0f} % of the "
+            f"forecast's {summary['forecast']['samples_per_second']:.1f} samples/s"
+        )
+    click.echo(text)
+    for loss in summary["time_losses"]:
+        click.echo(f"lost     {loss['text']}")

@@ -6,6 +6,8 @@ build/
     weights.safetensors   initial parameters, buffers and constants, under the model's own names
     costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
                           same from compile to compile
+    program.json          the program after its last pass, a row a node, for `fxpipe inspect`
+    profile.json          what every unit costs, for `fxpipe inspect` and `fxpipe plan`
     node_costs.json       what every node took when it was measured: compiling again takes it from here
     engines/              what engines other than eager make of the stages' parts; made anew where it is missing
 """
@@ -14,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,16 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from fxpipe.backend.choose import EngineTime
-from fxpipe.errors import BuildError
-from fxpipe.folder import COSTS, ENGINES, PLAN, WEIGHTS, check_target, load_plan, replacing
+from fxpipe.build_costs import BuildCosts, read_costs
+from fxpipe.errors import BuildError, ProfileError
+from fxpipe.folder import COSTS, ENGINES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan, replacing
 from fxpipe.measured_costs import NODE_COSTS
 from fxpipe.plan import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
-from fxpipe.planner.profile import Profile
+from fxpipe.planner.profile import Profile, from_json
+from fxpipe.planner.setting import MOMENTUM
+from fxpipe.program_table import ProgramTable
 from fxpipe.simulator.timings import EdgeTiming
 from fxpipe.stage_times import StageTime
 from fxpipe.summary import WorkerSummary
@@ -53,9 +57,11 @@ class Build:
         workers: the summary of each worker; empty for a loaded build without `costs.json`.
         times: what each worker takes, measured stage by stage; empty where nobody did.
         timings: where in its stages each edge's value is made and needed, for the simulator.
-        profile: what every unit costs; None for a loaded build.
+        profile: what every unit costs; None for a loaded build without `profile.json`.
+        nodes: the program after its last pass; None for a loaded build without `program.json`.
         partitions: what the planner compared, the chosen one last; empty where the cuts were given.
         links, speeds: what the planner took them to be; no speeds: all equal.
+        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
         engine_times: what each part of a stage takes on which engine; empty where nobody measured.
         engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
         node_costs: what was measured, kept so that the next compile need not.
@@ -70,9 +76,11 @@ class Build:
     times: tuple[StageTime, ...] = field(default=(), repr=False)
     timings: tuple[EdgeTiming, ...] = field(default=(), repr=False)
     profile: Profile | None = field(default=None, repr=False)
+    nodes: ProgramTable | None = field(default=None, repr=False)
     partitions: tuple[Partition, ...] = field(default=(), repr=False)
     links: Links = field(default_factory=Links, repr=False)
     speeds: tuple[float, ...] = field(default=(), repr=False)
+    optimizer_bytes: float = field(default=MOMENTUM, repr=False)
     engine_times: tuple[EngineTime, ...] = field(default=(), repr=False)
     engine_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     node_costs: str | None = field(default=None, repr=False)
@@ -96,20 +104,16 @@ class Build:
             plan = dataclasses.replace(plan, model_file=relative)
         weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
-        costs = {
-            "workers": [dataclasses.asdict(w) for w in self.workers],
-            "times": [dataclasses.asdict(t) for t in self.times],
-            "timings": [dataclasses.asdict(t) for t in self.timings],
-            "engines": [dataclasses.asdict(t) for t in self.engine_times],
-            "links": self.links.to_row(),
-            "speeds": list(self.speeds),
-            "partitions": [dataclasses.asdict(p) for p in self.partitions],
-        }
+        costs = BuildCosts(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BuildCosts)})
         with replacing(folder) as fresh:
             for name, source in self.files.items():
                 (fresh / name).write_text(source)
             (fresh / WEIGHTS).write_bytes(weights)
-            (fresh / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
+            (fresh / COSTS).write_text(costs.to_json())
+            if self.profile is not None:
+                (fresh / PROFILE).write_text(self.profile.to_json(), encoding="utf-8")
+            if self.nodes is not None:
+                (fresh / PROGRAM).write_text(self.nodes.to_json(), encoding="utf-8")
             for name, content in self.engine_files.items():
                 (fresh / ENGINES / name).parent.mkdir(parents=True, exist_ok=True)
                 (fresh / ENGINES / name).write_bytes(content)
@@ -162,6 +166,8 @@ class Build:
         log_staleness: bool = False,
         backend: str | None = None,
         out: str | Path | None = None,
+        trace: str | Path | None = None,
+        tensorboard: str | Path | None = None,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
@@ -170,7 +176,9 @@ class Build:
             steps, epochs: how long; one epoch if neither is given.
             optimizer, lr_scheduler: made on each worker, from its own named parameters.
             schedule, policy, seed, clip_norm, log_staleness, backend: as those of `local`.
-            out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
+            out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
+            trace: the file for what every worker did when, in Chrome's trace format.
+            tensorboard: the folder for TensorBoard's event files.
 
         Returns:
             The summary of the run on rank 0, None elsewhere.
@@ -199,6 +207,8 @@ class Build:
             backend=backend,
             seed=seed,
             out=None if out is None else str(out),
+            trace=None if trace is None else str(trace),
+            tensorboard=None if tensorboard is None else str(tensorboard),
             progress=True,
         )
         return join(options, ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler))
@@ -217,27 +227,46 @@ def load(folder: str | Path) -> Build:
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder)) from error
     files = {stage.file: (folder / stage.file).read_text() for stage in plan.stages}
-    if not (folder / COSTS).is_file():
-        return Build(plan, files, tensors, folder=folder)
+    costs = read_costs(folder)
+    known = {} if costs is None else {f.name: getattr(costs, f.name) for f in dataclasses.fields(costs)}
+    return Build(
+        plan,
+        files,
+        tensors,
+        **known,
+        profile=read_profile(folder),
+        nodes=read_nodes(folder),
+        node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
+        folder=folder,
+    )
+
+
+def read_profile(folder: Path) -> Profile | None:
+    """What a build's units cost; None for a build of an earlier fxpipe, which did not keep it.
+
+    Raises:
+        BuildError: it cannot be read.
+    """
+    path = folder / PROFILE
+    if not path.is_file():
+        return None
     try:
-        costs = json.loads((folder / COSTS).read_text())
-        return Build(
-            plan,
-            files,
-            tensors,
-            workers=tuple(WorkerSummary.from_row(row) for row in costs["workers"]),
-            times=tuple(StageTime.from_row(row) for row in costs["times"]),
-            engine_times=tuple(EngineTime(**row) for row in costs["engines"]),
-            timings=tuple(EdgeTiming(**row) for row in costs["timings"]),
-            links=Links.from_row(costs["links"]),
-            speeds=tuple(costs["speeds"]),
-            partitions=tuple(Partition.from_row(row) for row in costs["partitions"]),
-            node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
-            folder=folder,
-        )
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        return from_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except ProfileError as error:
         hint = "compile again, or delete it: a run does not need it"
-        raise BuildError(f"{COSTS} cannot be read: {error!r}", where=str(folder), hint=hint) from error
+        raise BuildError(f"{PROFILE} cannot be read: {error.what}", where=error.where, hint=hint) from error
+
+
+def read_nodes(folder: Path) -> ProgramTable | None:
+    """A build's program, node by node; None for a build of an earlier fxpipe, which did not keep it.
+
+    Raises:
+        BuildError: it cannot be read.
+    """
+    path = folder / PROGRAM
+    if not path.is_file():
+        return None
+    return ProgramTable.from_json(path.read_text(encoding="utf-8", errors="replace"), str(folder))
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,10 @@ from fxpipe.errors import BuildError
 from fxpipe.plan import Plan
 
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
-_OWN = re.compile(r"plan\.json|weights\.safetensors|(node_)?costs\.json|stage_\d+\.py|engines|__pycache__")
+PROFILE, PROGRAM = "profile.json", "program.json"
+_OWN = re.compile(
+    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|engines|__pycache__"
+)
 
 
 def read_plan(folder: str | Path) -> Plan:
@@ -66,15 +69,11 @@ def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) 
     return None if plan.model_file is None else Path(os.path.normpath(Path(folder) / plan.model_file))
 
 
-def check_current(plan: Plan, folder: str | Path, given: str | Path | None = None) -> None:
-    """Refuse a build whose model file, or a file it imports, has changed since.
-
-    Raises:
-        BuildError: names every file that changed or is gone.
-    """
+def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
+    """What became of the model file, and of the files it imports, since: `gpt.py changed`, `data.py is gone`."""
     path = model_path(plan, folder, given)
     if path is None:
-        return
+        return []
     root = path.resolve().parent
     changed = []
     own = Path(plan.model_file).name if plan.model_file else path.name
@@ -84,7 +83,18 @@ def check_current(plan: Plan, folder: str | Path, given: str | Path | None = Non
             changed.append(f"{name} is gone")
         elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             changed.append(f"{name} changed")
-    if changed:
+    return changed
+
+
+def check_current(plan: Plan, folder: str | Path, given: str | Path | None = None) -> None:
+    """Refuse a build whose model file, or a file it imports, has changed since.
+
+    Raises:
+        BuildError: names every file that changed or is gone.
+    """
+    path = model_path(plan, folder, given)
+    changed = stale_sources(plan, folder, given)
+    if path is not None and changed:
         raise BuildError(
             f"the build is stale: since it was compiled, {', '.join(changed)}",
             where=str(folder),

@@ -302,7 +302,8 @@ class _End:
     def _take(self, pending: Any) -> None:
         import torch
 
-        self.wires.wait(pending)
+        self.wires.finished(pending)
+        self.wires.received(pending)
         if self.wires.device.type == "cuda":
             torch.cuda.synchronize()
 

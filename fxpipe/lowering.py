@@ -23,13 +23,14 @@ from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 from fxpipe.planner.setting import Setting
 from fxpipe.program import Buffer, Cuts, Parameter, Program
+from fxpipe.program_table import table_of
 from fxpipe.runtime.demand import Demand
-from fxpipe.runtime.local_run import threads as worker_threads
 from fxpipe.runtime.update import MakeOptimizer
 from fxpipe.schedule.check import in_flight
 from fxpipe.simulator.timings import edge_timings
 from fxpipe.summary import summarize
 from fxpipe.task import default_optimizer
+from fxpipe.threads import threads as worker_threads
 from fxpipe.tracing import Loss, capture
 from fxpipe.transform import Observer, run_passes
 
@@ -153,9 +154,11 @@ def lower(
         workers=tuple(summarize(program, plan, held, demand, of_optimizer.seconds_per_byte)),
         timings=edge_timings(program),
         profile=program.profile,
+        nodes=table_of(program, plan),
         partitions=program.partitions,
         links=links,
         speeds=tuple(speeds),
+        optimizer_bytes=of_optimizer.state_bytes,
         node_costs=kept[-1].to_json() if kept else None,
         warnings=(
             *program.warnings,

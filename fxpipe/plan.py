@@ -180,11 +180,14 @@ class Plan:
         """The parameters whose master weights live on `worker`."""
         return tuple(p for p in self.parameters if p.owner == worker)
 
+    @property
+    def digest(self) -> str:
+        """What tells this plan from others; it stands in `plan.json`, too."""
+        return _digest(self._body())
+
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes; its own digest is inside it."""
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
-        body["digest"] = _digest(body)
-        return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps({**self._body(), "digest": self.digest}, indent=1, ensure_ascii=False) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str) -> Plan:
@@ -205,6 +208,9 @@ class Plan:
         if digest != _digest({"format": found, **body}):
             raise BuildError("plan.json was changed after it was written", where=where, hint=again)
         return _decode(body)
+
+    def _body(self) -> dict[str, Any]:
+        return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -26,12 +26,12 @@ from fxpipe.runtime.assembly import Recipe, choose, open_worker
 from fxpipe.runtime.demand import PHASES, Demand
 from fxpipe.runtime.layout import Layout, Pack
 from fxpipe.runtime.loaded_stage import load_stage
-from fxpipe.runtime.local_run import threads as worker_threads
 from fxpipe.runtime.transport import Note, Transport
 from fxpipe.runtime.update import MakeOptimizer
 from fxpipe.runtime.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.task import default_optimizer
+from fxpipe.threads import threads as worker_threads
 
 if TYPE_CHECKING:
     from fxpipe.build import Build
@@ -168,7 +168,7 @@ class _Ready(Transport):
         layout.flat(layout(value))  # what every transport does before the message goes
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
-        # New memory, as from the wire: gradients may be summed in place. The executor takes this time for waiting.
+        # New memory, as from the wire: gradients may be summed in place. This time is not the stage's own.
         return self.layouts[edge.name].empty(self.device).copy_(self.values[edge.name])
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
@@ -277,9 +277,10 @@ class _Worker:
         executor = self.executor
         executor.expect(action)
         first = self.rank == 0 and action.phase == "F"
-        waited, before = executor.times.waited, self._now()
+        arriving = executor.watch.seconds("receive", "wait")
+        before = self._now()
         executor.execute(action, leaves[action.microbatch] if first else None)
-        seconds = self._now() - before - (executor.times.waited - waited)
+        seconds = self._now() - before - (executor.watch.seconds("receive", "wait") - arriving)
         update = self.updates.pop() if self.updates else 0.0
         return seconds - update, update
 

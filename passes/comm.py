@@ -112,6 +112,7 @@ class _Wiring:
         recv.meta[INFO] = self._record(users[0], dst_phase, dst)
         recv.meta[INFO].weight = all(info(user).weight for user in users)
         recv.meta["val"] = send.meta["val"] = value(sent)
+        recv.meta[INFO].bytes = size_of(value(sent))
         for user in users:
             user.replace_input_with(node, recv)
         self.edges[send.name] = self.edges[recv.name] = spec

@@ -18,9 +18,9 @@ from fxpipe.lowering import trained
 from fxpipe.optimizer_costs import optimizer_costs
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.profile import Profile
-from fxpipe.runtime.local_run import threads as worker_threads
 from fxpipe.runtime.update import MakeOptimizer
 from fxpipe.task import default_optimizer
+from fxpipe.threads import threads as worker_threads
 from fxpipe.tracing import Loss, capture
 from fxpipe.transform import run_passes
 

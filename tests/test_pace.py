@@ -82,8 +82,7 @@ def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None)
         worker = chance.randrange(workers) if greedy is None or idle else greedy
         idle = 0 if pipeline._act(worker) else idle + 1
         assert idle < 1000, "the pipeline stands still"
-        forwards = [executor.times.forwards for executor in pipeline.executors]
-        backwards = [executor.times.backwards for executor in pipeline.executors]
+        forwards, backwards = ([executor.watch.count(kind) for executor in pipeline.executors] for kind in ("F", "B"))
         assert forwards == sorted(forwards, reverse=True)
         assert backwards == sorted(backwards)
         assert all(f - b <= workers - k for k, (f, b) in enumerate(zip(forwards, backwards, strict=True)))

@@ -17,7 +17,7 @@ from tables import tables, write_between_markers
 from training import Run
 from workloads import WORKLOADS
 
-from fxpipe.runtime.local_run import cores
+from fxpipe.threads import cores
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build"

@@ -26,8 +26,8 @@ from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan import PartSpec, Phase, Plan
 from fxpipe.runtime.loaded_stage import load_stage
-from fxpipe.runtime.local_run import threads as worker_threads
 from fxpipe.simulator.timings import EdgeTiming
+from fxpipe.threads import threads as worker_threads
 
 if TYPE_CHECKING:
     from fxpipe.build import Build

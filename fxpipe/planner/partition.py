@@ -152,6 +152,30 @@ def partitions(
     return found
 
 
+def of_cuts(
+    profile: Profile,
+    workers: Workers,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    weights: Sequence[int],
+    *,
+    recompute: Sequence[tuple[int, int, int]] = (),
+    mode: str = "pinned",
+) -> Partition:
+    """What given cuts cost, as a partition: nothing is searched, so its bound is its own.
+
+    Args:
+        forward, backward, weights, recompute: as `Partition` has them.
+    """
+    costs = WorkerCost(profile, workers)
+    columns = [np.asarray(c, dtype=np.int64) for c in (forward, backward, weights)]
+    cuts = np.stack([*columns, 0 * columns[0]], axis=1)
+    for worker, first, _ in recompute:
+        cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
+    slowest = bottleneck(costs, cuts)
+    return _described(costs, mode, Path(cuts, slowest), slowest, apart=True)
+
+
 def fits(profile: Profile, workers: Workers) -> bool:
     """Whether shared cuts fit into every worker's memory; says nothing of time, nor of wider modes."""
     costs = WorkerCost(profile, workers)
@@ -309,7 +333,7 @@ def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
     return np.where(np.asarray(cuts) - lower < upper - np.asarray(cuts), lower, upper)
 
 
-def _described(costs: WorkerCost, mode: str, path: Path, bound: float) -> Partition:
+def _described(costs: WorkerCost, mode: str, path: Path, bound: float, apart: bool = False) -> Partition:
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []
@@ -333,7 +357,7 @@ def _described(costs: WorkerCost, mode: str, path: Path, bound: float) -> Partit
             Load(**parts, exposed=max(total - sum(parts.values()), 0.0), total=total, memory=float(price.memory[0]))
         )
     columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
-    if mode != "three-way":
+    if mode != "three-way" and not apart:
         columns[2] = columns[1]
     return Partition(
         mode=mode,

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from fxpipe.policy.base import Policy
-from fxpipe.schedule import Action, Schedule, Versions, grid
+from fxpipe.schedule import Action, Schedule, Versions
+from fxpipe.schedule.order import play, read, timeline
+from fxpipe.schedule.picture import picture
 
 
 def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
-    """The schedule's grid with what each pass sees of its worker's own weights.
+    """The schedule's grid with what each pass sees of its worker's own weights: the picture of `sight_rows`.
+
+    Raises:
+        PolicyError: the policy refuses the schedule.
+        ScheduleError: the schedule is unlawful or has no fixed lags.
+    """
+    return picture(sight_rows(policy, schedule, minibatches))
+
+
+def sight_rows(
+    policy: Policy, schedule: Schedule, minibatches: int, versions: Versions | None = None
+) -> list[list[str]]:
+    """A row of cells for each worker: what it does, and what each pass sees of its own weights; `..` where it waits.
 
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further.
 
@@ -16,13 +30,13 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
     policy.check(schedule)
-    versions = Versions(schedule)
+    known = versions or Versions(schedule)
 
     def label(worker: int, action: Action) -> str:
-        version, ahead = sight(policy, versions, action, worker)
+        version, ahead = sight(policy, known, action, worker)
         return f"{action}@{version}" + (f"+{ahead}" if ahead else "")
 
-    return grid(schedule, minibatches, label)
+    return timeline(schedule.workers, play(schedule, read(schedule, minibatches)), label)
 
 
 def sight(policy: Policy, versions: Versions, action: Action, worker: int) -> tuple[int, int]:

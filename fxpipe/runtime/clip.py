@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.plan import Plan
-from fxpipe.runtime.transport import Note, Transport
+from fxpipe.runtime.transport import Transport
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 
@@ -29,7 +28,6 @@ class Clip(ABC):
     Attributes:
         norm: of all gradients, as far as this worker knew it at its last update; exact on worker 0.
         waits: `apply` may have to wait for other workers.
-        waited: seconds spent waiting for other workers, since the beginning.
     """
 
     def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
@@ -39,7 +37,6 @@ class Clip(ABC):
         self.transport = transport
         self.norm: float | None = None
         self.waits = False
-        self.waited = 0.0
         self._final = plan.microbatches - 1
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
         # That of the norm: torch's own norm of tensors of these types has it.
@@ -69,12 +66,6 @@ class Clip(ABC):
     @abstractmethod
     def _behind(self) -> int:
         """How many numbers come from the workers behind."""
-
-    def _recv(self, source: int, what: Note) -> Tensor:
-        begin = perf_counter()
-        numbers = self.transport.recv_note(source, what)
-        self.waited += perf_counter() - begin
-        return numbers
 
     def _scale(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> None:
         self.norm = float(norm)
@@ -110,7 +101,7 @@ class ExactClip(Clip):
         own = [-1.0 if p.grad is None else next(norms) for p in parameters]  # a norm is never negative
         known = torch.tensor(own, dtype=torch.float64)
         if self.worker < self.last:
-            known = torch.cat([known, self._recv(self.worker + 1, ("behind", minibatch))])
+            known = torch.cat([known, self.transport.recv_note(self.worker + 1, ("behind", minibatch))])
         if self.worker > 0:
             self.transport.send_note(self.worker - 1, ("behind", minibatch), known)
             return
@@ -125,7 +116,7 @@ class ExactClip(Clip):
 
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         if self.worker > 0:
-            self._total = self._recv(self.worker - 1, ("total", minibatch))[0]
+            self._total = self.transport.recv_note(self.worker - 1, ("total", minibatch))[0]
         if self.worker < self.last:
             self.transport.send_note(self.worker + 1, ("total", minibatch), self._total.reshape(1).double())
         self._scale(parameters, self._total.to(self._dtype))
@@ -163,7 +154,7 @@ class PipelinedClip(Clip):
 
     def forward(self, minibatch: int) -> None:
         if self.worker > 0:
-            self._before = self._recv(self.worker - 1, ("before", minibatch))
+            self._before = self.transport.recv_note(self.worker - 1, ("before", minibatch))
         if self.worker < self.last:
             self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + self._own)
 
@@ -172,7 +163,7 @@ class PipelinedClip(Clip):
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
         self._known = self._own
         if self.worker < self.last:
-            self._known = self._known + self._recv(self.worker + 1, ("behind", minibatch))
+            self._known = self._known + self.transport.recv_note(self.worker + 1, ("behind", minibatch))
         if self.worker > 0:
             self.transport.send_note(self.worker - 1, ("behind", minibatch), self._known)
 

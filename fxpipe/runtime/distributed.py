@@ -24,6 +24,7 @@ from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.transport import Note, Transport
+from fxpipe.runtime.watch import Cause
 
 Work = Any
 Channel = tuple[Any, ...]
@@ -81,9 +82,8 @@ class Wires:
                 return dist.irecv(flat, source, group=self._groups[channel]), flat
             return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
 
-    def wait(self, pending: tuple[Work, Tensor]) -> Tensor:
-        """The received tensor, on the device."""
-        self.finished(pending)
+    def received(self, pending: tuple[Work, Tensor]) -> Tensor:
+        """The tensor of a finished receive, on the device."""
         return pending[1].to(self.device) if self.staged else pending[1]
 
     def finished(self, pending: tuple[Work, Tensor]) -> None:
@@ -170,7 +170,7 @@ class DistTransport(Transport):
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._layouts[edge.name]
-        flat = self.wires.wait(self._posted.pop((edge.name, minibatch, microbatch)))
+        flat = self._wait((edge.name, minibatch, microbatch), Cause(edge.kind, edge.name, edge.src))
         return flat.as_strided(layout.shape, layout.stride)
 
     def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
@@ -182,7 +182,7 @@ class DistTransport(Transport):
         self._sent_weights.append((self._now, pending))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
-        return self.wires.wait(self._posted.pop(("weights", owner, version, ahead)))
+        return self._wait(("weights", owner, version, ahead), Cause("weights", f"version {version}", owner))
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
         numbers = torch.empty(count, dtype=torch.float64)
@@ -194,9 +194,7 @@ class DistTransport(Transport):
             self._keep((dist.isend(numbers, to, tag=self._note_tags[what[0]]), numbers))
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        pending = self._posted.pop(("note", source, what))
-        self.wires.finished(pending)
-        return pending[1]
+        return self._wait(("note", source, what), Cause("norm", f"norm {what[0]}", source), on_device=False)
 
     def expect_loss(self, minibatch: int) -> None:
         """Worker 0, which is not the loss worker: the loss of `minibatch` will be received soon."""
@@ -209,7 +207,7 @@ class DistTransport(Transport):
 
     def recv_loss(self, minibatch: int) -> Tensor:
         """Worker 0: wait for a minibatch's loss."""
-        return self.wires.wait(self._posted.pop(("loss", minibatch)))[0]
+        return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))[0]
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:
         if phase == "F":
@@ -220,6 +218,14 @@ class DistTransport(Transport):
     def finish(self) -> None:
         self._reap(self._sent, self._now + 1)
         self._reap(self._sent_weights, self._now + 1)
+
+    def _wait(self, key: tuple[Any, ...], cause: Cause, on_device: bool = True) -> Tensor:
+        """What was received under a key: on the device, or where gloo left it."""
+        pending = self._posted.pop(key)
+        self.watch.open("wait", cause)
+        self.wires.finished(pending)
+        self.watch.close()
+        return self.wires.received(pending) if on_device else pending[1]
 
     def _reap(self, sent: deque[tuple[int, tuple[Work, Tensor]]], before: int) -> None:
         while sent and sent[0][0] < before:

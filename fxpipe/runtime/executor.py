@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,19 +14,9 @@ from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.plan import EdgeSpec, Phase, Plan
 from fxpipe.runtime.loaded_stage import LoadedStage, stage_line
 from fxpipe.runtime.transport import Comm, Transport
+from fxpipe.runtime.watch import Watch
 from fxpipe.runtime.weights import WeightStore
 from fxpipe.schedule.action import Action
-
-
-@dataclass
-class Times:
-    """Seconds a worker spent: in its forwards and backwards without the waits in them, and waiting."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    waited: float = 0.0
-    forwards: int = 0
-    backwards: int = 0
 
 
 class Executor:
@@ -38,6 +26,9 @@ class Executor:
         buffers: the worker's buffers by their first name; forwards replace their values, never in place.
         seed: of the run; random parts seed torch from it and the action, so that no action's numbers depend
             on what ran before.
+
+    Attributes:
+        watch: where the worker's time goes.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class Executor:
         self.transport = transport
         self.seed = seed
         self.device = torch.device(device)
-        self.times = Times()
+        self.watch = transport.watch = Watch(self.device)
         self._last = plan.microbatches - 1
         self._forward = spec.forward
         self._backward = spec.backward
@@ -69,7 +60,7 @@ class Executor:
             phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
         }
         mine = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
-        self._comm = Comm(mine, transport)
+        self._comm = Comm(mine, transport, self.watch)
         aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
         self._forward_buffers = [aliases[name] for name in spec.forward.buffers]
         self._backward_buffers = [aliases[name] for name in spec.backward.buffers]
@@ -99,26 +90,16 @@ class Executor:
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
         """
-        begin, before = perf_counter(), self.store.updater.waited
-        comm = self._comm
-        comm.bind(action.minibatch, action.microbatch)
-        comm.waited = 0.0
+        self._comm.bind(action.minibatch, action.microbatch)
+        self.watch.at(action)
         result = None
+        self.watch.open(action.phase)
         with torch.no_grad():
             if action.phase == "F":
                 result = self._run_forward(action, leaves)
             else:
                 self._run_backward(action)
-        times = self.times
-        waited = comm.waited + self.store.updater.waited - before
-        spent = perf_counter() - begin - waited
-        times.waited += waited
-        if action.phase == "F":
-            times.forward += spent
-            times.forwards += 1
-        else:
-            times.backward += spent
-            times.backwards += 1
+        self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         return result
 
@@ -136,12 +117,8 @@ class Executor:
         """Make the update that waits for other workers, if there is one."""
         if self.unsettled is None:
             return
-        begin, before = perf_counter(), self.store.updater.waited
         with torch.no_grad():
             self.store.settle()
-        waited = self.store.updater.waited - before
-        self.times.waited += waited
-        self.times.backward += perf_counter() - begin - waited  # the update is part of its backward
 
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
@@ -152,7 +129,7 @@ class Executor:
         part = self._forward
         if action.microbatch == 0:
             self.store.updater.begin(action.minibatch)
-        weights = self._weights(action)
+        weights = self.store.read(action)
         buffers = tuple([self.buffers[name] for name in self._forward_buffers])
         batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
         if part.random:
@@ -169,7 +146,7 @@ class Executor:
 
     def _run_backward(self, action: Action) -> None:
         part = self._backward
-        weights = self._weights(action)
+        weights = self.store.read(action)
         buffers = tuple([self.buffers[name] for name in self._backward_buffers])
         saved = self._saved.pop((action.minibatch, action.microbatch))
         if part.random:
@@ -183,14 +160,6 @@ class Executor:
         self.store.release(action)
         if action.microbatch == self._last:
             self.store.update(action.minibatch)
-
-    def _weights(self, action: Action) -> tuple[Any, ...]:
-        begin = perf_counter()
-        missing = self.store.waits_for(action)
-        weights = self.store.read(action)
-        if missing:
-            self._comm.waited += perf_counter() - begin
-        return weights
 
     def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
         loss = loss.detach().float()

@@ -28,7 +28,7 @@ def running_under_torchrun() -> bool:
 
 
 def launch(options: RunOptions, workers: int) -> dict[str, Any]:
-    """Run a build with `workers` local processes; the summary (see `Record`).
+    """Run a build with `workers` local processes; the summary (see `summarize_run`).
 
     Raises:
         FxpipeError: the first error of any worker.

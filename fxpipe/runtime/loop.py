@@ -50,7 +50,10 @@ def train(
         mine = None
         if feed is not None and action.phase == "F":
             if action.microbatch == 0:
+                executor.watch.at(action)
+                executor.watch.open("data")
                 leaves = feed(action.minibatch)[::-1]
+                executor.watch.close()
             mine = leaves.pop()
         updater = executor.store.updater
         lr = updater.lr

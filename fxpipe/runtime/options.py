@@ -19,6 +19,8 @@ class RunOptions:
         backend: the engine of all stages; None or 'auto' means those of the plan.
         clip_norm: the greatest norm of all workers' gradients together that an update uses; None does not clip.
         log_staleness: compare the weights that forwards use with those that their updates meet.
+        trace: the file for every worker's spans, in Chrome's trace format; None writes none.
+        tensorboard: the folder for TensorBoard's event files; None writes none.
         seed: of the data, `random`, numpy and the random numbers in the stages.
         out: the folder for `metrics.jsonl` and `model.safetensors`; None writes neither.
         threads: CPU threads a worker; None shares the cores among the local workers.
@@ -35,6 +37,8 @@ class RunOptions:
     backend: str | None = None
     clip_norm: float | None = None
     log_staleness: bool = False
+    trace: str | None = None
+    tensorboard: str | None = None
     seed: int = 0
     out: str | None = None
     threads: int | None = None

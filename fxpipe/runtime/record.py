@@ -1,25 +1,33 @@
-"""What a run leaves behind: `metrics.jsonl` line by line, progress, and the summary at the end."""
+"""What a run says and writes while it trains: `metrics.jsonl`, the display, TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 
 from fxpipe.errors import RunError
 from fxpipe.plan import Plan
-from fxpipe.runtime.executor import Executor
+from fxpipe.runtime.live import Board, Looker
 from fxpipe.runtime.progress import Progress
 from fxpipe.runtime.staleness import staleness_file
+from fxpipe.tensorboard import TensorboardLog
 
 OnStep = Callable[[int, float, "float | None", "float | None"], None]
 """Told of a minibatch that is through: its number, its loss, worker 0's learning rate if it trains, and the norm of all
 gradients if they are clipped."""
 METRICS = "metrics.jsonl"
 FINAL_WEIGHTS = "model.safetensors"
+RUN = "run.json"
+LOOK = 5.0
+"""Seconds between two words on the workers in TensorBoard's file."""
+
+STEADY = 4
+"""Steps from which on there is a steady state to speak of."""
 
 
 class Record:
@@ -31,17 +39,28 @@ class Record:
     trains parameters, `grad_norm` (of all workers' gradients, before they were clipped) only with clipping.
     """
 
-    def __init__(self, out: str | Path | None, samples: int, total: int, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        out: str | Path | None,
+        samples: int,
+        total: int,
+        progress: Progress | None = None,
+        tensorboard: str | None = None,
+    ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
         self.total = total
         self.losses: list[float] = []
+        self._ends: list[float] = []
         self._progress = progress
+        self._tensorboard = None if tensorboard is None else TensorboardLog(tensorboard)
+        self._looker: Looker | None = None
+        self._looked = 0.0
         self._file: TextIO | None = None
         if self.out is not None:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                for old in (self.out / FINAL_WEIGHTS, *self.out.glob(staleness_file("*"))):
+                for old in (self.out / FINAL_WEIGHTS, self.out / RUN, *self.out.glob(staleness_file("*"))):
                     old.unlink(missing_ok=True)  # an earlier run's, beside this one's metrics
                 self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
             except OSError as error:
@@ -50,68 +69,69 @@ class Record:
                 ) from error
         self._begin = self._last = perf_counter()
 
-    def begin(self) -> None:
-        """Training begins now."""
-        self._begin = self._last = perf_counter()
+    def begin(self, board: Board) -> None:
+        """Training begins now; `board` tells how the workers stand."""
+        self._begin = self._last = self._looked = perf_counter()
+        self._looker = Looker(board)
+        if self._progress is not None:
+            self._progress.watch(board)
 
     def step(self, minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
         """A minibatch is through."""
         now = perf_counter()
         rate = self.samples / max(now - self._last, 1e-9)
         self._last = now
+        self._ends.append(now)
         self.losses.append(loss)
+        seconds = now - self._begin
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
             if lr is not None:
                 line["lr"] = lr
             if norm is not None:
                 line["grad_norm"] = norm if math.isfinite(norm) else None
-            line |= {"seconds": round(now - self._begin, 6), "samples_per_second": round(rate, 3)}
+            line |= {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)}
             self._file.write(json.dumps(line) + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds)
+            if self._looker is not None and now - self._looked >= LOOK:
+                self._looked = now
+                found = [{"busy": state.busy, "waiting": state.waiting} for state in self._looker.look()]
+                self._tensorboard.workers(minibatch + 1, found)
         if self._progress is not None:
             self._progress(minibatch + 1, self.total, loss, rate)
 
     def close(self) -> None:
-        """End the display and the file."""
+        """End the display and the file, on an error TensorBoard's, too."""
         if self._progress is not None:
             self._progress.close()
         if self._file is not None:
             self._file.close()
+        if sys.exc_info()[0] is not None:
+            self.end(None)
+
+    def end(self, summary: dict[str, Any] | None) -> None:
+        """End TensorBoard's file, with the summary of the run if there is one."""
+        if self._tensorboard is not None:
+            self._tensorboard.close(summary)
+            self._tensorboard = None
 
     @property
     def seconds(self) -> float:
         """From the beginning of training to the last step."""
         return self._last - self._begin
 
-    def summary(self, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The run in one JSON object."""
-        steps = len(self.losses)
-        return {
-            "steps": steps,
-            "losses": self.losses,
-            "seconds": self.seconds,
-            "samples_per_second": steps * self.samples / max(self.seconds, 1e-9),
-            "workers": list(workers),
-            "out": None if self.out is None else str(self.out),
-        }
+    @property
+    def samples_per_second(self) -> float:
+        """Of the whole run, the filling and emptying of the pipeline included."""
+        return len(self.losses) * self.samples / max(self.seconds, 1e-9)
 
-
-def worker_row(executor: Executor, seconds: float) -> dict[str, Any]:
-    """A worker in the summary: `engines` run its forward and its backward; `busy` is the share of the wall time spent
-    in actions without their waits; `forward_ms` and `backward_ms` are means over actions, `wait_ms` over pairs of them
-    (microbatches); `staleness` is there if it was logged (see `StalenessLog.summary`)."""
-    times, log = executor.times, executor.store.staleness
-    if log is not None:
-        log.close()
-    row = {
-        "rank": executor.worker,
-        "engines": list(executor.stage.engines),
-        "busy": (times.forward + times.backward) / max(seconds, 1e-9),
-        "forward_ms": 1000 * times.forward / max(times.forwards, 1),
-        "backward_ms": 1000 * times.backward / max(times.backwards, 1),
-        "wait_ms": 1000 * times.waited / max(times.backwards, 1),
-    }
-    return row if log is None else row | {"staleness": log.summary()}
+    def steady_samples_per_second(self, workers: int) -> float:
+        """Between the filling and the emptying of the pipeline; of the whole run where little lies between them."""
+        first, last = workers, len(self._ends) - workers - 1
+        if last - first < STEADY:
+            return self.samples_per_second
+        return (last - first) * self.samples / max(self._ends[last] - self._ends[first], 1e-9)
 
 
 def samples_of(plan: Plan) -> int:

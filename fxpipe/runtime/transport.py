@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from time import perf_counter
 
 import torch
 
 from fxpipe.plan import EdgeSpec
+from fxpipe.runtime.watch import Cause, Watch
 
 Note = tuple[str, int]
 
@@ -17,7 +17,12 @@ class Transport(ABC):
 
     `expect…` says what will be received soon, in the order of the worker's actions; a transport may post its
     receives then. `arrived…` is asked only by drivers that run several workers in turn.
+
+    Attributes:
+        watch: the worker's own: opens a 'wait' wherever the worker stands still for another one.
     """
+
+    watch: Watch
 
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:  # noqa: B027
         """A value of `edge` will be received soon."""
@@ -71,18 +76,17 @@ class Comm:
     """What stage code sends and receives with, set to one action at a time.
 
     Attributes:
-        waited: seconds spent waiting for values.
         sent: the memory (storage addresses) of what the action has sent.
     """
 
-    __slots__ = ("_edges", "_microbatch", "_minibatch", "_transport", "sent", "waited")
+    __slots__ = ("_edges", "_microbatch", "_minibatch", "_transport", "_watch", "sent")
 
-    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport) -> None:
+    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport, watch: Watch) -> None:
         self._edges = edges
         self._transport = transport
+        self._watch = watch
         self._minibatch = 0
         self._microbatch = 0
-        self.waited = 0.0
         self.sent: set[int] = set()
 
     def bind(self, minibatch: int, microbatch: int) -> None:
@@ -93,12 +97,16 @@ class Comm:
 
     def recv(self, name: str) -> torch.Tensor:
         """The value of the edge `name` for the current microbatch."""
-        begin = perf_counter()
-        value = self._transport.recv(self._edges[name], self._minibatch, self._microbatch)
-        self.waited += perf_counter() - begin
+        edge = self._edges[name]
+        self._watch.open("receive", Cause(edge.kind, name, edge.src))
+        value = self._transport.recv(edge, self._minibatch, self._microbatch)
+        self._watch.close()
         return value
 
     def send(self, name: str, value: torch.Tensor) -> None:
         """Send `value` along the edge `name`; it must not be changed in place afterwards."""
+        edge = self._edges[name]
+        self._watch.open("send", Cause(edge.kind, name, edge.dst))
         self.sent.add(value.untyped_storage().data_ptr())
-        self._transport.send(self._edges[name], self._minibatch, self._microbatch, value)
+        self._transport.send(edge, self._minibatch, self._microbatch, value)
+        self._watch.close()

@@ -89,11 +89,6 @@ class Updater:
         """The norm of all workers' gradients at the last update, if they are clipped (see `Clip.norm`)."""
         return None if self.clip is None else self.clip.norm
 
-    @property
-    def waited(self) -> float:
-        """Seconds spent waiting for what other workers say about the gradients' norm."""
-        return 0.0 if self.clip is None else self.clip.waited
-
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run."""
         if self.clip is not None:

@@ -17,6 +17,7 @@ from fxpipe.runtime.staleness import StalenessLog
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.unread import Key, Unread
 from fxpipe.runtime.update import MakeOptimizer, MakeScheduler, Updater
+from fxpipe.runtime.watch import Cause
 from fxpipe.schedule.action import Action
 
 
@@ -187,12 +188,16 @@ class WeightStore:
             RunError: the user's optimizer or scheduler failed.
         """
         assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
+        watch = self.transport.watch
+        watch.open("update")
         self._keep_past()  # first: some predictions are made from the last update's gradient, which now goes
         self.updater.gather(minibatch)
-        self._pending = minibatch
         clip = self.updater.clip
         if clip is None or not clip.waits:
-            self.settle()
+            self._step(minibatch)
+        else:
+            self._pending = minibatch
+        watch.close()
 
     @property
     def unsettled(self) -> int | None:
@@ -210,6 +215,16 @@ class WeightStore:
         if self._pending is None:
             return
         minibatch, self._pending = self._pending, None
+        self.transport.watch.open("update")
+        self._step(minibatch)
+        self.transport.watch.close()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
+        found = zip(self.trained, self.updater.gradients(), strict=True)
+        return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
+
+    def _step(self, minibatch: int) -> None:
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)
@@ -220,11 +235,6 @@ class WeightStore:
         if self.staleness is not None:
             self.staleness.live(self.version, self._unread.start, self._unread.stop, self._predict)
             self._forget_all()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
-        found = zip(self.trained, self.updater.gradients(), strict=True)
-        return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
 
     def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
         stage = plan.stages[self.worker]
@@ -256,8 +266,11 @@ class WeightStore:
         if key not in self._copies:
             assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
             of_all = self._unread.of(owner, version)[ahead].message.names
+            watch = self.transport.watch
+            watch.open("receive", Cause("weights", f"version {version}", owner))
             block = self.transport.recv_weights(owner, version, ahead)
             self._copies[key] = dict(zip(of_all, self._pack(of_all).unpack(block), strict=True))
+            watch.close()
         return self._copies[key]
 
     def _predict(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
@@ -267,8 +280,11 @@ class WeightStore:
         found = self._predicted.setdefault(ahead, {})
         missing = [name for name in names if name not in found]
         if missing:
+            watch = self.transport.watch
+            watch.open("predict")
             values = self.predictor.predict(ahead, [self._index[name] for name in missing])
             found.update(zip(missing, values, strict=True))
+            watch.close()
         return found
 
     def _forget(self, key: Key) -> None:
@@ -295,12 +311,15 @@ class WeightStore:
             part.keys, part.argument = (), ()
 
     def _send_replicas(self) -> None:
+        watch = self.transport.watch
         for reader in self._readers:
             start, stop = self._unread.start, self._unread.stop
             for message in self.demand.messages(self.worker, reader, self.version, start, stop):
                 tensors = self._predict(message.names, message.ahead)
+                watch.open("send", Cause("weights", f"version {message.version}", reader))
                 block = self._pack(message.names).pack([tensors[name] for name in message.names])
                 self.transport.send_weights(reader, message.version, message.ahead, block)
+                watch.close()
         self._forget_all()
 
     def _keep_past(self) -> None:

@@ -24,19 +24,23 @@ from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.folder import read_plan
 from fxpipe.plan import Plan
 from fxpipe.runtime.assembly import choose, open_worker
+from fxpipe.runtime.clocks import Reading, read_offset
 from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_errors
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.feed import Feed, TrainingTask, seed_everything
 from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
 from fxpipe.runtime.hooks import task_of, warn_if_edited, warn_of_staleness
 from fxpipe.runtime.layout import Layout
-from fxpipe.runtime.local_run import threads_for
+from fxpipe.runtime.live import StoreBoard
 from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
-from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of, worker_row
+from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of
+from fxpipe.runtime.run_summary import summarize_run, worker_row
 from fxpipe.runtime.staleness import watch_staleness
+from fxpipe.runtime.trace import WorkerTrace, receive_trace, send_trace, write_trace
 from fxpipe.schedule import check
+from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
 LINGER = 3.0
@@ -49,7 +53,7 @@ def join(
     """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
 
     Returns:
-        The summary (see `Record`) on rank 0, None elsewhere.
+        The summary (see `summarize_run`) on rank 0, None elsewhere.
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
@@ -87,7 +91,7 @@ def join(
 
 
 class _Worker:
-    """The state of one worker's run."""
+    """The state of one worker's run. It ends before the process group does: its threads use the group's store."""
 
     def __init__(
         self,
@@ -106,7 +110,8 @@ class _Worker:
         if self.feed is None:
             seed_everything(options.seed)
         self.total = self._agree_total()
-        wires = Wires(rank, self._backend(), channels_of(plan, recipe.demand), device)
+        self.backend = self._backend()
+        wires = Wires(rank, self.backend, channels_of(plan, recipe.demand), device)
         in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
         self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
         self.executor: Executor = open_worker(
@@ -115,36 +120,63 @@ class _Worker:
         )  # fmt: skip
         if options.log_staleness:
             watch_staleness(self.executor.store, options.out)
+        if options.trace:
+            self.executor.watch.record()
         self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
 
     def run(self) -> dict[str, Any] | None:
         """All actions, then the final weights."""
+        options, plan, watch = self.options, self.plan, self.executor.watch
         warn_if_edited(self.executor.stage)
         record = None
         if self.rank == 0:
-            record = Record(self.options.out, samples_of(self.plan), self.total, self.progress)
+            record = Record(options.out, samples_of(plan), self.total, self.progress, options.tensorboard)
             warn_of_staleness(self.recipe, self.executor)
         self.executor.store.begin(0, self.total)
+        board = StoreBoard(self.rank, plan.workers, watch)
+        before = self._clock()
         with peer_errors(self.rank):
             dist.barrier()
+        watch.begin()
+        board.begin()
         if record is not None:
-            record.begin()
-        begin = time.perf_counter()
+            record.begin(board)
         try:
             actions = self.recipe.schedule.until(self.rank, self.total)
             feed, report = (None, None) if record is None else (self._feed, record.step)
-            train(self.plan, self.executor, self.transport, actions, feed, report)
+            train(plan, self.executor, self.transport, actions, feed, report)
+            self.transport.finish()
+            watch.end()
         finally:
+            board.end()
             if record is not None:
                 record.close()
-        self.transport.finish()
-        row = worker_row(self.executor, time.perf_counter() - begin)
-        rows: list[Any] = [None] * self.plan.workers
+        after = self._clock()
+        rows: list[Any] = [None] * plan.workers
         with peer_errors(self.rank):
-            dist.all_gather_object(rows, row)
-        if self.options.out is not None:
-            self._final_weights(Path(self.options.out) / FINAL_WEIGHTS)
-        return None if record is None else record.summary(rows)
+            dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+        if options.out is not None:
+            self._final_weights(Path(options.out) / FINAL_WEIGHTS)
+        if options.trace is not None:  # behind the weights: what it takes is nothing to lose them for
+            self._trace(options.trace, WorkerTrace(watch.spans, before, after))
+        if record is None:
+            return None
+        return summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+
+    def _clock(self) -> Reading:
+        """This process's clock against worker 0's; only a trace needs it."""
+        if self.options.trace is None:
+            return Reading(0, 0, 0)
+        with peer_errors(self.rank):
+            return read_offset(self.rank, self.plan.workers)
+
+    def _trace(self, path: str, own: WorkerTrace) -> None:
+        with peer_errors(self.rank):
+            if self.rank > 0:
+                send_trace(own)
+                return
+            seconds = self.executor.watch.elapsed
+            write_trace(path, self.plan, self.recipe, seconds, lambda worker: receive_trace(worker) if worker else own)
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
         assert self.feed is not None

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from fxpipe.planner.links import Links
 from fxpipe.runtime.assembly import choose
-from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.of_build import Costed, WorkerTimes, scenario_of
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 if TYPE_CHECKING:
-    from fxpipe.build import Build
+    from fxpipe.simulator.timings import EdgeTiming
+
+
+class Timed(Costed, Protocol):
+    """What of a build says what it will do."""
+
+    @property
+    def times(self) -> Sequence[WorkerTimes]: ...
+    @property
+    def timings(self) -> Sequence[EdgeTiming]: ...
+    @property
+    def links(self) -> Links: ...
 
 
 def forecast(
-    build: Build, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
+    build: Timed, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
 ) -> Simulation:
     """Simulate a build: with its stages' measured times where it has them, on the links it was planned for.
 
@@ -27,5 +39,5 @@ def forecast(
         BuildError: a loaded build without `costs.json`.
     """
     recipe = choose(build.plan, schedule, policy)
-    scenario = scenario_of(build, links or build.links, build.timings, build.times or None, schedule, policy)
+    scenario = scenario_of(build, links or build.links, build.timings, build.times or None, demand=recipe.demand)
     return simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fxpipe.errors import BuildError
-from fxpipe.plan import Phase
+from fxpipe.plan import Phase, Plan
 from fxpipe.planner.links import Links
 from fxpipe.runtime.assembly import choose
 from fxpipe.runtime.demand import PHASES, Demand
@@ -15,8 +15,19 @@ from fxpipe.schedule.action import Action
 from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
 
 if TYPE_CHECKING:
-    from fxpipe.build import Build
     from fxpipe.simulator.timings import EdgeTiming
+    from fxpipe.summary import WorkerSummary
+
+
+class Costed(Protocol):
+    """What of a build says what it costs: no tensor is among it."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def workers(self) -> Sequence[WorkerSummary]: ...
+    @property
+    def speeds(self) -> Sequence[float]: ...
 
 
 class WorkerTimes(Protocol):
@@ -31,12 +42,13 @@ class WorkerTimes(Protocol):
 
 
 def scenario_of(
-    build: Build,
+    build: Costed,
     links: Links,
     timings: Sequence[EdgeTiming] = (),
     times: Sequence[WorkerTimes] | None = None,
     schedule: str | None = None,
     policy: str | None = None,
+    demand: Demand | None = None,
 ) -> Scenario:
     """What a build would do on such links, for `simulate(choose(build.plan, …).schedule, …)`.
 
@@ -49,6 +61,7 @@ def scenario_of(
             action and needed at the start.
         times: measured seconds by worker, instead of the compiler's estimates.
         schedule, policy: the build's own where None; they say who needs which version of which weights.
+        demand: what follows from them, for who has it already: with many workers it takes a second.
 
     Raises:
         BuildError: a loaded build has no `costs.json`, or `times` are those of another number of workers.
@@ -60,7 +73,7 @@ def scenario_of(
     if times is not None and len(times) != plan.workers:
         raise BuildError(f"there are times of {len(times)} workers, the build has {plan.workers}")
     points = {timing.name: (timing.made, timing.needed) for timing in timings}
-    demand = choose(plan, schedule, policy).demand
+    demand = demand or choose(plan, schedule, policy).demand
     return Scenario(
         workers=tuple(_cost(build, worker, times) for worker in range(plan.workers)),
         messages=tuple(
@@ -72,7 +85,7 @@ def scenario_of(
     )
 
 
-def _cost(build: Build, worker: int, times: Sequence[WorkerTimes] | None) -> WorkerCost:
+def _cost(build: Costed, worker: int, times: Sequence[WorkerTimes] | None) -> WorkerCost:
     row = build.workers[worker]
     spent = [row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3, row.update_ms / 1e3]
     if times is not None:

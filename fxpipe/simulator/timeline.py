@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.simulator.result import Simulation, Span
+from fxpipe.trace.writer import worker_metadata
 
 _FORWARD, _BACKWARD = "0123456789", "abcdefghij"
 _UPDATE, _WAITS = "*", "."
@@ -18,14 +19,14 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
     A process a worker; in it a thread of its actions and updates and a thread for each worker that it sends to, since
     messages to several may be under way at once. What takes no time on a link is left out.
     """
-    events = []
+    events: list[dict[str, Any]] = []
     for worker, spans in enumerate(simulation.spans):
-        events += [_named("process_name", worker, 0, f"worker {worker}"), _named("thread_name", worker, 0, "compute")]
-        events.append({"ph": "M", "name": "process_sort_index", "pid": worker, "args": {"sort_index": worker}})
+        events += worker_metadata(worker)
         events += [_event(_title(span), span.kind, worker, 0, span.start, span.end) for span in spans]
     sent = [transfer for transfer in simulation.transfers if transfer.end > transfer.start]
     for src, dst in sorted({(transfer.src, transfer.dst) for transfer in sent}):
-        events.append(_named("thread_name", src, 1 + dst, f"to worker {dst}"))
+        name = {"name": f"to worker {dst}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": src, "tid": 1 + dst, "args": name})
     for t in sent:
         event = _event(f"{t.action} to worker {t.dst}", "message", t.src, 1 + t.dst, t.start, t.end)
         events.append({**event, "args": {"bytes": t.bytes}})
@@ -80,7 +81,3 @@ def _event(name: str, kind: str, process: int, thread: int, start: float, end: f
     first, last = round(start * 1e9), round(end * 1e9)
     times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
     return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread, **times}
-
-
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

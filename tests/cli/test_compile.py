@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
-from fxpipe.cli.compile import _doubts
+from fxpipe.cli.model_build import doubts_of
 from model_files import PARAMETERS, write_model
 
 from fxpipe import agreement
@@ -22,7 +22,7 @@ from fxpipe.plan import Plan
 from fxpipe.stage_times import StageTime
 from fxpipe.summary import WorkerSummary
 
-BUILD = {"plan.json", "stage_0.py", "stage_1.py", "weights.safetensors", "costs.json"}
+BUILD = {"plan.json", "stage_0.py", "stage_1.py", "weights.safetensors", "costs.json", "profile.json", "program.json"}
 DISTINCT = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
 
 
@@ -57,10 +57,10 @@ def test_the_table(model: Path) -> None:
 def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     fine, slow = StageTime(0.010, 0.020, 0.0, (0.010, 0.019)), StageTime(0.020, 0.040, 0.0, (0.010, 0.020))
-    assert list(_doubts([fine, fine], 2, "cpu")) == []
-    assert ["stage 1 took 2.00 times" in text for text in _doubts([fine, slow], 1, "cpu")] == [True]
-    assert ["3 workers of 2 threads share 4 cores" in text for text in _doubts([fine] * 3, 2, "cpu")] == [True]
-    assert list(_doubts([fine] * 3, 2, "cuda")) == []
+    assert list(doubts_of([fine, fine], 2, "cpu")) == []
+    assert ["stage 1 took 2.00 times" in text for text in doubts_of([fine, slow], 1, "cpu")] == [True]
+    assert ["3 workers of 2 threads share 4 cores" in text for text in doubts_of([fine] * 3, 2, "cpu")] == [True]
+    assert list(doubts_of([fine] * 3, 2, "cuda")) == []
 
 
 def test_json(model: Path) -> None:
@@ -147,9 +147,16 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert other.code == 0, other.err
     made = [files(folder / "build") for folder in (one, two)]
     for found in made:
-        assert found.pop("costs.json")
-        assert found.pop("node_costs.json")
-    assert made[0].keys() == {*BUILD, "stage_2.py"} - {"costs.json"}
+        for name in ("costs.json", "node_costs.json", "profile.json"):
+            assert found.pop(name)
+    untimed = []
+    for found in made:
+        table = json.loads(found.pop("program.json") or b"")
+        for row in table["rows"]:
+            row[table["columns"].index("ms")] = None
+        untimed.append(table)
+    assert untimed[0] == untimed[1]
+    assert made[0].keys() == {*BUILD, "stage_2.py"} - {"costs.json", "profile.json", "program.json"}
     assert made[0] == made[1]
 
 

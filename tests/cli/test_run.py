@@ -50,13 +50,21 @@ def local(folder: Path) -> Result:
 def test_json(real: Result, folder: Path) -> None:
     assert real.err == ""
     said = real.json
-    assert set(said) == {"steps", "losses", "seconds", "samples_per_second", "workers", "out"}
+    assert json.loads((folder / "real" / "run.json").read_text()) == {k: v for k, v in said.items() if k != "losses"}
+    assert said["build"] == {"folder": str(folder / "build"), "digest": read_plan(folder / "build").digest}
+    assert (said["schedule"], said["policy"], said["transport"], said["seed"]) == ("async", "spectrain", "gloo", 3)
     assert said["steps"] == len(said["losses"]) == TRAINED
     assert all(math.isfinite(loss) for loss in said["losses"])
     assert said["samples_per_second"] == pytest.approx(TRAINED * 4 / said["seconds"])
-    assert [set(w) for w in said["workers"]] == [
-        {"rank", "engines", "busy", "forward_ms", "backward_ms", "wait_ms"}
-    ] * 2
+    for row in said["workers"]:
+        assert sum(row["spent"].values()) == pytest.approx(row["seconds"])
+        assert sum(wait["seconds"] for wait in row["waits"]) == pytest.approx(row["spent"]["wait"])
+        assert 0 <= row["fill"] <= row["spent"]["wait"]
+    assert said["bubble"] == pytest.approx(1 - sum(w["busy"] for w in said["workers"]) / 2)
+    assert said["forecast"]["samples_per_second"] > 0
+    assert len(said["forecast"]["workers"]) == 2
+    assert said["efficiency"] > 0
+    assert len(said["time_losses"]) <= 3
     assert [w["rank"] for w in said["workers"]] == [0, 1]
     assert all(0 < w["busy"] <= 1 and w["forward_ms"] > 0 and w["backward_ms"] > 0 for w in said["workers"])
     assert said["out"] == str(folder / "real")
@@ -91,7 +99,7 @@ def test_metrics(local: Result, folder: Path) -> None:
     assert {line["lr"] for line in lines} == {0.05}
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
-    assert {p.name for p in (folder / "local").iterdir()} == {"metrics.jsonl", "model.safetensors"}
+    assert {p.name for p in (folder / "local").iterdir()} == {"metrics.jsonl", "model.safetensors", "run.json"}
 
 
 def test_the_model_takes_the_weights(local: Result, folder: Path) -> None:
@@ -184,7 +192,7 @@ def test_a_model_file_is_compiled_first(tmp_path: Path) -> None:
     assert len(said["workers"]) == 2
     plan = read_plan(tmp_path / "out" / "build")
     assert (plan.workers, plan.schedule, plan.policy, plan.microbatches) == (2, "1f1b", "latest", 2)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"build", "metrics.jsonl", "model.safetensors"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"build", "metrics.jsonl", "model.safetensors", "run.json"}
 
 
 def test_a_policy_with_options(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from fxpipe.agreement import compare_with_eager
 from fxpipe.runtime.launch import launch
 from fxpipe.runtime.local_run import run_local
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.watch import Watch
+from fxpipe.trace.nesting import busy
+from fxpipe.trace.reader import read_trace
 from fxpipe.transform import run_passes
 
 pytestmark = [
@@ -91,10 +95,35 @@ def test_distributed_equals_local_on_cuda(tmp_path: Path, schedule: str, microba
     build.save(tmp_path / "build", model_file=tmp_path / "model.py")
 
     def options(out: str) -> RunOptions:
-        return RunOptions(str(tmp_path / "build"), steps=6, out=str(tmp_path / out))
+        trace = str(tmp_path / f"{out}.json")
+        return RunOptions(str(tmp_path / "build"), steps=6, out=str(tmp_path / out), trace=trace)
 
     local, real = run_local(options("local")), launch(options("real"), 2)
     assert local["losses"] == pytest.approx(real["losses"], rel=1e-5)  # atomics in embedding's backward
+    for rank, kinds in busy(read_trace(tmp_path / "real.json")).items():
+        row = real["workers"][rank]
+        mine = sum(seconds for kind, seconds in kinds.items() if kind not in ("wait", "data"))
+        assert mine == pytest.approx(row["busy"] * max(w["seconds"] for w in real["workers"]), rel=0.01)
+
+
+def test_a_span_is_what_the_device_does() -> None:
+    """The code has asked for the work long before the device has done it."""
+    x = torch.randn(8192, 8192, device="cuda")
+    (x @ x).sum().item()
+    watch = Watch("cuda")
+    watch.record()
+    watch.begin()
+    for _ in range(3):
+        watch.open("F")
+        for _ in range(20):
+            x @ x
+        watch.close()
+    asked = (perf_counter_ns() - watch.began) / 1e9
+    watch.end()
+    assert watch.count("F") == len(watch.spans.kinds) == 3
+    assert watch.seconds("F") > 2 * asked
+    assert watch.seconds("F") == pytest.approx(watch.elapsed, rel=0.2)
+    assert all(a <= b for a, b in zip(watch.spans.begins, watch.spans.ends, strict=True))
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "inductor"])

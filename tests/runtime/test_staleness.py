@@ -55,7 +55,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     found = Recorded()
-    read, settle = WeightStore.read, WeightStore.settle
+    read, step = WeightStore.read, WeightStore._step
 
     def reading(self: WeightStore, action: Action) -> Any:
         weights = read(self, action)
@@ -65,14 +65,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
                     found.read[self.worker, action.minibatch, name] = weights[position].detach().clone()
         return weights
 
-    def settling(self: WeightStore) -> None:
-        minibatch = self.unsettled
-        if minibatch is not None:
-            found.met |= {(minibatch, name): p.detach().clone() for name, p in self.trained.items()}
-        settle(self)
+    def stepping(self: WeightStore, minibatch: int) -> None:
+        found.met |= {(minibatch, name): p.detach().clone() for name, p in self.trained.items()}
+        step(self, minibatch)
 
     monkeypatch.setattr(WeightStore, "read", reading)
-    monkeypatch.setattr(WeightStore, "settle", settling)
+    monkeypatch.setattr(WeightStore, "_step", stepping)
     return found
 
 
@@ -306,4 +304,4 @@ def test_files_and_summary_of_the_command(tmp_path: Path) -> None:
     # Without the option there is nothing of it, and an earlier run's files are gone.
     said = fxpipe(*arguments, "--json").json
     assert not any("staleness" in row for row in said["workers"])
-    assert {p.name for p in out.iterdir()} == {"metrics.jsonl", "model.safetensors"}
+    assert {p.name for p in out.iterdir()} == {"metrics.jsonl", "model.safetensors", "run.json"}

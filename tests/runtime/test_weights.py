@@ -70,7 +70,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
         monkeypatch.setattr(WeightStore, name, watching)
 
-    for name in ("read", "release", "settle", "_keep_past", "_predict"):
+    for name in ("read", "release", "_step", "_keep_past", "_predict"):
         watch(name)
     return found
 

@@ -72,8 +72,7 @@ class StrictWires:
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
         return (source, target, channel if self.ordered or tag is None else tag)
 
-    def wait(self, message: Message) -> Tensor:
-        self.finished(message)
+    def received(self, message: Message) -> Tensor:
         return message.flat
 
     def finished(self, message: Message) -> None:

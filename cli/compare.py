@@ -1,0 +1,184 @@
+"""`fxpipe compare`: two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from fxpipe.cli.output import Column, emit_json, print_columns, print_text, stdout_console, warn
+
+from fxpipe.run_comparison import SMOOTH, compare
+from fxpipe.trace import KINDS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Json = dict[str, Any]
+
+SPENT = (*KINDS, "other")
+"""Columns of the workers' table."""
+
+
+@click.command("compare")
+@click.argument("first", metavar="RUN1", type=click.Path())
+@click.argument("second", metavar="RUN2", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare_command(first: str, second: str, as_json: bool) -> int:
+    """Compare two runs: settings, speed, loss, and where their time went.
+
+    RUN1 and RUN2 are folders that were --out of `fxpipe run`; the builds may differ. Losses stand side by side at the
+    same steps and at the same time since training began, each as it is and as the mean of the last 20. What is missing
+    of a folder, as of a run that was stopped, is left out with a warning.
+
+    \b
+    fxpipe compare out/ other/
+    fxpipe compare runs/async runs/gpipe --json
+    """
+    from fxpipe.run_folder import read_run
+
+    runs = [read_run(first), read_run(second)]
+    found = compare(*runs)
+    for run in runs:
+        for problem in run["problems"]:
+            warn(f"{run['folder']}: {problem}")
+    if as_json:
+        emit_json(found)
+    else:
+        describe(found, stdout_console())
+    return 0
+
+
+def describe(found: Json, console: Console) -> None:
+    """What `fxpipe.run_comparison` found, in small tables, and its verdict last."""
+    for number, folder in enumerate(found["runs"], start=1):
+        click.echo(f"run {number}  {folder}")
+    settings = found["settings"]
+    if settings:
+        click.echo("\nsettings that differ")
+        words = [[_said(value) for value in pair] for pair in settings.values()]
+        _side_by_side(console, [name.replace("_", " ") for name in settings], words)
+    else:
+        click.echo("\nno setting differs")
+    _print_speed(found, console)
+    _print_losses(found, console)
+    _print_workers(found, console)
+    _print_staleness(found, console)
+    for number, rows in enumerate(found["time_losses"], start=1):
+        if rows:
+            click.echo(f"\nwhere run {number} lost time")
+        for row in rows:
+            print_text(console, f"- {row['text']}")
+    click.echo()
+    for sentence in found["verdict"]:
+        print_text(console, sentence)
+
+
+def _print_speed(found: Json, console: Console) -> None:
+    names = {
+        "samples_per_second": ("samples/s", lambda v: f"{v:.1f}"),
+        "step_ms": ("median step", lambda v: f"{v:.3g} ms"),
+        "efficiency": ("of the forecast", _percent),
+        "bubble": ("bubble", _percent),
+        "seconds": ("seconds", lambda v: f"{v:.1f}"),
+    }
+    rows = [(title, found["speed"][name], write) for name, (title, write) in names.items()]
+    rows += [("final loss", found["loss"]["final"]["raw"], _loss)]
+    rows += [(f"mean of last {SMOOTH}", found["loss"]["final"]["smoothed"], _loss)]
+    rows += [(f"held out {name}", pair, _loss) for name, pair in found["evaluation"].items()]
+    rows = [row for row in rows if row[1] != [None, None]]
+    if rows:
+        click.echo("\nspeed and outcome")
+        cells = [[_cell(value, write) for value in pair] for _, pair, write in rows]
+        _side_by_side(console, [title for title, _, _ in rows], cells, [_change(pair) for _, pair, _ in rows])
+
+
+def _print_losses(found: Json, console: Console) -> None:
+    if found["loss"]["at_steps"]:
+        click.echo(f"\nloss at the same step, and the mean of the last {SMOOTH}")
+        rows = found["loss"]["at_steps"]
+        _print_loss_rows(console, "step", [str(row["step"]) for row in rows], rows)
+    rows = found["loss"]["at_seconds"]
+    if rows:
+        click.echo(f"\nloss after the same time, and the mean of the last {SMOOTH}")
+        steps = [(f"step of {i + 1}", [row["step"][i] for row in rows]) for i in (0, 1)]
+        _print_loss_rows(console, "seconds", [f"{row['seconds']:.3g}" for row in rows], rows, steps)
+
+
+def _print_loss_rows(
+    console: Console,
+    header: str,
+    cells: list[str],
+    rows: Sequence[Json],
+    more: Iterable[tuple[str, list[Any]]] = (),
+) -> None:
+    columns = [Column(header, right=True, cells=[*cells])]
+    columns += [Column(title, right=True, cells=[_said(value) for value in values]) for title, values in more]
+    for name, title in (("raw", "run {}"), ("smoothed", "mean of {}")):
+        for i in (0, 1):
+            losses = [_cell(row[name][i], _loss) for row in rows]
+            columns.append(Column(title.format(i + 1), right=True, cells=[*losses]))
+    print_columns(columns, console)
+
+
+def _print_workers(found: Json, console: Console) -> None:
+    rows = [(row, i) for row in found["workers"] for i in (0, 1) if row["busy"][i] is not None]
+    if not rows:
+        return
+    kinds = [kind for kind in SPENT if any((row["spent"][i] or {}).get(kind, 0) >= 0.005 for row, i in rows)]
+    click.echo("\nthe workers' time, % of each one's run")
+    columns = [
+        Column("worker", right=True, cells=[str(row["worker"]) for row, _ in rows]),
+        Column("run", right=True, cells=[str(i + 1) for _, i in rows]),
+        Column("busy", right=True, cells=[f"{100 * row['busy'][i]:.0f}" for row, i in rows]),
+    ]
+    for kind in kinds:
+        shares = [(row["spent"][i] or {}).get(kind) for row, i in rows]
+        columns.append(Column(kind, right=True, cells=[_cell(share, lambda v: f"{100 * v:.0f}") for share in shares]))
+    print_columns(columns, console)
+
+
+def _print_staleness(found: Json, console: Console) -> None:
+    if not found["staleness"]:
+        return
+    click.echo("\nstaleness: updates behind and predicted ahead, relative error of the weights")
+    columns = [Column("worker", right=True), Column("group", right=True)]
+    columns += [Column(f"{name} {i}", right=True) for name in ("behind", "predicted", "error") for i in (1, 2)]
+    for row in found["staleness"]:
+        cells = [str(row["worker"]), str(row["group"])]
+        cells += [_cell(value, lambda v: f"{v:.3g}") for name in ("stale", "ahead") for value in row[name]]
+        errors = [e / r if e is not None and r else None for e, r in zip(row["rmse"], row["rms"], strict=True)]
+        cells += [_cell(value, lambda v: f"{v:.2e}") for value in errors]
+        for column, cell in zip(columns, cells, strict=True):
+            column.cells.append(cell)
+    print_columns(columns, console)
+
+
+def _side_by_side(
+    console: Console, names: list[str], cells: Sequence[Sequence[str]], changes: list[str] | None = None
+) -> None:
+    columns = [Column("", cells=[*names])]
+    columns += [Column(f"run {i + 1}", right=True, elastic=True, cells=[pair[i] for pair in cells]) for i in (0, 1)]
+    if changes is not None:
+        columns.append(Column("2 to 1", right=True, cells=[*changes]))
+    print_columns(columns, console)
+
+
+def _change(pair: list[Any]) -> str:
+    return f"× {pair[1] / pair[0]:.3g}" if None not in pair and pair[0] > 0 and pair[1] > 0 else ""
+
+
+def _cell(value: float | None, write: Callable[[float], str]) -> str:
+    return "–" if value is None else write(value)
+
+
+def _said(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _loss(value: float) -> str:
+    return f"{value:#.4g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"

@@ -1,0 +1,253 @@
+"""`fxpipe diff`: what differs between two builds."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from fxpipe.cli.output import emit_json, size
+
+Json = dict[str, Any]
+
+WIDTH = 80
+WAYS = 12
+"""Ways from worker to worker that are told of one kind of edges."""
+
+NAMED = 3
+"""Edges of one way that are named."""
+
+MODULES = 12
+"""Modules of one way that are named."""
+
+COLUMNS = {
+    "forward_ms": "F",
+    "backward_ms": "B",
+    "update_ms": "update",
+    "memory_bytes": "memory",
+    "bytes_in": "in",
+    "bytes_out": "out",
+}
+"""What the table of workers has, by its name in the facts."""
+
+
+@click.command("diff")
+@click.argument("first", metavar="BUILD1", type=click.Path())
+@click.argument("second", metavar="BUILD2", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all that is said, and all that is not.")
+def diff_command(first: str, second: str, as_json: bool) -> int:
+    """Say what differs between two builds.
+
+    Settings; which modules went from worker to worker, forward and backward; what every worker takes, holds and sends;
+    edges that came and went; parameters; the model's sources and the stages' code, edited ones among them. Differences
+    of less than 2% between times are left out but for --json. The exit code is 0 whether the builds differ or not.
+
+    \b
+    fxpipe diff build/ other/
+    fxpipe diff build/ other/ --json
+    """
+    from fxpipe.inspection.difference import between
+
+    found = between(Path(first), Path(second))
+    if as_json:
+        emit_json(found)
+    else:
+        click.echo(describe(found), nl=False)
+    return 0
+
+
+def describe(found: Json) -> str:
+    """What `fxpipe.inspection.difference` found, in words and small tables, for 80 columns."""
+    lines = [f"{found['first']} → {found['second']}"]
+    sections: list[tuple[str, Iterable[str]]] = [
+        ("settings", _setting_lines(found)),
+        ("cuts", _moved_lines(found)),
+        ("workers: F and B of a microbatch, the rest of a minibatch", _worker_lines(found)),
+        ("edges, bytes a microbatch", _edge_lines(found)),
+        ("parameters", _parameter_lines(found)),
+        ("files", _file_lines(found)),
+        ("as a whole", _whole_lines(found)),
+    ]
+    for title, body in sections:
+        told = list(body)
+        if told:
+            lines += ["", title, *told]
+    if found["identical"]:
+        lines += ["", "the builds are identical" + (", but for the times" if _times_differ(found) else "")]
+    return "\n".join(lines) + "\n"
+
+
+def _setting_lines(found: Json) -> Iterator[str]:
+    rows: list[tuple[str, Any, Any]] = [
+        (row["name"].replace("_", " "), row["first"], row["second"]) for row in found["settings"]
+    ]
+    for worker in found["workers"]:
+        if worker["first"] and worker["second"] and "engines" in worker["changed"]:
+            one, two = (", ".join(worker[side]["engines"]) for side in ("first", "second"))
+            rows.append((f"engines of worker {worker['worker']}", one, two))
+    width = max((len(name) for name, *_ in rows), default=0)
+    for name, one, two in rows:
+        yield f"  {name:<{width}}  {_said(one)} → {_said(two)}"
+
+
+def _moved_lines(found: Json) -> Iterator[str]:
+    words = {"forward": "F", "backward": "B", "weights": "W"}
+    for row in found["moved"]:
+        cost = "" if row["ms"] is None else f", {row['ms']:.3g} ms"
+        count = f"{row['units']} unit{'s' if row['units'] > 1 else ''}{cost}"
+        head = f"  {words[row['phase']]} from worker {row['from']} to {row['to']}: "
+        yield from _wrapped(head, f"{_some(row['modules'], MODULES)} ({count})")
+
+
+def _worker_lines(found: Json) -> Iterator[str]:
+    changed = [w for w in found["workers"] if COLUMNS.keys() & set(w["changed"])]
+    if not changed:
+        return
+    columns = [["", *(f"worker {w['worker']}" for w in changed)]]
+    columns += [_column(name, changed) for name in COLUMNS if any(name in w["changed"] for w in changed)]
+    widths = [max(map(len, column)) for column in columns]
+    for first, *cells in zip(*columns, strict=True):
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  " + "  ".join([first.ljust(widths[0]), *numbers])
+    rest = len(found["workers"]) - len(changed)
+    if rest:
+        yield f"  the other {f'{rest} workers' if rest > 1 else 'worker'}: no change"
+
+
+def _column(name: str, workers: Sequence[Json]) -> list[str]:
+    """A quantity of these workers, in the unit that its greatest value asks for."""
+    pairs = [[None if w[side] is None else w[side][name] for side in ("first", "second")] for w in workers]
+    units = {"µs": 1e-3, "ms": 1.0} if name.endswith("_ms") else {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    greatest = max((value for pair in pairs for value in pair if value is not None), default=0)
+    unit = next((u for u in reversed(units) if greatest >= units[u]), next(iter(units)))
+
+    def write(value: float | None) -> str:
+        return "–" if value is None else _number(value / units[unit])
+
+    cells = [
+        f"{write(one)}→{write(two)}" if name in w["changed"] else write(two)
+        for w, (one, two) in zip(workers, pairs, strict=True)
+    ]
+    return [f"{COLUMNS[name]} {unit}", *cells]
+
+
+def _edge_lines(found: Json) -> Iterator[str]:
+    for kind, row in found["edges"].items():
+        if not (row["came"] or row["went"] or row["changed"]):
+            continue
+        one, two = (f"{count} ({size(total)})" for count, total in (row["first"], row["second"]))
+        yield f"  {kind}: {one} → {two}"
+        told = [*_ways("−", row["went"]), *_ways("+", row["came"]), *_resized(row["changed"])]
+        for head, text in told[:WAYS]:
+            yield from _wrapped(head, text)
+        if len(told) > WAYS:
+            yield f"    … and {len(told) - WAYS} more ways"
+
+
+def _ways(sign: str, edges: Sequence[Json]) -> Iterator[tuple[str, str]]:
+    """Edges by their ways: `− worker 0 F to 1 B: ` and what went there."""
+    ways: dict[str, list[Json]] = {}
+    for edge in edges:
+        ways.setdefault(_way(edge), []).append(edge)
+    for way, found in ways.items():
+        total = size(sum(edge["bytes"] for edge in found))
+        yield f"    {sign} {way}: ", f"{_carried(found)} ({total})"
+
+
+def _resized(pairs: Sequence[Json]) -> Iterator[tuple[str, str]]:
+    ways: dict[str, list[Json]] = {}
+    for pair in pairs:
+        ways.setdefault(_way(pair["first"]), []).append(pair)
+    for way, found in ways.items():
+        before, now = ([pair[side] for pair in found] for side in ("first", "second"))
+        one, two = (size(sum(edge["bytes"] for edge in edges)) for edges in (before, now))
+        sizes = f"{one} → {two}" if one != two else f"{one} as before"
+        names = [_carried(edges) for edges in (before, now)]
+        yield f"    ± {way}: ", f"{' → '.join(dict.fromkeys(names))} ({sizes})"
+
+
+def _carried(edges: Sequence[Json]) -> str:
+    """What travels: values by their names, weights by their number."""
+    if edges[0]["kind"] == "weights":
+        count = sum(len(edge["names"]) for edge in edges)
+        return f"{count} parameter{'s' if count > 1 else ''}"
+    return _some([str(edge["name"]).partition(":")[0] for edge in edges], NAMED)
+
+
+def _way(edge: Json) -> str:
+    words = {"update": "", "FB": " F and B"}
+    src, dst = (words.get(edge[end], f" {edge[end]}") for end in ("src_phase", "dst_phase"))
+    return f"worker {edge['src']}{src} to {edge['dst']}{dst}"
+
+
+def _parameter_lines(found: Json) -> Iterator[str]:
+    for side in ("first", "second"):
+        names = found["parameters"][side]
+        if names:
+            yield from _wrapped(f"  only in {found[side]}: ", _some(names))
+    for row in found["owners"]:
+        count = f"{len(row['names'])} parameter{'s' if len(row['names']) > 1 else ''}"
+        head = f"  owner from worker {row['from']} to {row['to']}: "
+        yield from _wrapped(head, f"{_some(row['modules'], MODULES)} ({count})")
+    if found["weights"]:
+        yield "  the initial weights differ"
+
+
+def _file_lines(found: Json) -> Iterator[str]:
+    for title, group in (("the model's sources", found["sources"]), ("the stages' code", found["code"])):
+        if group["changed"]:
+            yield from _wrapped(f"  {title} differ{'s' if title.endswith('code') else ''}: ", _some(group["changed"]))
+        for side in ("first", "second"):
+            if group[side]:
+                yield from _wrapped(f"  {title}, only in {found[side]}: ", _some(group[side]))
+    for side, edited, stale in zip(("first", "second"), found["edited"], found["stale"], strict=True):
+        if edited:
+            yield from _wrapped(f"  edited in {found[side]}: ", _some(edited))
+        if stale:
+            yield from _wrapped(f"  {found[side]} is stale: ", _some(stale))
+
+
+def _whole_lines(found: Json) -> Iterator[str]:
+    for name in ("units", "nodes"):
+        one, two = found[name]
+        if one != two:
+            yield f"  {name:<8}  {_said(one)} → {_said(two)}"
+    one, two = ("" if share is None else f"{share:.3f}" for share in found["balance"])
+    if one and two and one != two:
+        yield f"  balance   {one} → {two} (the mean worker's time over the slowest's)"
+    if None in found["forecast"]:
+        return
+    rates, bubbles = ([f[name] for f in found["forecast"]] for name in ("samples_per_second", "bubble"))
+    if all(rates) and f"{rates[0]:.1f}" != f"{rates[1]:.1f}":
+        gain = f"{100 * (rates[1] / rates[0] - 1):+.1f}".replace("-", "−")
+        yield (
+            f"  forecast  {rates[0]:.1f} → {rates[1]:.1f} samples/s ({gain} %), "
+            f"bubble {100 * bubbles[0]:.0f} → {100 * bubbles[1]:.0f} %"
+        )
+
+
+def _times_differ(found: Json) -> bool:
+    return any(name.endswith("_ms") for worker in found["workers"] for name in worker["changed"])
+
+
+def _number(value: float) -> str:
+    """Three digits, or fewer of a small one among greater ones."""
+    return f"{value:.{0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2}f}"
+
+
+def _said(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _some(names: Sequence[str], most: int = 20) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    deeper = " " * (len(head) - len(head.lstrip()) + 2)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=deeper, break_long_words=False, break_on_hyphens=False
+    )

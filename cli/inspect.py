@@ -1,0 +1,257 @@
+"""`fxpipe inspect`: what runs where, what crosses, what waits, what every pass sees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
+from fxpipe.cli.output import emit_json, note, stdout_console, warn, working
+from fxpipe.cli.policy_option import policy_option
+
+from fxpipe.errors import BuildError
+from fxpipe.folder import PLAN
+from fxpipe.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from fxpipe.inspection.subject import Subject
+
+OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "edges", "run", "html", "as_json"}
+"""The parameters that are not about compiling a model file."""
+
+
+@click.command("inspect")
+@click.argument("target", metavar="BUILD|MODEL.py", type=click.Path())
+@click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
+@click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
+@click.option("--after", metavar="PASS", help="Print the program as it is after a pass; capture: before the first.")
+@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Show which weights every pass sees under it.")
+@policy_option("the build's own")
+@click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
+@click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
+@click.option("--run", type=click.Path(), metavar="DIR", help="Show what a run of the build left in its --out, too.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write all of it to one page.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
+@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Of a model: stages.")
+@click.option(
+    "--cuts",
+    type=click.Choice(["auto", "same", "bidirectional", "three-way"]),
+    default="auto",
+    show_default=True,
+    help="Of a model: what the planner may choose.",
+)
+@click.option("--fp-cut", multiple=True, metavar="PATH", help="Of a model: cut forward before this module.")
+@click.option("--bp-cut", multiple=True, metavar="PATH", help="Of a model: cut backward before this module.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Of a model: parts of a minibatch.")
+@click.option("--autocast", type=click.Choice(["bf16"]), help="Of a model: run the step under torch.autocast.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of a model: CPU threads of one worker.")
+@cost_options
+@click.pass_context
+def inspect_command(
+    context: click.Context,
+    target: str,
+    stage: int | None,
+    node: str | None,
+    after: str | None,
+    schedule: str | None,
+    policy: str | None,
+    depth: int | None,
+    edges: bool,
+    run: str | None,
+    html: str | None,
+    as_json: bool,
+    costs: CostOptions,
+    **model: Any,
+) -> int:
+    """Show what runs where, what crosses between workers, what waits and what every pass sees.
+
+    Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
+    every worker does, owns and holds, and every edge. Nothing is run, and no weights are loaded. Of a model file
+    the step is compiled first, in memory, with the options of `fxpipe compile`; nothing is written.
+
+    --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
+    forward of minibatch 3 with the weights after 1 update, predicted 2 further.
+
+    \b
+    fxpipe inspect build/
+    fxpipe inspect build/ --stage 1
+    fxpipe inspect build/ --node blocks.3.qkv.weight
+    fxpipe inspect build/ --schedule async --policy stash
+    fxpipe inspect build/ --after cut
+    fxpipe inspect build/ --run run/ --html report.html
+    fxpipe inspect examples/gpt.py -n 4 --cost analytic
+    """
+    from fxpipe.inspection.facts import facts
+
+    views = {"--stage": stage, "--node": node, "--after": after}
+    given = [option for option, value in views.items() if value is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} show different things: give one of them")
+    is_model = target.endswith(".py")
+    if not is_model:
+        _refuse_model_options(context, target)
+    elif run is not None:
+        raise click.UsageError("--run shows a run of a build: give the build's folder instead of a model file")
+    wanted = _wanted(target, schedule, policy, costs, model)
+    if html is not None:
+        _check_page(Path(html))
+    if after is not None:
+        _print_after(Path(target), after, wanted, is_model, as_json)
+        return 0
+    subject = _of_model(wanted) if is_model else _of_folder(target)
+    if stage is not None:
+        _print_stage(subject, stage, as_json)
+        return 0
+    found_run = None if run is None else _read_run(Path(run), subject)
+    compare = as_json or html is not None
+    with working("inspecting") as say:
+        say("planning other cuts" if compare else "simulating")
+        found = facts(subject, schedule=schedule, policy=policy, run=found_run, compare=compare)
+    if found["forecast"] is None and subject.costs is not None and not found["grid"]["rows"]:
+        warn(f"policy {subject.plan.policy} is the model file's own, which is not imported: give one with --policy")
+    if html is not None:
+        from fxpipe.report.page import write_report
+
+        write_report(found, Path(html))
+        for problem in found_run["problems"] if found_run else ():
+            warn(problem)
+        note(f"wrote {html}")
+    if node is not None:
+        from fxpipe.inspection.value_text import describe
+        from fxpipe.inspection.values import trace
+
+        emit_json(trace(found, node)) if as_json else click.echo(describe(found, node).rstrip("\n"))
+    elif as_json:
+        emit_json(found)
+    elif html is None:
+        _print(found, schedule is not None or policy is not None, depth, edges)
+    return 0
+
+
+def _refuse_model_options(context: click.Context, target: str) -> None:
+    """Raise click.UsageError for an option that only a model file has."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in OF_ANY and source is ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"{parameter.opts[-1]} is for a model file; {target} is a build, which was compiled with its own"
+            )
+
+
+def _check_page(path: Path) -> None:
+    """Before the work: the page can be written, and not into a build, which is replaced as a whole.
+
+    Raises:
+        BuildError: it cannot.
+    """
+    folder = path.resolve().parent
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise BuildError(f"--html {path} cannot be written", hint="choose a file in a folder that exists")
+    if (folder / PLAN).is_file():
+        raise BuildError(f"--html {path} lies in a build folder", hint="choose a place beside it")
+
+
+def _wanted(
+    target: str, schedule: str | None, policy: str | None, costs: CostOptions, model: dict[str, Any]
+) -> ModelOptions:
+    check_cuts(model["cuts"], model["fp_cut"], model["bp_cut"])
+    return ModelOptions(
+        target,
+        schedule=schedule or "async",
+        policy=policy,
+        device=None,
+        seed=0,
+        backend="eager",
+        costs=costs,
+        **model,
+    )
+
+
+def _of_model(wanted: ModelOptions) -> Subject:
+    from fxpipe.inspection.subject import subject_of
+
+    made = build_model(wanted)
+    for warning in made.build.warnings:
+        warn(warning)
+    return subject_of(made.build, Path(wanted.model))
+
+
+def _of_folder(target: str) -> Subject:
+    from fxpipe.inspection.subject import read_subject
+
+    subject = read_subject(target)
+    for file in subject.edited:
+        warn(f"{file} was edited since it was compiled: nodes, times and edges are those of the compile")
+    if subject.stale:
+        warn(f"the build is stale: since it was compiled, {', '.join(subject.stale)}")
+    return subject
+
+
+def _read_run(folder: Path, subject: Subject) -> dict[str, Any]:
+    from fxpipe.run_folder import read_run
+
+    found: dict[str, Any] = read_run(folder, subject.digest)
+    return found
+
+
+def _print(found: dict[str, Any], grid: bool, depth: int | None, edges: bool) -> None:
+    console = stdout_console()
+    if grid:
+        from fxpipe.cli.terminal.version_grid import print_grid
+
+        print_grid(found["grid"], console)
+    else:
+        from fxpipe.cli.terminal.overview import print_overview
+
+        print_overview(found, console, depth, edges)
+
+
+def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
+    from fxpipe.inspection.code import print_stage
+
+    stages = subject.plan.stages
+    if stage >= len(stages):
+        raise BuildError(f"there is no stage {stage}", hint=f"the stages are 0 to {len(stages) - 1}")
+    file = stages[stage].file
+    source, edited = subject.files[file], file in subject.edited
+    if as_json:
+        emit_json({"stage": stage, "file": file, "edited": edited, "source": source})
+    else:
+        print_stage(source, file)
+
+
+def _print_after(target: Path, name: str, wanted: ModelOptions, is_model: bool, as_json: bool) -> None:
+    from fxpipe.inspection.after import after, check_pass
+
+    check_pass(name)
+    options: dict[str, Any] = {}
+    if is_model:
+        choice = wanted.costs.choice(wanted.workers)
+        if choice.device is not None:
+            raise click.UsageError("--after shows no times: leave --device-spec out")
+        options = {
+            "workers": wanted.workers,
+            "microbatches": wanted.microbatches,
+            "schedule": wanted.schedule,
+            "policy": wanted.policy,
+            "autocast": wanted.autocast,
+            "forward_at": wanted.fp_cut,
+            "backward_at": wanted.bp_cut,
+            "cuts": wanted.cuts,
+            "cost": choice.cost,
+            "links": choice.links,
+            "speeds": choice.speeds,
+            "memory": choice.memory,
+            "threads": wanted.threads,
+        }
+    with working("inspecting") as say:
+        text = after(target, name, say=say, warn=warn, **options)
+    if as_json:
+        emit_json({"after": name, "program": text})
+    else:
+        click.echo(text, nl=not text.endswith("\n"))

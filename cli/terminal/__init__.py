@@ -1,0 +1,1 @@
+"""How a build and a run look in a terminal: 80 columns are enough, more are used, colours only where they show."""

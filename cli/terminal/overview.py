@@ -1,0 +1,232 @@
+"""What `fxpipe inspect` prints of a build: header, module tree, workers, edges, and what a run left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.cli.output import Column, Times, print_columns, print_text, short_size, size
+from fxpipe.cli.terminal.module_tree import print_modules
+from fxpipe.cli.terminal.worker_marks import mark
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+Facts = dict[str, Any]
+WIDE = 120
+"""Columns from which on sizes are written in full, and stages with where they begin."""
+
+MANY = 40
+"""Edges of one kind, from which on they are summed up by where they go."""
+
+KINDS = ("input", "activation", "saved", "gradient", "weights", "token")
+_DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def print_overview(facts: Facts, console: Console, depth: int | None = None, edges: bool = False) -> None:
+    """Everything in its order.
+
+    Args:
+        depth: of the module tree.
+        edges: whether every edge gets its line.
+    """
+    print_header(facts, console)
+    console.print()
+    print_modules(facts["modules"], console, depth)
+    if facts["nodes"] is None:
+        print_text(console, "compile again to see the nodes: an earlier fxpipe made this build")
+    console.print()
+    print_workers(facts, console)
+    console.print()
+    print_edges(facts["edges"], console, edges)
+    if facts["run"] is not None:
+        from fxpipe.cli.terminal.run_section import print_run
+
+        console.print()
+        print_run(facts, console)
+    console.print()
+    print_hints(facts, console)
+
+
+def print_header(facts: Facts, console: Console) -> None:
+    """What it is, and what it promises."""
+    build, forecast = facts["build"], facts["forecast"]
+    count, parts = build["workers"], build["microbatches"]
+    names = [name for name in (build["folder"], build["model"]) if name]
+    what = [*names, f"{count} worker{'s' if count > 1 else ''}", build["device"]]
+    what += [build["autocast"]] if build["autocast"] else []
+    _line(console, what)
+    efficiency = "" if build["efficiency"] is None else f", {build['efficiency']:.3f} of ideal"
+    minibatch = f"{build['samples']} samples in {parts} microbatch{'es' if parts > 1 else ''}"
+    _line(console, [build["schedule"], build["policy"], minibatch])
+    _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}"])
+    changed = [f"edited: {', '.join(build['edited'])}"] if build["edited"] else []
+    changed += [f"stale: {', '.join(build['stale'])}"] if build["stale"] else []
+    if changed:
+        print_text(console, " · ".join(changed), "bold yellow")
+    if forecast is not None:
+        rate, period = forecast["samples_per_second"], Times([forecast["milliseconds"]])
+        other = (forecast["schedule"], forecast["policy"]) != (build["schedule"], build["policy"])
+        under = f" under {forecast['schedule']} · {forecast['policy']}" if other else ""
+        _line(
+            console,
+            [
+                f"forecast{under}: {'–' if rate is None else f'{rate:.1f}'} samples/s",
+                f"{period(forecast['milliseconds'])} {period.unit} a minibatch",
+                f"bubble {100 * forecast['bubble']:.0f} %",
+            ],
+        )
+
+
+def _line(console: Console, parts: Sequence[str]) -> None:
+    print_text(console, " · ".join(parts))
+
+
+def print_workers(facts: Facts, console: Console) -> None:
+    """A row a worker."""
+    from rich.text import Text
+
+    wide = console.width >= WIDE
+    written = size if wide else short_size
+    dot, by = (" · ", " × ") if wide else ("·", "×")
+    spent = ("forward_ms", "backward_ms", "update_ms")
+    times = Times(w[phase] for w in facts["workers"] for phase in spent)
+    columns = [
+        Column("worker" if wide else ""),
+        Column("forward from", spare=1, elastic=True),
+        Column("backward from", spare=1, elastic=True),
+        Column(f"F {times.unit}", right=True),
+        Column(f"B {times.unit}", right=True),
+        Column("update" if wide else "upd", right=True),
+        Column("owns", right=True),
+        Column("replicas" if wide else "repl", right=True),
+        Column("in", right=True),
+        Column("out", right=True),
+        Column(f"saved{by}in flight" if wide else "saved", right=True),
+        Column("memory", right=True),
+    ]
+    engines = any(engine != "eager" for w in facts["workers"] for engine in w["engines"])
+    if engines:
+        columns.append(Column("engines", spare=2))
+    for w in facts["workers"]:
+        begins = [
+            f"{w[f'{phase}_from']} ({w[f'{phase}_units'][1] - w[f'{phase}_units'][0]} units)"
+            for phase in ("forward", "backward")
+        ]
+        row: list[Text | str] = [
+            Text.assemble(mark(w["worker"]), Text("*" if w["edited"] else "", style="bold yellow")),
+            *begins,
+            *(times(w[phase]) for phase in spent),
+            f"{w['owned']}{dot}{written(w['owned_bytes'])}",
+            f"{w['replicas']}{dot}{written(w['replica_bytes'])}" if w["replicas"] else "–",
+            *("–" if count is None else written(count) for count in (w["bytes_in"], w["bytes_out"])),
+            "–" if w["saved_bytes"] is None else f"{written(w['saved_bytes'])}{by}{w['in_flight']}",
+            "–" if w["memory_bytes"] is None else written(w["memory_bytes"]),
+        ]
+        row += [" ".join(dict.fromkeys(w["engines"]))] if engines else []
+        for column, cell in zip(columns, row, strict=True):
+            column.cells.append(cell)
+    print_columns(columns, console)
+    if _timed_as_wholes(facts):
+        print_text(console, "modules add up their operators; workers were timed as they run")
+    edited = [w["file"] for w in facts["workers"] if w["edited"]]
+    if edited:
+        print_text(console, f"* {', '.join(edited)}: edited since the compile", "bold yellow")
+
+
+def _timed_as_wholes(facts: Facts) -> bool:
+    """Whether the workers' times are not the sums of their nodes'."""
+    for phase in ("forward", "backward"):
+        nodes = {worker: ms for worker, ms, _ in facts["modules"][0][phase]}
+        for w in facts["workers"]:
+            whole, parts = w[f"{phase}_ms"], nodes.get(w["worker"])
+            if whole is not None and parts is not None and abs(whole - parts) > 1e-6 * whole:
+                return True
+    return False
+
+
+def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -> None:
+    """A row an edge, kind by kind; those of one kind and way together where they are many."""
+    if not edges:
+        console.print("nothing crosses workers")
+        return
+    columns = [
+        Column("edge"),
+        Column("kind"),
+        Column("value", elastic=True),
+        Column("", elastic=True),
+        Column("size", right=True),
+        Column("module", spare=2, elastic=True),
+        Column("line", spare=1),
+    ]
+    folded = 0
+    for kind in KINDS:
+        found = [edge for edge in edges if edge["kind"] == kind]
+        if len(found) <= MANY or every:
+            rows = [_edge(edge) for edge in found]
+        else:
+            rows = _together(kind, found)
+            folded += len(found) - len(rows)
+        for row in rows:
+            for column, cell in zip(columns, row, strict=True):
+                column.cells.append(cell)
+    print_columns(columns, console)
+    console.print("values cross once a microbatch, weights once an update")
+    if folded:
+        print_text(console, "edges of one kind and way are summed up; --edges shows each")
+
+
+def _edge(edge: Facts) -> list[Text | str]:
+    if edge["kind"] == "weights":
+        count = len(edge["names"])
+        what = f"{count} parameter{'s' if count > 1 else ''}", edge["dtype"]
+    else:
+        what = edge["name"], f"{_dtype(edge['dtype'])}[{', '.join(map(str, edge['shape']))}]"
+    return [_way(edge), edge["kind"], *what, size(edge["bytes"]), edge["module"] or "", edge["source"] or ""]
+
+
+def _together(kind: str, edges: Sequence[Facts]) -> list[list[Text | str]]:
+    ways: dict[tuple[Any, ...], list[Facts]] = {}
+    for edge in edges:
+        ways.setdefault((edge["src"], edge["src_phase"], edge["dst"], edge["dst_phase"]), []).append(edge)
+    return [
+        [_way(found[0]), kind, f"{len(found)} edges", "", size(sum(edge["bytes"] for edge in found)), "", ""]
+        if len(found) > 1
+        else _edge(found[0])
+        for _, found in sorted(ways.items())
+    ]
+
+
+def _way(edge: Facts) -> Text:
+    """`F0 → B1`; weights leave with an update."""
+    from rich.text import Text
+
+    before = "update " if edge["src_phase"] == "update" else edge["src_phase"]
+    return Text.assemble(mark(edge["src"], before), " → ", mark(edge["dst"], edge["dst_phase"]))
+
+
+def _dtype(name: str) -> str:
+    for long, short in _DTYPES.items():
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+def print_hints(facts: Facts, console: Console) -> None:
+    """What else can be asked of it."""
+    build = facts["build"]
+    target = build["folder"] or build["model"] or "BUILD"
+    values = (edge["name"] for edge in facts["edges"] if edge["kind"] in ("activation", "saved", "gradient"))
+    name = next(values, "NAME")
+    hints = [
+        (f"--stage {build['workers'] - 1}", "a stage's code"),
+        (f"--node {name}", "where a value comes from and goes to"),
+        (f"--schedule {facts['grid']['schedule']}", "the weights that every pass sees"),
+        *([("--after cut", "the program after a pass")] if build["model"] else []),
+        ("--html report.html", "all of it on a page"),
+    ]
+    console.print(f"more: fxpipe inspect {target} …")
+    width = max(len(option) for option, _ in hints)
+    for option, what in hints:
+        console.print(f"  {option:<{width}}  {what}")

@@ -1,0 +1,44 @@
+"""A run in a terminal, beneath the build that it ran."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.cli.output import print_text
+from fxpipe.cli.terminal.worker_marks import mark
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_run(facts: dict[str, Any], console: Console) -> None:
+    """Throughput, bubble, efficiency, how busy the workers were, where time was lost; what is missing of the files."""
+    from rich.text import Text
+
+    run = facts["run"]
+    print_text(console, " · ".join([f"run {run['folder']}", *_settings(run)]))
+    if run.get("samples_per_second") is not None:
+        parts = [f"{run['samples_per_second']:.1f} samples/s"]
+        if run.get("efficiency") is not None:
+            parts.append(f"{100 * run['efficiency']:.0f} % of the forecast")
+        if run.get("bubble") is not None:
+            parts.append(f"bubble {100 * run['bubble']:.0f} %")
+        console.print(" · ".join(parts))
+    losses = [loss for loss in run["metrics"]["loss"] if loss is not None]
+    if losses:
+        console.print(f"loss {losses[0]:.4g} → {losses[-1]:.4g}")
+    workers = run.get("workers") or []
+    if workers:
+        shares = [Text.assemble(mark(w["rank"]), f" {100 * w['busy']:.0f} %") for w in workers]
+        console.print(Text.assemble("busy  ", Text("  ").join(shares)))
+    for loss in run.get("time_losses") or []:
+        print_text(console, f"- {loss['text']}")
+    for problem in run["problems"]:
+        print_text(console, problem, "yellow")
+
+
+def _settings(run: dict[str, Any]) -> list[str]:
+    steps = len(run["metrics"]["step"]) if run.get("steps") is None else run["steps"]
+    known = [str(run[name]) for name in ("schedule", "policy") if run.get(name)]
+    seconds = [] if run.get("seconds") is None else [f"{run['seconds']:.1f} s"]
+    return [*known, f"{steps} step{'' if steps == 1 else 's'}", *seconds]

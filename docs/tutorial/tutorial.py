@@ -1,0 +1,390 @@
+"""One small model through every pass, printed in between: python docs/tutorial/tutorial.py
+
+With --markdown it prints docs/tutorial/README.md; a test holds that page up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import letters
+import torch
+from fxpipe.passes import Options, default_passes
+from page import Page, changes, kept
+from torch import nn
+
+import fxpipe
+from fxpipe.batch import split
+from fxpipe.build import Build
+from fxpipe.policy import make as make_policy
+from fxpipe.policy import sees
+from fxpipe.printer import print_program
+from fxpipe.program import Cuts, Program, info, unit_name
+from fxpipe.runtime.assembly import choose
+from fxpipe.schedule import Action, grid
+from fxpipe.schedule import make as make_schedule
+from fxpipe.summary import WorkerSummary
+from fxpipe.transform import Pass, run_passes
+
+CUTS = Cuts(forward=(0, 4, 7), backward=(0, 1, 7), recompute=((1, 1, 4),))
+STEPS = 40
+
+
+def main(page: Page) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = letters.model()
+    data = letters.train_data()
+
+    page.heading("Tutorial", level=1)
+    page.say("""
+        One small model on its way through fxpipe: what every pass makes of it, what the workers execute in the end, and
+        which weights they see. This page is what a program prints, which also checks what it says; run it, change it:
+    """)
+    page.code("python docs/tutorial/tutorial.py")
+    page.say("""
+        The words are explained in [concepts](../concepts/README.md).
+    """)
+    page.heading("The model")
+    page.say("""
+        It guesses the next letter. A skip runs around the convolution, and `embed` and `head` share one weight: what
+        makes a model hard to cut.
+    """)
+    page.code(Path(letters.__file__).read_text(), "python")
+
+    program = captured(page, net, data)
+    walk = Walk(page, program)
+    run_passes(program, walk.passes, [walk.show])
+    build = planned(page, program)
+    ordinary(page, build, net, data)
+    asynchronous(page, net, data)
+    page.heading("The same from the command line")
+    page.code("""
+        fxpipe compile docs/tutorial/letters.py -n 2 --fp-cut head --bp-cut mix --schedule 1f1b -o build/ --verify
+        fxpipe run build/ --steps 40 --out out/
+    """)
+    page.say("""
+        A path cuts before the first unit of that module. Without `--fp-cut` and `--bp-cut` the planner chooses
+        ([planner.md](../planner.md)). `FXPIPE_DUMP=dump` writes the programs of this page, for your model. From here:
+        the [guide](../guide.md), or [concepts](../concepts/README.md) for the why.
+    """)
+
+
+def captured(page: Page, net: nn.Module, data: Sequence[Any]) -> Program:
+    page.heading("Capture")
+    program = fxpipe.capture(net, letters.loss, split(data[0], 2)[0])
+    page.say("""
+        `fxpipe.capture(model, loss, microbatch)` runs the training step once on fake tensors, which have shapes and no
+        numbers, and records every ATen call: forward, loss and backward in one graph. Above each group of lines stands
+        F or B, the module and your line; behind each line its type. Names that begin with `d_` are backward.
+
+        The table on top has one row for the tied weight, with both of its names. The skip is plain to see: `transpose`
+        is read by the convolution and by `add`. In the last lines autograd adds up what the two uses give, first of
+        the skip, then of the tied weight.
+    """)
+    page.code(kept(print_program(program), lambda line: True), "python")
+    return program
+
+
+class Walk:
+    """Shows the program after every pass, and that it still computes what eager PyTorch does."""
+
+    def __init__(self, page: Page, program: Program) -> None:
+        self.page = page
+        self.program = program  # before the pass that is shown
+        self.expected = program.run()
+        self.passes = default_passes(Options(cuts=CUTS, cost="analytic", split_backward=True))
+
+    def show(self, number: int, step: Pass, program: Program, seconds: float) -> None:
+        self.page.heading(f"Pass {number}: {step.name}")
+        getattr(self, step.name)(program)
+        self.program = program
+
+    def fold(self, program: Program) -> None:
+        self.page.say("""
+            Drops what computes nothing. Autograd detaches what it saves: gone. It also reads the forward's transposed
+            weight and transposes it back: now `d_head_mm_1` reads the weight itself. That is more than tidiness.
+            Backward may see another version of the weights than forward did, so it must take everything from the
+            weights that it is given.
+        """)
+        self.differences(program)
+        assert all(torch.equal(a, b) for a, b in zip(self.expected, program.run(), strict=True))
+        self.page.say("""
+            A program can be run after any pass, which is how passes are tested: loss and gradients are still the same,
+            to the last bit.
+        """)
+
+    def split_backward(self, program: Program) -> None:
+        self.page.say("""
+            The backward of a convolution makes three gradients in one call. Split, the input's, for which other workers
+            wait, no longer comes with the weight's, for which only the optimizer waits. Each call gets an empty
+            stand-in for the tensor of which it reads the layout alone. This pass is in the list for
+            `--cuts three-way` only; here, so that you see it.
+        """)
+        self.differences(program)
+
+    def units(self, program: Program) -> None:
+        self.page.say("""
+            Numbers the units: the smallest runs of nodes that a cut can separate. A forward node that computes opens
+            one; views stay with what is before them, and the transposed weight (`head_t`) with its reader. A backward
+            node has its forward node's unit; a sum has the earliest of its inputs', so that a gradient never runs
+            towards a later unit. **W** is what makes weight gradients alone.
+        """)
+        self.page.code("\n".join(line for unit in range(len(program.units)) for line in unit_lines(program, unit)))
+        self.page.say("The same in the program, for one unit:")
+        self.page.code(kept(print_program(program), lambda line: line.endswith(" u4")), "python")
+
+    def cost(self, program: Program) -> None:
+        self.page.say("""
+            Gives every node its bytes and its time. `compile` measures; here they are computed from shapes, since a
+            page must be the same everywhere (`--cost analytic`). Microseconds of a unit:
+        """)
+        self.page.table(("unit", "", "F", "B", "W"), cost_rows(program))
+
+    def cut(self, program: Program) -> None:
+        self.page.say("""
+            Gives every node its worker. Usually a planner chooses. Here the cuts are given: forward before u4, backward
+            before u1. So u1 to u3 run forward on worker 0 and backward on worker 1. Units cannot be halved; with two
+            sets of cuts there are more ways to share them out.
+        """)
+        self.page.code(
+            "Cuts(forward=(0, 4, 7), backward=(0, 1, 7), recompute=((1, 1, 4),))\n\n" + lanes(program), "python"
+        )
+        self.page.say("In the program a `w` says so. The skip's sum, forward and backward:")
+        self.page.code(kept(print_program(program), lambda line: line.startswith(("add =", "d_add ="))), "python")
+
+    def rematerialize(self, program: Program) -> None:
+        self.page.say("""
+            Backward on worker 1 needs `tanh`, which forward computed on worker 0. It could be sent. But `transpose`,
+            from which it is made, must be sent in any case, so `recompute=((1, 1, 4),)` asks worker 1 to
+            compute u1 to u3 again, as far as they are needed: one message less for one convolution more. The planner
+            weighs this for every boundary.
+        """)
+        self.differences(program)
+
+    def comm(self, program: Program) -> None:
+        self.page.say("""
+            Now every value that crosses gets a Send where it exists and a Recv where it is first needed. `batch_1` are
+            the targets: only worker 0 reads data. `head_view` is the activation of the forward cut; `transpose` is the
+            saved value. Two gradients go back: that of the backward cut, `d_add`, in which the skip's is already added,
+            and `d_head_mm`, what `head` gives to the tied weight that worker 0 owns.
+        """)
+        self.page.code(kept(print_program(program), lambda line: "send(" in line or "recv(" in line), "python")
+
+    def split(self, program: Program) -> None:
+        self.page.say("""
+            Takes the graph apart into a forward and a backward for each worker, with all that goes in and out. Between
+            them lie the saved values of one microbatch.
+        """)
+        self.page.code("\n".join(interface(program)))
+
+    def codegen(self, program: Program) -> None:
+        self.page.say("""
+            Writes each stage as a Python file: straight ATen code, `comm` where values cross, `del` behind the last
+            use. This is what a worker executes. All of stage 0:
+        """)
+        self.page.code(kept(program.files["stage_0.py"], lambda line: True), "python")
+        self.page.say("And of stage 1 the backward, with the forward that it computes again:")
+        text = program.files["stage_1.py"]
+        self.page.code(kept(text[text.index("def backward") :], lambda line: True), "python")
+
+    def differences(self, program: Program) -> None:
+        self.page.code(changes(print_program(self.program), print_program(program)), "diff")
+
+
+def unit_lines(program: Program, unit: int) -> list[str]:
+    """What belongs to a unit, a line for each of F, B and W."""
+    rows: dict[str, list[str]] = {"F": [], "B": [], "W": []}
+    for node in program:
+        if info(node).unit == unit:
+            rows["W" if info(node).weight else info(node).phase].append(node.name)
+    return [f"u{unit} {unit_name(program.units[unit])}", *(f"   {k}  {', '.join(v)}" for k, v in rows.items() if v)]
+
+
+def cost_rows(program: Program) -> list[tuple[str, ...]]:
+    rows = []
+    for unit, path in enumerate(program.units):
+        spent = {"F": 0.0, "B": 0.0, "W": 0.0}
+        for node in program:
+            if info(node).unit == unit:
+                spent["W" if info(node).weight else info(node).phase] += info(node).seconds or 0.0
+        rows.append((f"u{unit}", unit_name(path), *(f"{seconds * 1e6:.2f}" for seconds in spent.values())))
+    return rows
+
+
+def lanes(program: Program) -> str:
+    """The worker of every unit's F and B."""
+    assert program.cuts is not None
+    width = 11
+    names = [f"u{i} {path or '·'}" for i, path in enumerate(program.units)]
+    found = ["# unit     " + "".join(name.ljust(width) for name in names)]
+    for phase, bounds in (("F", program.cuts.forward), ("B", program.cuts.backward)):
+        workers = [sum(unit >= bound for bound in bounds[1:-1]) for unit in range(len(names))]
+        found.append(f"# {phase} on     " + "".join(f"worker {worker}".ljust(width) for worker in workers))
+    return "\n".join(line.rstrip() for line in found)
+
+
+def interface(program: Program) -> list[str]:
+    lines = []
+    for stage in program.stages:
+        for name, part in (("forward", stage.forward), ("backward", stage.backward)):
+            spec = part.spec
+            lines.append(f"worker {stage.worker} {name}")
+            rows = {
+                "weights": spec.weights,
+                "batch": spec.batch,
+                "receives": spec.receives,
+                "sends": spec.sends,
+                "saves" if name == "forward" else "saved": spec.saved,
+                "gradients": spec.gradients,
+                "returns": ("loss",) if spec.loss else (),
+            }
+            lines += [f"    {title:<10} {', '.join(members)}" for title, members in rows.items() if members]
+    return lines
+
+
+def planned(page: Page, program: Program) -> Build:
+    page.heading("The plan")
+    build = fxpipe.lower(
+        program, workers=2, microbatches=2, schedule="1f1b", cuts=CUTS, split_backward=True, cost="analytic"
+    )
+    page.say("""
+        `fxpipe.lower` runs these passes and makes the build: the stages, the initial weights and the plan, which is all
+        that a worker needs to know of the others. Who owns what:
+    """)
+    page.table(
+        ("parameter", "owner", "read by"),
+        (
+            (", ".join(p.names), f"worker {p.owner}", ", ".join(f"{phase} on worker {w}" for w, phase in p.readers))
+            for p in build.plan.parameters
+        ),
+    )
+    page.say("""
+        A parameter lives where its gradient is made; of a tied one, where the sum is. Who reads it elsewhere has a
+        replica, which the owner sends after every update. What crosses for every microbatch:
+    """)
+    page.table(
+        ("value", "kind", "from", "to", "bytes"),
+        (
+            (e.name, e.kind, f"worker {e.src}, {e.src_phase}", f"worker {e.dst}, {e.dst_phase}", e.tensor.bytes)
+            for e in build.plan.edges
+        ),
+    )
+    page.table(
+        ("", "owns", "replicas", "saved a microbatch", "in flight"), (worker_row(worker) for worker in build.workers)
+    )
+    return build
+
+
+def worker_row(worker: WorkerSummary) -> tuple[str, ...]:
+    return (
+        f"worker {worker.rank}",
+        f"{worker.owned}: {worker.owned_bytes} B",
+        f"{worker.replicas}: {worker.replica_bytes} B",
+        f"{worker.saved_bytes} B",
+        f"at most {worker.in_flight}",
+    )
+
+
+def ordinary(page: Page, build: Build, net: nn.Module, data: Sequence[Any]) -> None:
+    page.heading("Training, with a flush")
+    page.say("""
+        A schedule says in which order each worker acts: `F1.1` is the forward of minibatch 1, microbatch 1; `..` waits.
+        `1f1b` empties the pipeline before every update, so every minibatch sees the weights after all updates before
+        it. That is ordinary training. All workers in this process, for a look:
+    """)
+    page.code(grid(make_schedule("1f1b", workers=2, microbatches=2), minibatches=2))
+    pipeline = build.local(optimizer=letters.optimizer)
+    losses = pipeline.run(data[:STEPS])
+    eager = copy.deepcopy(net)
+    expected = eagerly(eager, data[:STEPS])
+    page.table(
+        ("step", "loss of the pipeline", "loss of eager PyTorch"),
+        ((i + 1, f"{losses[i]:.3f}", f"{expected[i]:.3f}") for i in (0, 9, 19, 39)),
+    )
+    trained = eager.state_dict()
+    worst = max((value - trained[name]).abs().max().item() for name, value in pipeline.state_dict().items())
+    assert worst < 1e-5
+    page.say(f"""
+        After {STEPS} steps no weight differs by more than 10⁻⁵ from the one that eager PyTorch has trained; two halves
+        of a batch are summed in another order than a whole one.
+    """)
+
+
+def eagerly(net: nn.Module, data: Sequence[Any]) -> list[float]:
+    """The training loop as everybody writes it."""
+    optimizer = letters.optimizer(list(net.named_parameters()))
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = letters.loss(net, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def asynchronous(page: Page, net: nn.Module, data: Sequence[Any]) -> None:
+    page.heading("Training without a flush")
+    build = fxpipe.compile(net, letters.loss, data[0], workers=2, cuts=CUTS, cost="analytic", schedule="async")
+    page.say("""
+        At a flush workers wait. `async` has none: after the start nobody waits. The price: when worker 0 runs `F2`, it
+        has not made the update of minibatch 1 yet. `F2@1` is the forward of minibatch 2 with the weights after one
+        update. The policy `latest` takes what is there, so forward and backward of one minibatch see different weights:
+    """)
+    schedule = make_schedule("async", workers=2)
+    page.code(sees(make_policy("latest"), schedule, minibatches=4))
+    page.say("""
+        `spectrain`, the default, predicts: `F2@1+1` sees the weights after one update, moved on by one update more
+        along the optimizer's momentum.
+    """)
+    page.code(sees(make_policy("spectrain"), schedule, minibatches=4))
+    page.say("""
+        That was each worker's own weights. Replicas follow the same rule with versions of their own. What every pass of
+        a later minibatch m sees of which weights, under `spectrain`:
+    """)
+    page.table(("pass", "weights", "owner", "sees"), seen(build, minibatch=9))
+    rows = {policy: trained(build, data, policy) for policy in ("stash", "spectrain")}
+    page.say("""
+        The owner predicts before it sends, so a reader needs no optimizer state. And it trains. What prediction wins
+        can be measured: how far the weights that a forward used are from those that its update met (root mean square
+        of the difference; `stash` uses the old weights as they are).
+    """)
+    page.table(
+        ("policy", "loss of the first 5 steps", "of the last 5", "distance of worker 0's weights"),
+        ((policy, *row) for policy, row in rows.items()),
+    )
+
+
+def seen(build: Build, minibatch: int) -> list[tuple[str, ...]]:
+    """What each pass reads, from the plan, the schedule and the policy: nobody negotiates at run time."""
+    demand = choose(build.plan, "async", "spectrain").demand
+    rows = []
+    for worker in range(build.plan.workers):
+        for phase in ("F", "B"):
+            for reading in demand.readings(worker, phase):
+                action = Action(phase, minibatch)
+                version = demand.version(reading, action, 0)
+                ahead = demand.ahead(reading, action, version)
+                behind = minibatch - version
+                text = f"version m{f' − {behind}' if behind else ''}{f', predicted {ahead} ahead' if ahead else ''}"
+                owner = f"worker {reading.owner}" + (": a replica" if reading.owner != worker else "")
+                rows.append((f"{phase} on worker {worker}", ", ".join(reading.names), owner, text))
+    return rows
+
+
+def trained(build: Build, data: Sequence[Any], policy: str) -> tuple[str, ...]:
+    pipeline = build.local(optimizer=letters.optimizer, policy=policy, log_staleness=True)
+    losses = pipeline.run(data)
+    (stale,) = [row for row in pipeline.staleness() if row["worker"] == 0]
+    return (f"{sum(losses[:5]) / 5:.2f}", f"{sum(losses[-5:]) / 5:.2f}", f"{stale['rmse']:.1e}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/tutorial/README.md")
+    main(Page(parser.parse_args().markdown))

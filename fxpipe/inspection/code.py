@@ -1,0 +1,44 @@
+"""A stage's code on stdout: what `fxpipe inspect --stage K` prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+_CALL = re.compile(r"\bcomm\.(?:send|recv)\(")
+
+
+def print_stage(source: str, file: str, edited: bool = False) -> None:
+    """The code as it is, byte for byte; on a terminal with colours and line numbers, and sends and receives marked.
+
+    Args:
+        source: the file's text, read with newline="" so that not even line ends change.
+        file: its name, for what is said on stderr.
+        edited: whether someone changed it since it was emitted; said on stderr.
+    """
+    if edited:
+        print(f"warning: {file} was edited since it was compiled; this is what `fxpipe run` runs", file=sys.stderr)
+    if sys.stdout.isatty():
+        _print_coloured(source)
+    else:
+        sys.stdout.write(source)
+
+
+def _print_coloured(source: str) -> None:
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    code = Syntax(source, "python", theme="ansi_dark", line_numbers=True, word_wrap=True, background_color="default")
+    for line, start, end in _calls(source):
+        code.stylize_range("bold reverse", (line, start), (line, end))
+    Console().print(code)
+
+
+def _calls(source: str) -> Iterator[tuple[int, int, int]]:
+    """Where sends and receives stand: the line, from 1, and the columns of the call, from 0."""
+    for number, line in enumerate(source.split("\n"), 1):
+        found = _CALL.search(line)
+        if found:
+            closing = line.find(")", found.end())
+            yield number, found.start(), len(line) if closing < 0 else closing + 1

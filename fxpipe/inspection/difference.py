@@ -1,0 +1,337 @@
+"""What differs between two builds: settings, cuts, workers, edges, parameters, files; as plain JSON and in words.
+
+Works on the facts of both (`fxpipe.inspection.facts`). Units are compared by their place within their module, so that
+two builds of one model can be compared, and those of two similar models, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxpipe.inspection.subject import Subject, read_subject
+from fxpipe.program import unit_name
+
+Json = dict[str, Any]
+Files = Mapping[str, Mapping[str, str]]
+
+NOTICEABLE = 0.02
+"""The part of a time below which a difference is noise."""
+
+_SETTINGS = (
+    "model", "workers", "schedule", "policy", "microbatches", "samples", "autocast", "device", "cuts", "costs",
+    "loss_worker", "torch",
+)  # fmt: skip
+TIMES = ("forward_ms", "backward_ms", "update_ms")
+BYTES = ("memory_bytes", "bytes_in", "bytes_out")
+_SIZES = (*BYTES, "owned_bytes", "replica_bytes", "saved_bytes")
+
+
+def between(first: Path, second: Path) -> Json:
+    """`difference` of two build folders.
+
+    Raises:
+        BuildError: one of them is no build, or cannot be read.
+    """
+    from fxpipe.inspection.facts import facts
+
+    one, two = read_subject(first), read_subject(second)
+    return difference(
+        facts(one, compare=False), facts(two, compare=False), _files(one), _files(two), (str(first), str(second))
+    )
+
+
+def difference(
+    first: Json,
+    second: Json,
+    first_files: Files | None = None,
+    second_files: Files | None = None,
+    names: tuple[str, str] = ("the first", "the second"),
+) -> Json:
+    """What differs between two builds, by their facts.
+
+    Args:
+        first_files, second_files: digests of the "sources", of the stages' "code" and of the "weights", by name.
+        names: of the builds, for `describe`.
+
+    Returns:
+        "identical": whether nothing differs but times;
+        "settings": rows of "name", "first", "second";
+        "moved": units whose "phase" (forward, backward, weights) went "from" a worker "to" another, as "modules",
+        with their number of "units" and "ms"; "weights" only where W has cuts of its own;
+        "owners": parameters that went "from" an owner "to" another;
+        "workers": each with its facts in "first" and "second", None where it is not there, and what "changed" of them;
+        "edges": by kind, number and bytes in both, and the rows that "came", "went" and "changed" in bytes;
+        "parameters", "sources", "code": names that are in one only, and those that changed;
+        "weights": whether the initial weights differ; None where nobody knows;
+        "edited": stages that someone edited; "stale": sources that changed since, of both;
+        "units", "nodes", "balance", "forecast": of both.
+    """
+    moved = [row for phase in _phases(first, second) for row in _moved(first, second, phase)]
+    files, others = first_files or {}, second_files or {}
+    found: Json = {
+        "first": names[0],
+        "second": names[1],
+        "settings": _settings(first, second),
+        "moved": moved,
+        "owners": _owners(first, second),
+        "workers": _workers(first, second),
+        "edges": _edges(first, second),
+        "parameters": _names(_owned(first), _owned(second)),
+        "sources": _names(files.get("sources", {}), others.get("sources", {})),
+        "code": _names(files.get("code", {}), others.get("code", {})),
+        "weights": None if not (files and others) else files["weights"] != others["weights"],
+        "edited": [facts["build"]["edited"] for facts in (first, second)],
+        "stale": [facts["build"]["stale"] for facts in (first, second)],
+        "units": [len(facts["units"]) for facts in (first, second)],
+        "nodes": [None if facts["nodes"] is None else len(facts["nodes"]["rows"]) for facts in (first, second)],
+        "balance": [_balance(facts["workers"]) for facts in (first, second)],
+        "forecast": [_forecast(facts["forecast"]) for facts in (first, second)],
+    }
+    return {"identical": _identical(found), **found}
+
+
+def _files(subject: Subject) -> Files:
+    """Digests of what a build was made from and consists of. A stage's header does not count: it names the command."""
+    return {
+        "sources": subject.plan.sources,
+        "code": {name: _digest(source.partition('\n"""\n')[2] or source) for name, source in subject.files.items()},
+        "weights": {subject.plan.weights_file: subject.plan.weights_digest},
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _identical(found: Json) -> bool:
+    lists = (found["settings"], found["moved"], found["owners"])
+    names = (found["parameters"], found["sources"], found["code"])
+    return (
+        not any(lists)
+        and not any(n for group in names for n in group.values())
+        and not any(row["came"] or row["went"] or row["changed"] for row in found["edges"].values())
+        and not any(set(w["changed"]) - set(TIMES) for w in found["workers"])
+        and not found["weights"]
+        and found["units"][0] == found["units"][1]
+        and found["nodes"][0] == found["nodes"][1]
+    )
+
+
+def _settings(first: Json, second: Json) -> list[Json]:
+    pairs = [("fxpipe", first["fxpipe"], second["fxpipe"])]
+    pairs += [(name, first["build"][name], second["build"][name]) for name in _SETTINGS]
+    return [{"name": name, "first": a, "second": b} for name, a, b in pairs if a != b]
+
+
+def _phases(first: Json, second: Json) -> tuple[str, ...]:
+    apart = any(unit["weights"] != unit["backward"] for facts in (first, second) for unit in facts["units"])
+    return ("forward", "backward", *(["weights"] if apart else []))
+
+
+def _keyed(facts: Json) -> dict[tuple[str, int], Json]:
+    """Units by their module and their place in it."""
+    seen: Counter[str] = Counter()
+    keyed = {}
+    for unit in facts["units"]:
+        path = unit["module"] or ""
+        keyed[path, seen[path]] = unit
+        seen[path] += 1
+    return keyed
+
+
+def _moved(first: Json, second: Json, phase: str) -> Iterator[Json]:
+    before, now = _keyed(first), _keyed(second)
+    common = [key for key in before if key in now]
+    names = ModuleNames(Counter(path for path, _ in now))
+    ways: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+    for key in common:
+        way = before[key][phase], now[key][phase]
+        if way[0] != way[1]:
+            ways[way].append(key)
+    cost = {"forward": "forward_ms", "backward": "backward_ms", "weights": "weight_ms"}[phase]
+    for (source, target), keys in sorted(ways.items()):
+        spent = [now[key][cost] for key in keys]
+        yield {
+            "phase": phase,
+            "from": source,
+            "to": target,
+            "modules": names.of(Counter(path for path, _ in keys)),
+            "units": len(keys),
+            "ms": None if None in spent else sum(spent),
+        }
+
+
+def _owned(facts: Json) -> dict[str, int]:
+    """Parameters with their owners."""
+    return {name: worker["worker"] for worker in facts["workers"] for name in worker["owned_names"]}
+
+
+def _owners(first: Json, second: Json) -> list[Json]:
+    before, now = _owned(first), _owned(second)
+    common = [name for name in before if name in now]
+    modules, ways = ModuleNames(dict.fromkeys(now, 1)), defaultdict(list)
+    for name in common:
+        if before[name] != now[name]:
+            ways[before[name], now[name]].append(name)
+    return [
+        {"from": source, "to": target, "names": names, "modules": modules.of(dict.fromkeys(names, 1))}
+        for (source, target), names in sorted(ways.items())
+    ]
+
+
+def _workers(first: Json, second: Json) -> list[Json]:
+    before, now = ({w["worker"]: w for w in facts["workers"]} for facts in (first, second))
+    fields = (*TIMES, *_SIZES, "owned", "replicas", "in_flight", "engines")
+    rows = []
+    for worker in sorted(before.keys() | now.keys()):
+        sides = [side.get(worker) for side in (before, now)]
+        one, two = ({name: side[name] for name in fields} if side else None for side in sides)
+        changed = [name for name in fields if one is None or two is None or _differ(name, one[name], two[name])]
+        rows.append({"worker": worker, "first": one, "second": two, "changed": changed})
+    return rows
+
+
+def _differ(name: str, one: Any, two: Any) -> bool:
+    if name not in TIMES or one is None or two is None:
+        return bool(one != two)
+    return abs(one - two) > NOTICEABLE * max(one, two)
+
+
+def _edges(first: Json, second: Json) -> dict[str, Json]:
+    before, now = ({_edge_key(e): e for e in facts["edges"]} for facts in (first, second))
+    kinds = dict.fromkeys(e["kind"] for facts in (first, second) for e in facts["edges"])
+    rows: dict[str, Json] = {
+        kind: {"first": [0, 0], "second": [0, 0], "went": [], "came": [], "changed": []} for kind in kinds
+    }
+    for side, edges, others, gone in (("first", before, now, "went"), ("second", now, before, "came")):
+        for key, edge in edges.items():
+            row = rows[edge["kind"]]
+            row[side][0] += 1
+            row[side][1] += edge["bytes"]
+            if key not in others:
+                row[gone].append(edge)
+    for key, edge in before.items():
+        if key in now and (edge["bytes"], set(edge["names"])) != (now[key]["bytes"], set(now[key]["names"])):
+            rows[edge["kind"]]["changed"].append({"first": edge, "second": now[key]})
+    return rows
+
+
+def _edge_key(edge: Json) -> tuple[Any, ...]:
+    """What makes an edge the same one: a value's name (without the `:2` of several ways) and its way.
+
+    All weights from one owner to one reader are one, whatever phases read them.
+    """
+    if edge["kind"] == "weights":
+        return "weights", edge["src"], edge["dst"]
+    name = edge["name"].partition(":")[0]
+    return name, edge["kind"], edge["src"], edge["src_phase"], edge["dst"], edge["dst_phase"]
+
+
+def _names(first: Mapping[str, Any], second: Mapping[str, Any], compared: bool = True) -> dict[str, list[str]]:
+    """Names that are in one only; and, where what stands behind them is a digest, those where it differs."""
+    both = [name for name in first if name in second]
+    return {
+        "first": [name for name in first if name not in second],
+        "second": [name for name in second if name not in first],
+        "changed": [n for n in both if isinstance(first[n], str) and first[n] != second[n]],
+    }
+
+
+def _balance(workers: Sequence[Json]) -> float | None:
+    """The mean worker's time over the slowest's."""
+    if any(worker[name] is None for worker in workers for name in TIMES):
+        return None
+    totals = [sum(worker[name] for name in TIMES) for worker in workers]
+    return sum(totals) / len(totals) / max(totals) if max(totals) else None
+
+
+def _forecast(forecast: Json | None) -> Json | None:
+    return None if forecast is None else {name: forecast[name] for name in ("samples_per_second", "bubble")}
+
+
+class ModuleNames:
+    """Many module paths as few: `blocks.3 to blocks.5`, `head` for all that lies in them.
+
+    Args:
+        totals: how many things of each path there are.
+    """
+
+    def __init__(self, totals: Mapping[str, int]) -> None:
+        self.own = totals
+        self.total: Counter[str] = Counter()
+        self.place: dict[str, int] = {}  # the order of the modules, parents first
+        self.parents: set[str] = set()
+        for path, count in totals.items():
+            for module in _upwards(path):
+                self.total[module] += count
+                if module != path:
+                    self.parents.add(module)
+            for module in reversed(list(_upwards(path))):
+                self.place.setdefault(module, len(self.place))
+
+    def of(self, chosen: Mapping[str, int]) -> list[str]:
+        """Names for what was chosen, each as high in the module tree as all below it was chosen.
+
+        Takes time by what was chosen, not by what there is.
+
+        Args:
+            chosen: how many things of each path were chosen.
+
+        Returns:
+            In the order of `totals`. Numbered neighbours are joined (`blocks.3 to blocks.5`); a path of which only some
+            was chosen says so (`head (3 of 7)`), and one that is meant without what lies in it (`blocks.2 itself`).
+        """
+        below: Counter[str] = Counter()
+        children: dict[str, set[str]] = defaultdict(set)
+        for path, count in chosen.items():
+            for module in _upwards(path):
+                below[module] += count
+                if module:
+                    children[module.rpartition(".")[0]].add(module)
+        return list(self._named("", chosen, below, children))
+
+    def _named(
+        self, module: str, chosen: Mapping[str, int], below: Counter[str], children: Mapping[str, set[str]]
+    ) -> Iterator[str]:
+        if module and below[module] == self.total[module]:
+            yield module
+            return
+        some = chosen.get(module, 0)
+        if some:
+            itself = " itself" if module in self.parents and module else ""
+            yield unit_name(module) + itself + ("" if some == self.own[module] else f" ({some} of {self.own[module]})")
+        row: list[str] = []  # whole, numbered neighbours
+        for child in sorted(children.get(module, ()), key=self.place.__getitem__):
+            whole = below[child] == self.total[child] and _number(child) is not None
+            if not whole or (row and _number(child) != (_number(row[-1]) or 0) + 1):
+                yield from _joined(row)
+                row = []
+            if whole:
+                row.append(child)
+            else:
+                yield from self._named(child, chosen, below, children)
+        yield from _joined(row)
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """A path, what it lies in, …, the whole model."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _number(path: str) -> int | None:
+    last = path.rpartition(".")[2]
+    return int(last) if last.isdecimal() else None
+
+
+def _joined(row: Sequence[str]) -> Iterator[str]:
+    if len(row) > 2:
+        yield f"{row[0]} to {row[-1]}"
+    else:
+        yield from row

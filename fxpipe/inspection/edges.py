@@ -1,0 +1,70 @@
+"""The edges: every value that crosses workers, and the weights that cross after every update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fxpipe.inspection.subject import Subject
+from fxpipe.plan import ParameterSpec
+from fxpipe.runtime.assembly import Recipe
+
+
+def edge_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
+    """A row an edge of the plan, in the order of the sends; then one for each owner and reader of weights.
+
+    Args:
+        recipe: says which versions of the weights are sent; without it each weight counts once.
+    """
+    sends = {} if subject.nodes is None else subject.nodes.sends
+    rows = []
+    for edge in subject.plan.edges:
+        node = subject.nodes.rows[sends[edge.name]] if subject.nodes and edge.name in sends else None
+        rows.append(
+            {
+                "name": edge.name,
+                "kind": edge.kind,
+                "shape": list(edge.tensor.shape),
+                "dtype": edge.tensor.dtype,
+                "bytes": edge.tensor.bytes,
+                "src": edge.src,
+                "src_phase": edge.src_phase,
+                "dst": edge.dst,
+                "dst_phase": edge.dst_phase,
+                "module": node.module if node and node.module else None,
+                "source": node.source if node else None,
+                "names": [],
+            }
+        )
+    return [*rows, *_weights(subject, recipe)]
+
+
+def _weights(subject: Subject, recipe: Recipe | None) -> Iterator[dict[str, Any]]:
+    found: dict[tuple[int, int], dict[str, ParameterSpec]] = {}
+    phases: dict[tuple[int, int], set[str]] = {}
+    for parameter in subject.plan.parameters:
+        for reader, phase in parameter.readers if parameter.trained else ():
+            if reader != parameter.owner:
+                found.setdefault((parameter.owner, reader), {})[parameter.name] = parameter
+                phases.setdefault((parameter.owner, reader), set()).add(phase)
+    for (owner, reader), parameters in sorted(found.items()):
+        names = list(parameters)
+        if recipe is not None:
+            steady = 4 * subject.plan.workers  # a version that no warm-up reads
+            messages = recipe.demand.messages(owner, reader, steady, 0, None)
+            names = [name for message in messages for name in message.names]
+        dtypes = {p.tensor.dtype for p in parameters.values()}
+        yield {
+            "name": f"weights of worker {owner}",
+            "kind": "weights",
+            "shape": [],
+            "dtype": " ".join(sorted(dtypes)),
+            "bytes": sum(parameters[name].tensor.bytes for name in names),
+            "src": owner,
+            "src_phase": "update",
+            "dst": reader,
+            "dst_phase": "".join(phase for phase in "FB" if phase in phases[owner, reader]),
+            "module": None,
+            "source": None,
+            "names": list(parameters),
+        }

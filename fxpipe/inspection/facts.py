@@ -1,0 +1,116 @@
+"""The facts of a build in one dict of plain JSON: what `inspect --json` prints and what the report's page holds.
+
+Times are milliseconds unless they are called seconds, sizes bytes, workers ranks. `modules` are referred to by row, and
+so are `nodes`. `forward` and `backward` of a module are rows of worker, milliseconds, nodes; W is part of backward;
+`apart` counts its units that do not run forward, backward and W on one worker.
+What an older build does not know is None, or empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fxpipe
+from fxpipe.errors import PolicyError
+from fxpipe.inspection.balance import PINNED, efficiency, partition_rows
+from fxpipe.inspection.edges import edge_rows
+from fxpipe.inspection.grid import grid_rows
+from fxpipe.inspection.modules import ModuleTree
+from fxpipe.inspection.nodes import node_table
+from fxpipe.inspection.subject import Subject
+from fxpipe.inspection.timeline import outlook
+from fxpipe.inspection.units import unit_rows
+from fxpipe.inspection.workers import worker_rows
+from fxpipe.policy import POLICIES
+from fxpipe.runtime.assembly import Recipe, choose
+from fxpipe.runtime.record import samples_of
+
+Facts = dict[str, Any]
+
+
+def facts(
+    subject: Subject,
+    *,
+    schedule: str | None = None,
+    policy: str | None = None,
+    run: dict[str, Any] | None = None,
+    compare: bool = True,
+) -> Facts:
+    """All that can be said of a build.
+
+    Args:
+        schedule, policy: others than its own; another schedule brings its own default policy.
+        run: what a run left, as `fxpipe.run_folder.read_run` reads it; its schedule and policy count where none are
+            given.
+        compare: whether to plan the cuts that the build does not have, which takes a second or more for many workers.
+
+    Raises:
+        ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+    """
+    if run is not None and schedule is None and policy is None:
+        schedule, policy = run.get("schedule"), run.get("policy")
+    recipe = recipe_of(subject, schedule, policy)
+    tree = ModuleTree(subject)
+    ahead = outlook(subject, recipe)
+    return {
+        "fxpipe": fxpipe.__version__,
+        "build": build_facts(subject, recipe),
+        "modules": tree.rows,
+        "nodes": node_table(subject, tree),
+        "units": unit_rows(subject),
+        "workers": worker_rows(subject),
+        "edges": edge_rows(subject, recipe),
+        "partitions": partition_rows(subject, recipe) if compare else [],
+        "forecast": ahead.forecast,
+        "timeline": ahead.timeline,
+        "grid": grid_facts(subject, recipe),
+        "run": run,
+    }
+
+
+def recipe_of(subject: Subject, schedule: str | None, policy: str | None) -> Recipe | None:
+    """How the build is run; None if its own policy is one that only its model file knows, which is not imported here.
+
+    Raises:
+        ScheduleError, PolicyError: as `facts`.
+    """
+    own = subject.plan.policy.split("+")[0]
+    if policy is None and schedule in (None, subject.plan.schedule) and own not in POLICIES:
+        return None
+    try:
+        return choose(subject.plan, schedule, policy)
+    except PolicyError:
+        if policy == subject.plan.policy and own not in POLICIES:
+            return None
+        raise
+
+
+def build_facts(subject: Subject, recipe: Recipe | None) -> Facts:
+    """The build as a whole."""
+    plan, costs = subject.plan, subject.known
+    return {
+        "folder": None if subject.folder is None else str(subject.folder),
+        "model": None if subject.model is None else subject.model.name,
+        "digest": subject.digest,
+        "workers": plan.workers,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "policy": plan.policy,
+        "autocast": plan.autocast,
+        "device": plan.device,
+        "torch": plan.torch,
+        "samples": samples_of(plan),
+        "loss_worker": plan.loss_worker,
+        "cuts": costs.partitions[-1].mode if costs.partitions else PINNED,
+        "efficiency": efficiency(subject, recipe),
+        "costs": "measured" if subject.measured else "computed",
+        "edited": list(subject.edited),
+        "stale": list(subject.stale),
+    }
+
+
+def grid_facts(subject: Subject, recipe: Recipe | None) -> Facts:
+    """What every pass sees under the schedule and the policy."""
+    if recipe is None:
+        return {"schedule": subject.plan.schedule, "policy": subject.plan.policy, "rows": []}
+    return {"schedule": recipe.schedule.name, "policy": str(recipe.policy), "rows": grid_rows(recipe)}

@@ -1,0 +1,24 @@
+"""The order of actions, and the version of the weights that each sees."""
+
+from __future__ import annotations
+
+from fxpipe.policy.sees import sight_rows
+from fxpipe.runtime.assembly import Recipe
+
+ACTIONS = 8
+"""Forwards of a worker that are shown at the least: of as many minibatches, or fewer with several microbatches."""
+
+
+FLUSHES = 3
+"""Minibatches of a schedule that flushes."""
+
+
+def grid_rows(recipe: Recipe) -> list[list[str]]:
+    """A row of cells for each worker, from an empty pipeline to an empty one: `F3@1+2`, or `..` where it waits."""
+    schedule = recipe.schedule
+    minibatches = max(2, ACTIONS // schedule.microbatches)
+    if schedule.synchronous:  # behind a flush it only repeats itself
+        minibatches = min(minibatches, FLUSHES)
+    else:  # the pipeline fills first
+        minibatches += schedule.workers // schedule.microbatches
+    return sight_rows(recipe.policy, schedule, minibatches, recipe.demand.versions)

@@ -1,0 +1,132 @@
+"""The model's module tree: where each module's forward and backward run, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fxpipe.inspection.subject import Subject
+from fxpipe.inspection.units import workers_of_units
+from fxpipe.plan import Phase
+
+LOSS = "(loss)"
+"""The name of the row of what comes behind the last module: its path is None."""
+
+
+class ModuleTree:
+    """Module rows, parents in front of their children, and which row a node belongs to.
+
+    Code outside modules, the model's own forward among it, is the whole model's; what of it comes behind the last
+    module in forward, and its backward, is the loss function's: that row's path is None.
+
+    Attributes:
+        rows: as `fxpipe.inspection.facts` describes them.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        units = subject.plan.units
+        self._last = max((i for i, path in enumerate(units) if path), default=len(units))
+        self._index: dict[str | None, int] = {}
+        self.rows = [self._row(path, parent) for path, parent in self._walk(self._paths())]
+        self._add_units(places=subject.nodes is None)
+        if subject.nodes is not None:
+            self._add_nodes()
+        for row in self.rows:
+            for phase in ("forward", "backward"):
+                row[phase] = [[worker, *spent] for worker, spent in sorted(row[phase].items())]
+        self._add_parameters()
+
+    def of(self, module: str, unit: int | None) -> int:
+        """The row of a node in a module, by its unit where that is none."""
+        if not module and unit is not None and unit > self._last:
+            return self._index[None]
+        return self._index[module]
+
+    def _paths(self) -> Iterator[str | None]:
+        """Every module that something belongs to, in the order of the forward."""
+        subject = self._subject
+        yield ""
+        if subject.nodes is not None:
+            yield from (row.module for row in subject.nodes.rows if row.phase == "F")
+            yield from (row.module for row in subject.nodes.rows)
+        yield from subject.plan.units
+        yield from (name.rpartition(".")[0] for p in subject.plan.parameters for name in p.names)
+        if self._last < len(subject.plan.units) - 1:
+            yield None
+
+    def _walk(self, paths: Iterable[str | None]) -> Iterator[tuple[str | None, int | None]]:
+        """Each module once with its parent's row, in front of what lies in it."""
+        children: dict[str | None, dict[str | None, None]] = {}
+        for path in dict.fromkeys(paths):
+            child = path
+            while child != "":
+                parent = "" if child is None else child.rpartition(".")[0]
+                siblings = children.setdefault(parent, {})
+                if child in siblings:
+                    break
+                siblings[child] = None
+                child = parent
+        waiting: list[tuple[str | None, int | None]] = [("", None)]
+        while waiting:
+            path, parent_row = waiting.pop()
+            self._index[path] = len(self._index)
+            yield path, parent_row
+            waiting += [(child, self._index[path]) for child in reversed(children.get(path, {}))]
+
+    def _row(self, path: str | None, parent: int | None) -> dict[str, Any]:
+        return {
+            "path": path,
+            "name": LOSS if path is None else path.rpartition(".")[2],
+            "depth": 0 if path == "" else 1 if path is None else path.count(".") + 1,
+            "parent": parent,
+            "forward": {},
+            "backward": {},
+            "parameters": 0,
+            "parameter_bytes": 0,
+            "owners": set(),
+            "nodes": 0,
+            "apart": 0,
+        }
+
+    def _up(self, row: int | None) -> Iterator[dict[str, Any]]:
+        while row is not None:
+            yield self.rows[row]
+            row = self.rows[row]["parent"]
+
+    def _add_nodes(self) -> None:
+        assert self._subject.nodes is not None
+        own: dict[tuple[int, Phase, int], tuple[float, int]] = {}
+        for node in self._subject.nodes.rows:
+            if node.phase is not None:
+                key = self.of(node.module, node.unit), node.phase, node.worker
+                ms, count = own.get(key, (0.0, 0))
+                own[key] = ms + (node.ms or 0.0), count + 1
+        for (module, phase, worker), (ms, count) in own.items():
+            for row in self._up(module):
+                places = row["forward" if phase == "F" else "backward"]
+                before = places.get(worker, (0.0, 0))
+                places[worker] = before[0] + ms, before[1] + count
+                row["nodes"] += count
+
+    def _add_units(self, places: bool) -> None:
+        """Count the units that are cut apart; with `places` also where units run, for an older build without nodes."""
+        for unit, (forward, backward, weights) in enumerate(workers_of_units(self._subject.plan)):
+            module = self.of(self._subject.plan.units[unit], unit)
+            for row in self._up(module):
+                row["apart"] += not forward == backward == weights
+                if places:
+                    row["forward"].setdefault(forward, (None, 0))
+                    for worker in (backward, weights):
+                        row["backward"].setdefault(worker, (None, 0))
+
+    def _add_parameters(self) -> None:
+        for parameter in self._subject.plan.parameters:
+            size = parameter.tensor.bytes
+            modules = (self._index[name.rpartition(".")[0]] for name in parameter.names)
+            for row in {id(row): row for module in modules for row in self._up(module)}.values():  # a tied one once
+                row["parameters"] += 1
+                row["parameter_bytes"] += size
+                row["owners"].add(parameter.owner)
+        for row in self.rows:
+            row["owners"] = sorted(row["owners"])

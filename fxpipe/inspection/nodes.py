@@ -1,0 +1,27 @@
+"""The program's nodes, as columns and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxpipe.inspection.modules import ModuleTree
+from fxpipe.inspection.subject import Subject
+from fxpipe.program_table import Row
+
+COLUMNS = list(Row._fields)
+MODULE = COLUMNS.index("module")
+
+
+def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any] | None:
+    """`fxpipe.program_table.Row`'s columns, with the number of a module's row for its path; None for older builds.
+
+    `gradients` has the row that makes a parameter's gradient, by the parameter's row's name.
+    """
+    if subject.nodes is None:
+        return None
+    rows = []
+    for node in subject.nodes.rows:
+        row: list[Any] = [*node[:-1], list(node.inputs)]
+        row[MODULE] = tree.of(node.module, node.unit)
+        rows.append(row)
+    return {"columns": COLUMNS, "rows": rows, "gradients": dict(subject.nodes.gradients)}

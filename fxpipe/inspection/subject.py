@@ -1,0 +1,134 @@
+"""What is looked at: a build, from its folder or from memory, without its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fxpipe.build import Build, read_nodes, read_profile
+from fxpipe.build_costs import BuildCosts, read_costs
+from fxpipe.errors import BuildError
+from fxpipe.folder import model_path, read_plan, stale_sources
+from fxpipe.measured_costs import NODE_COSTS
+from fxpipe.plan import Plan
+from fxpipe.planner.links import Links
+from fxpipe.planner.profile import Profile
+from fxpipe.program_table import ProgramTable
+from fxpipe.runtime.loaded_stage import is_edited
+from fxpipe.simulator.timings import EdgeTiming
+from fxpipe.stage_times import StageTime
+from fxpipe.summary import WorkerSummary
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A build without its tensors.
+
+    Attributes:
+        files: the stages as they are now, by file name.
+        costs: None for a build whose `costs.json` is gone.
+        nodes, profile: None for a build of an earlier fxpipe.
+        folder: where it lies; None for one in memory.
+        model: the user's file, as it is known from here; None for a build made from objects.
+        edited: the stages that are no longer as they were emitted.
+        stale: what became of the model file, and of what it imports, since.
+        measured: whether its times were measured.
+    """
+
+    plan: Plan = field(repr=False)
+    files: Mapping[str, str] = field(repr=False)
+    costs: BuildCosts | None = field(repr=False)
+    nodes: ProgramTable | None = field(repr=False)
+    profile: Profile | None = field(repr=False)
+    folder: Path | None = None
+    model: Path | None = None
+    edited: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    measured: bool = False
+
+    @property
+    def digest(self) -> str:
+        """The plan's own, by which a run is known to be of this build."""
+        return self.plan.digest
+
+    @property
+    def known(self) -> BuildCosts:
+        """Its costs, empty where nobody knows them."""
+        return self.costs or BuildCosts()
+
+    @property
+    def workers(self) -> tuple[WorkerSummary, ...]:
+        return self.known.workers
+
+    @property
+    def times(self) -> tuple[StageTime, ...]:
+        return self.known.times
+
+    @property
+    def timings(self) -> tuple[EdgeTiming, ...]:
+        return self.known.timings
+
+    @property
+    def links(self) -> Links:
+        return self.known.links
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return self.known.speeds
+
+
+def subject_of(build: Build, model: Path | None = None) -> Subject:
+    """A build in memory.
+
+    Args:
+        model: the file it was compiled from.
+    """
+    return Subject(
+        plan=build.plan,
+        files=build.files,
+        costs=BuildCosts(**{f.name: getattr(build, f.name) for f in dataclasses.fields(BuildCosts)}),
+        nodes=build.nodes,
+        profile=build.profile,
+        model=model,
+        measured=bool(build.times or build.node_costs),
+    )
+
+
+def read_subject(folder: str | Path) -> Subject:
+    """A build's folder. Reads neither the weights nor the model, and imports no stage.
+
+    Raises:
+        BuildError: it is no build, of another version, or a file of it is missing or cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        raise BuildError(f"there is no {folder}", hint="give a build folder, or a model file that ends in .py")
+    plan = read_plan(folder)
+    files, edited = {}, []
+    for stage in plan.stages:
+        try:
+            source = (folder / stage.file).read_bytes()
+        except OSError as error:
+            raise BuildError(
+                f"{stage.file} cannot be read: {error.strerror}",
+                where=str(folder),
+                hint=f"compile the model again: fxpipe compile MODEL -o {folder}",
+            ) from error
+        files[stage.file] = source.decode("utf-8", errors="replace")
+        if is_edited(source, stage):
+            edited.append(stage.file)
+    costs = read_costs(folder)
+    return Subject(
+        plan=plan,
+        files=files,
+        costs=costs,
+        nodes=read_nodes(folder),
+        profile=read_profile(folder),
+        folder=folder,
+        model=model_path(plan, folder),
+        edited=tuple(edited),
+        stale=tuple(stale_sources(plan, folder)),
+        measured=bool(costs and costs.times) or (folder / NODE_COSTS).is_file(),
+    )

@@ -1,0 +1,96 @@
+"""What the build will do: its forecast, and its first minibatches on a time axis, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.inspection.subject import Subject
+from fxpipe.runtime.assembly import Recipe
+from fxpipe.runtime.record import samples_of
+from fxpipe.simulator.model import Scenario
+from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.simulate import simulate, steady_minibatches
+
+MINIBATCHES = 12
+"""How many are shown, at the least where they are so few."""
+
+SPANS = 6000
+"""About how many spans are shown at the most."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The simulated build; None of it is there where nobody knows what the workers cost."""
+
+    forecast: dict[str, Any] | None = None
+    timeline: dict[str, Any] | None = None
+
+
+def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
+    """Forecast and timeline under a schedule and a policy."""
+    if recipe is None or not subject.workers:
+        return Outlook()
+    names = recipe.schedule.name, str(recipe.policy)
+    scenario = scenario_of(subject, subject.links, subject.timings, subject.times or None, demand=recipe.demand)
+    steady = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+    period = steady.seconds_per_minibatch
+    rate = steady.samples_per_second(samples_of(subject.plan))
+    forecast = {
+        "schedule": names[0],
+        "policy": names[1],
+        "samples_per_second": rate if period else None,  # JSON has no infinity
+        "milliseconds": 1e3 * period,
+        "bubble": steady.bubble,
+        "busy": [_share(scenario, k, subject.plan.microbatches, period) for k in range(subject.plan.workers)],
+    }
+    shown = simulate(recipe.schedule, scenario, _minibatches(subject))
+    return Outlook(forecast, _timeline(shown, scenario))
+
+
+def _share(scenario: Scenario, worker: int, microbatches: int, period: float) -> float:
+    return scenario.busy(worker, microbatches) / period if period else 0.0
+
+
+def _minibatches(subject: Subject) -> int:
+    """So many that the pipeline is seen full, and not more than a page can hold."""
+    workers, each = subject.plan.workers, 4 * subject.plan.microbatches  # spans of a worker's minibatch, about
+    return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
+
+
+def _timeline(simulation: Simulation, scenario: Scenario) -> dict[str, Any]:
+    spans = [
+        [worker, span.kind, span.action.minibatch, span.action.microbatch, span.start, span.end]
+        for worker, row in enumerate(simulation.spans)
+        for span in row
+        if span.end > span.start
+    ]
+    return {
+        "seconds": simulation.seconds,
+        "minibatches": len(simulation.finished),
+        "spans": spans,
+        "memory": [_memory(simulation, scenario, worker) for worker in range(simulation.workers)],
+    }
+
+
+def _memory(simulation: Simulation, scenario: Scenario, worker: int) -> dict[str, Any]:
+    """The bytes held from each of some moments on: a microbatch's saved values from its F's start to its B's end."""
+    cost = scenario.workers[worker]
+    begins: dict[tuple[int, int], float] = {}
+    ends: dict[tuple[int, int], float] = {}
+    for span in simulation.spans[worker]:
+        key = span.action.minibatch, span.action.microbatch
+        if span.action.phase == "F":
+            begins.setdefault(key, span.start)
+        else:
+            ends[key] = span.end
+    steps = sorted([(time, -1) for time in ends.values()] + [(time, 1) for time in begins.values()])
+    held, seconds, sizes = 0, [0.0], [cost.static_bytes]
+    for time, change in steps:
+        held += change
+        if time > seconds[-1]:
+            seconds.append(time)
+            sizes.append(0.0)
+        sizes[-1] = cost.static_bytes + held * cost.saved_bytes
+    return {"worker": worker, "seconds": seconds, "bytes": sizes}

@@ -1,0 +1,236 @@
+"""Where a value comes from and where it goes to: a node, a parameter, a module or an edge, asked for by its name.
+
+Works on the facts alone (`fxpipe.inspection.facts`), in time linear in the nodes, and answers as plain JSON;
+`fxpipe.inspection.value_text` says it in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fxpipe.errors import BuildError, near
+
+LEVELS = 3
+"""How many steps back the inputs of a value are followed."""
+
+MOST = 40
+"""Lines of one list; what is behind them is counted."""
+
+PLACEHOLDERS = ("parameter", "buffer", "input")
+"""The operators of nodes that are no calls, but what the step is given."""
+
+Json = dict[str, Any]
+
+
+def trace(facts: Json, name: str) -> Json:
+    """What is known of a value, by its name.
+
+    Args:
+        name: of a node, as the emitted code and `--after` have it; of a parameter, buffer or batch input, as the model
+            has it; of an edge; or the path of a module.
+
+    Returns:
+        By "kind":
+        "node": "value", "readers", "kept" (who keeps it for backward, or gets it for that) and "inputs": its steps
+        back, each with its "level", and "more" where its own inputs are not listed behind it.
+        "parameter": "value", "names", "owner", "replicas", "edges", "readers" and "gradient" (the node that makes it;
+        None where it is not trained).
+        "module": the module's row with "nodes", the first 40 of its "of" nodes.
+        "edge": "edges" and, where it is a node's value, "value" and "readers".
+        A value, and so a reader and a step, has "name", "op", "phase", "module", "type", "bytes", "ms", "worker",
+        "unit", "weight", "source" and "text"; "via" is the edge between a reader and what it reads, or None.
+
+    Raises:
+        BuildError: nothing has that name, or the build does not say what its nodes are.
+    """
+    if facts["nodes"] is None:
+        raise BuildError(
+            "the build does not say what its nodes are",
+            where=facts["build"]["folder"],
+            hint="compile the model again: fxpipe compile MODEL -o BUILD",
+        )
+    graph = _Graph(facts)
+    row = graph.row(name)
+    if row is not None:
+        return graph.parameter(row) if graph.op[row] == "parameter" else graph.node(row)
+    module = next(
+        (m for m in facts["modules"] if name and name in (m["path"], m["name"] if not m["path"] else "")), None
+    )
+    if module is not None:
+        return graph.module(module)
+    if name in graph.edges:
+        return graph.edge(name)
+    raise BuildError(
+        f"no node, parameter, module or edge is called {name!r}{near(name, graph.known())}",
+        where="--node",
+        hint="`fxpipe inspect BUILD --stage 0` shows the nodes of worker 0, `--after capture` all of them",
+    )
+
+
+class _Graph:
+    """The nodes of the facts with their readers."""
+
+    def __init__(self, facts: Json) -> None:
+        self.facts = facts
+        self.columns: list[str] = facts["nodes"]["columns"]
+        self.rows: list[list[Any]] = facts["nodes"]["rows"]
+        place = {column: i for i, column in enumerate(self.columns)}
+        self.op, self.phase, self.worker = ([r[place[c]] for r in self.rows] for c in ("op", "phase", "worker"))
+        self.inputs: list[list[int]] = [r[place["inputs"]] for r in self.rows]
+        self.names: list[str] = [r[place["name"]] for r in self.rows]
+        self.modules: list[int] = [r[place["module"]] for r in self.rows]
+        self.text = place["text"]
+        self.users: list[list[int]] = [[] for _ in self.rows]
+        for reader, inputs in enumerate(self.inputs):
+            for source in dict.fromkeys(inputs):
+                self.users[source].append(reader)
+        self.edges: dict[str, list[Json]] = {}
+        for edge in facts["edges"]:
+            self.edges.setdefault(edge["name"], []).append(edge)
+
+    def row(self, name: str) -> int | None:
+        """The row of a name: a node's own, or the model's for a parameter, buffer or batch input."""
+        own = {found: i for i, found in enumerate(self.names)}
+        if name in own:
+            return own[name]
+        return next((i for i, found in self._model_names() if found == name), None)
+
+    def _model_names(self) -> Iterator[tuple[int, str]]:
+        for i, op in enumerate(self.op):
+            if op in PLACEHOLDERS:
+                for found in (self.rows[i][self.text] or "").split(", "):
+                    yield i, found
+
+    def known(self) -> list[str]:
+        """Every name that can be asked for."""
+        found = [*self.names, *(name for _, name in self._model_names())]
+        found += [_path(m) for m in self.facts["modules"]]
+        return [name for name in dict.fromkeys((*found, *self.edges)) if name]
+
+    def value(self, row: int) -> Json:
+        """A row by its columns' names, with its module's path, and without its inputs."""
+        found = dict(zip(self.columns, self.rows[row], strict=True))
+        del found["inputs"]
+        found["module"] = _path(self.facts["modules"][found["module"]])
+        return found
+
+    def node(self, row: int) -> Json:
+        return {
+            "kind": "node",
+            "value": self.value(row),
+            "inputs": self._steps(row),
+            "readers": [{**self.value(reader), "via": via} for reader, via in self._readers(row)],
+            "kept": self._kept(row),
+        }
+
+    def parameter(self, row: int) -> Json:
+        names = self.rows[row][self.text].split(", ")
+        workers = self.facts["workers"]
+        owner = next((w["worker"] for w in workers if names[0] in w["owned_names"]), self.worker[row])
+        made = self.facts["nodes"]["gradients"].get(self.names[row])
+        return {
+            "kind": "parameter",
+            "value": self.value(row),
+            "names": names,
+            "owner": owner,
+            "replicas": [w["worker"] for w in workers if names[0] in w["replica_names"]],
+            "edges": [e for e in self.facts["edges"] if e["kind"] == "weights" and names[0] in e["names"]],
+            "readers": [{**self.value(reader), "via": via} for reader, via in self._readers(row)],
+            "gradient": None if made is None else self.value(made),
+        }
+
+    def module(self, module: Json) -> Json:
+        inside: list[bool] = []
+        for m in self.facts["modules"]:  # parents stand before their children
+            inside.append(m is module or (m["parent"] is not None and inside[m["parent"]]))
+        rows = [i for i, m in enumerate(self.modules) if inside[m] and self.op[i] not in PLACEHOLDERS]
+        return {"kind": "module", **module, "nodes": [self.value(i) for i in rows[:MOST]], "of": len(rows)}
+
+    def edge(self, name: str) -> Json:
+        rows = self.edges[name]
+        row = self.row(name.rpartition(":")[0] or name)
+        found: Json = {"kind": "edge", "edges": rows, "value": None, "readers": []}
+        if row is not None:
+            found["value"] = self.value(row)
+            crossing = [(reader, via) for reader, via in self._readers(row) if via and via["edge"] == name]
+            found["readers"] = [{**self.value(reader), "via": via} for reader, via in crossing]
+        return found
+
+    def _sources(self, row: int) -> Iterator[tuple[int, Json | None]]:
+        """What a row reads, each with the edge that it comes over."""
+        for source in dict.fromkeys(self.inputs[row]):
+            if self.op[source] == "recv":
+                send = self.inputs[source][0]
+                yield self.inputs[send][0], self._via(send, source)
+            elif self.op[source] == "send":  # asked for a recv itself
+                yield self.inputs[source][0], self._via(source, row)
+            else:
+                yield source, None
+
+    def _readers(self, row: int) -> Iterator[tuple[int, Json | None]]:
+        """What reads a row here or elsewhere, each with the edge that it goes over."""
+        for user in self.users[row]:
+            if self.op[user] == "send":
+                for received in self.users[user]:
+                    via = self._via(user, received)
+                    yield from ((reader, via) for reader in self.users[received])
+            elif self.op[user] == "recv":  # asked for a send itself
+                via = self._via(row, user)
+                yield from ((reader, via) for reader in self.users[user])
+            else:
+                yield user, None
+
+    def _via(self, send: int, recv: int) -> Json:
+        """The edge between a Send and its Recv."""
+        value = self.names[recv].rpartition("_recv_")[0]
+        name = next((n for n in (value, f"{value}:{self.worker[recv]}") if n in self.edges), value)
+        edge = self.edges[name][0] if name in self.edges else {"kind": "value", "bytes": self.value(send)["bytes"]}
+        return {
+            "edge": name,
+            "kind": edge["kind"],
+            "bytes": edge["bytes"],
+            "src": self.worker[send],
+            "src_phase": self.phase[send],
+            "dst": self.worker[recv],
+            "dst_phase": self.phase[recv],
+        }
+
+    def _steps(self, row: int) -> list[Json]:
+        """The inputs, their inputs, …: as one reads them, every value's own inputs once, where it is nearest."""
+        level, layer = {row: 0}, [row]
+        for depth in range(1, LEVELS + 1):
+            found = dict.fromkeys(source for reader in layer for source, _ in self._sources(reader))
+            layer = [source for source in found if source not in level]
+            level.update(dict.fromkeys(layer, depth))
+        steps: list[Json] = []
+        opened: set[int] = set()
+
+        def walk(reader: int, depth: int) -> None:
+            for source, via in self._sources(reader):
+                opens = depth < LEVELS and level[source] == depth and source not in opened
+                more = not opens and any(True for _ in self._sources(source))
+                steps.append({"level": depth, **self.value(source), "via": via, "more": more})
+                if opens:
+                    opened.add(source)
+                    walk(source, depth + 1)
+
+        walk(row, 1)
+        return steps
+
+    def _kept(self, row: int) -> list[Json]:
+        """Who keeps a value of forward, or gets it, for the sake of backward."""
+        if self.phase[row] != "F" and self.op[row] != "input":
+            return []
+        found: dict[int, Json] = {}
+        for reader, via in self._readers(row):
+            if self.phase[reader] == "B" and self.op[reader] != "send":
+                worker, sent = self.worker[reader], via is not None and via["dst_phase"] == "B"
+                found.setdefault(worker, {"worker": worker, "sent": sent, "readers": []})
+                found[worker]["readers"].append(self.names[reader])
+        return [found[worker] for worker in sorted(found)]
+
+
+def _path(module: Json) -> str:
+    """A module's path, or what stands for code outside all modules, which has none."""
+    return str(module["name"] if module["path"] is None else module["path"])

@@ -1,0 +1,80 @@
+"""Facts as one HTML page: its style, its script, Plotly's and the facts themselves are inside."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = (  # in the order in which they stand in the page; one scope
+    "dom.js",
+    "format.js",
+    "figures.js",
+    "tables.js",
+    "overview.js",
+    "map.js",
+    "tree.js",
+    "edges.js",
+    "marks.js",
+    "balance.js",
+    "timeline.js",
+    "memory.js",
+    "run.js",
+    "schedule.js",
+    "workers.js",
+    "main.js",
+)
+
+
+def write_report(facts: dict[str, Any], path: Path) -> None:
+    """Write the page of `facts`; see `page`."""
+    path.write_text(page(facts), encoding="utf-8")
+
+
+def page(facts: dict[str, Any]) -> str:
+    """One self-contained page that shows `facts`, what `fxpipe inspect --json` prints.
+
+    The facts stand in `<script id="facts">`, and all that the page shows is made from them when it is opened.
+    """
+    from plotly.offline import get_plotlyjs
+
+    parts = {
+        "style": _own("page.css"),
+        "facts": embedded(facts),
+        "script": "\n".join(_own(name) for name in SCRIPTS),
+        "plotly": get_plotlyjs(),
+    }
+    for name in ("style", "script", "plotly"):
+        if "</script" in parts[name].lower() or "<!--" in parts[name]:
+            raise AssertionError(f"the page's {name} would end its element")
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _own("page.html"))
+
+
+def embedded(facts: dict[str, Any]) -> str:
+    r"""The facts as JSON that may stand inside a script element.
+
+    What `--json` prints, with `<` written as `\u003c`: JSON has it in strings only. Not a number and infinity, which
+    JSON lacks and a run that diverged has, become null.
+    """
+    try:
+        text = json.dumps(facts, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(facts), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _own(name: str) -> str:
+    return (files("fxpipe.report") / name).read_text(encoding="utf-8")

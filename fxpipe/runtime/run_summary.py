@@ -1,0 +1,165 @@
+"""`run.json`: what a run was, what it did and where its time went."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.build_costs import read_costs
+from fxpipe.errors import BuildError
+from fxpipe.plan import Plan
+from fxpipe.planner.links import Links
+from fxpipe.runtime.executor import Executor
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.record import RUN, Record, samples_of
+from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.simulate import simulate, steady_minibatches
+from fxpipe.time_losses import time_losses
+from fxpipe.trace import KINDS, Kind
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.assembly import Recipe
+    from fxpipe.simulator.timings import EdgeTiming
+    from fxpipe.stage_times import StageTime
+    from fxpipe.summary import WorkerSummary
+
+FORMAT = 1
+_OWN: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "wait")
+
+
+def worker_row(executor: Executor) -> dict[str, Any]:
+    """What a worker did.
+
+    `engines` run its forward and its backward; `forward_ms` and `backward_ms` (with its update) are means over actions
+    without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is the worker's whole run, `spent` its
+    parts: they add up to it. `waits` says what was waited for and from whom, `fill` how much of that was before the
+    first forward. `staleness` is there if it was logged (see `StalenessLog.summary`).
+    """
+    watch, log = executor.watch, executor.store.staleness
+    if log is not None:
+        log.close()
+    forward = watch.seconds(*_OWN, within="F")
+    backward = watch.seconds(*_OWN, within="B") + watch.seconds(*_OWN, within="update")
+    row = {
+        "rank": executor.worker,
+        "engines": list(executor.stage.engines),
+        "busy": watch.busy / max(watch.elapsed, 1e-9),
+        "forward_ms": 1000 * forward / max(watch.count("F"), 1),
+        "backward_ms": 1000 * backward / max(watch.count("B"), 1),
+        "wait_ms": 1000 * watch.seconds("wait") / max(watch.count("B"), 1),
+        "seconds": watch.elapsed,
+        "spent": watch.spent,
+        "waits": watch.waits,
+        "fill": watch.fill,
+    }
+    return row if log is None else row | {"staleness": log.summary()}
+
+
+def summarize_run(
+    record: Record,
+    options: RunOptions,
+    plan: Plan,
+    recipe: Recipe,
+    rows: Sequence[dict[str, Any]],
+    transport: str,
+    threads: int,
+) -> dict[str, Any]:
+    """The run in one JSON object; all of it but the losses is `run.json`, which is written here.
+
+    `busy` of the workers is of the time that the whole run took, since who is ready first waits for the others to end.
+    `bubble` is what the workers are not busy, `efficiency` the throughput between the filling and the emptying of the
+    pipeline over the forecast's. In one process (`local`) the workers take turns: there is neither of them.
+
+    Args:
+        rows: of all workers, by rank.
+        transport: 'gloo', 'nccl', or 'local'.
+        threads: CPU threads of a worker.
+    """
+    steps = len(record.losses)
+    together = transport != "local"
+    seconds = max(row["seconds"] for row in rows)
+    rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
+    forecast = _forecast(options.build, plan, recipe) if together else None
+    steady = record.steady_samples_per_second(plan.workers)
+    summary: dict[str, Any] = {
+        "format": FORMAT,
+        "build": {"folder": options.build, "digest": plan.digest},
+        "schedule": recipe.schedule.name,
+        "policy": str(recipe.policy),
+        "microbatches": plan.microbatches,
+        "seed": options.seed,
+        "clip_norm": options.clip_norm,
+        "threads": threads,
+        "transport": transport,
+        "device": plan.device,
+        "steps": steps,
+        "samples": record.samples,
+        "seconds": record.seconds,
+        "samples_per_second": record.samples_per_second,
+        "bubble": 1 - sum(row["busy"] for row in rows) / len(rows) if together else None,
+        "forecast": forecast,
+        "efficiency": steady / forecast["samples_per_second"] if forecast else None,
+        "time_losses": time_losses(rows, forecast, seconds, steps, plan.microbatches, recipe.schedule.name)
+        if together
+        else [],
+        "workers": list(rows),
+        "trace": options.trace,
+        "out": None if record.out is None else str(record.out),
+    }
+    write_run(summary)
+    record.end(summary)
+    return summary | {"losses": record.losses}
+
+
+def write_run(summary: dict[str, Any]) -> None:
+    """Write `run.json` into the run's folder, if it has one."""
+    if summary["out"] is None:
+        return
+    out = Path(summary["out"])
+    body = {name: value for name, value in summary.items() if name != "losses"}
+    if body["trace"] is not None:
+        body["trace"] = os.path.relpath(body["trace"], out)
+    fresh = out / f".{RUN}"
+    fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(out / RUN)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a build's files say of what it will do (see `fxpipe.simulator.forecast.Timed`)."""
+
+    plan: Plan
+    workers: Sequence[WorkerSummary]
+    speeds: Sequence[float]
+    times: Sequence[StageTime]
+    timings: Sequence[EdgeTiming]
+    links: Links
+
+
+def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
+    """What the build's compile expects of such a run; None for a build that says nothing of its costs."""
+    try:
+        costs = read_costs(Path(folder))
+    except BuildError as error:
+        print(f"warning: {error}; there is no forecast to compare the run with", file=sys.stderr)
+        return None
+    if costs is None or not costs.workers:
+        return None
+    known = _Known(plan, costs.workers, costs.speeds, costs.times, costs.timings, costs.links)
+    scenario = scenario_of(known, costs.links, costs.timings, costs.times or None, demand=recipe.demand)
+    simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+    if not simulation.seconds_per_minibatch:
+        return None
+    return {
+        "samples_per_second": simulation.samples_per_second(samples_of(plan)),
+        "bubble": simulation.bubble,
+        "workers": [
+            {"forward_ms": 1e3 * cost.forward, "backward_ms": 1e3 * cost.backward, "update_ms": 1e3 * cost.update}
+            for cost in scenario.workers
+        ],
+    }

@@ -1,0 +1,246 @@
+"""Where one worker's time goes: always in sums, and span by span for `fxpipe run --trace`.
+
+All that a worker does on behalf of a run opens a span and closes it: an action, and within it what it waits for, sends,
+receives, predicts and updates. A span's own time is without the spans inside it, so own times never count twice.
+
+On a CPU a span begins and ends when the code does. On CUDA the code only asks for work; there a span is what the
+device's stream does between two events, and the events are read once they have passed: nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from fxpipe.schedule.action import Action
+from fxpipe.trace import KINDS, Kind
+
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_IDLE = ("wait", "data")
+_REBASE = 10**9
+"""Nanoseconds after which CUDA's clock is read against a newer event: it tells distances in 32 bits."""
+
+
+class Cause(NamedTuple):
+    """What a span is about: `what` kind of thing (an edge's kind, 'weights', 'norm', 'loss'), its name, and the other
+    worker."""
+
+    what: str
+    name: str
+    worker: int
+
+
+class Status(NamedTuple):
+    """What a worker has done since it began, in nanoseconds, and how many microbatches it holds."""
+
+    now: int
+    busy: int
+    waiting: int
+    in_flight: int
+
+
+class _Mark(NamedTuple):
+    """The beginning of a span; its end is None."""
+
+    kind: int
+    cause: Cause | None
+    minibatch: int
+    microbatch: int
+
+
+class Watch:
+    """Measures one worker. Not for several threads, but `status` may be asked by any."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._clock: _CudaClock | None = None
+        self._minibatch = self._microbatch = 0
+        self._depth = 0
+        self._spans: Spans | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins now: all sums are 0."""
+        if self._device.type == "cuda":
+            self._clock = _CudaClock(self._device)
+        self._stack: list[tuple[_Mark, int]] = []
+        self._since = 0  # what lies before belongs to somebody
+        self._own = [0] * (len(KINDS) * len(KINDS))  # by outermost kind and kind
+        self._closed = [0] * len(KINDS)
+        self._waits: dict[tuple[str, int], int] = {}
+        self._fill = 0
+        self.began = self.ended = perf_counter_ns()
+        if self._spans is not None:
+            self._spans = Spans()
+
+    def record(self) -> None:
+        """Keep every span from now on, some 40 bytes each."""
+        self._spans = Spans()
+
+    def end(self) -> None:
+        """Training is over on this worker."""
+        if self._clock is not None:
+            torch.cuda.synchronize(self._device)
+            self._read()
+        self.ended = perf_counter_ns()
+
+    def at(self, action: Action) -> None:
+        """What is opened from now on belongs to this action."""
+        self._minibatch, self._microbatch = action.minibatch, action.microbatch
+
+    def open(self, kind: Kind, cause: Cause | None = None) -> None:
+        """Begin a span inside the one that is open."""
+        mark = _Mark(_NUMBER[kind], cause, self._minibatch, self._microbatch)
+        self._depth += 1
+        if self._clock is None:
+            self._apply(perf_counter_ns(), mark)
+        else:
+            self._clock.record(mark)
+
+    def close(self) -> None:
+        """End the innermost open span."""
+        self._depth -= 1
+        if self._clock is None:
+            self._apply(perf_counter_ns(), None)
+            return
+        self._clock.record(None)
+        if not self._depth:
+            self._read()
+
+    def seconds(self, *kinds: Kind, within: Kind | None = None) -> float:
+        """Own time of all spans of these kinds: all, or only what lies in outermost spans of one kind."""
+        if self._clock is not None and not self._depth:
+            self._read()
+        size = len(KINDS)
+        roots = range(size) if within is None else (_NUMBER[within],)
+        return sum(self._own[root * size + _NUMBER[kind]] for root in roots for kind in kinds) / 1e9
+
+    def count(self, kind: Kind) -> int:
+        """How many spans of a kind are closed."""
+        return self._closed[_NUMBER[kind]]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from `begin` to `end`."""
+        return (self.ended - self.began) / 1e9
+
+    @property
+    def busy(self) -> float:
+        """Seconds spent on anything but waiting and feeding data."""
+        return self.seconds(*(kind for kind in KINDS if kind not in _IDLE))
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by kind, with what lies between all spans as 'other': they add up to `elapsed`."""
+        found: dict[str, float] = {kind: self.seconds(kind) for kind in KINDS}
+        return {**found, "other": max(self.elapsed - sum(found.values()), 0.0)}
+
+    @property
+    def waits(self) -> list[dict[str, Any]]:
+        """Seconds of waiting by what was waited for and from whom."""
+        return [{"what": what, "from": worker, "seconds": t / 1e9} for (what, worker), t in sorted(self._waits.items())]
+
+    @property
+    def fill(self) -> float:
+        """The seconds of waiting before its first forward could run."""
+        return self._fill / 1e9
+
+    @property
+    def status(self) -> Status:
+        """How it stands now; what is open counts up to now, but on CUDA up to what was read last."""
+        size = len(KINDS)
+        own = [sum(self._own[kind::size]) for kind in range(size)]
+        now = perf_counter_ns()
+        if self._clock is None and (stack := self._stack[-1:]):
+            own[stack[0][0].kind] += max(now - self._since, 0)
+        waiting = own[_NUMBER["wait"]]
+        busy = sum(own) - waiting - own[_NUMBER["data"]]
+        return Status(now - self.began, busy, waiting, self.count("F") - self.count("B"))
+
+    @property
+    def spans(self) -> Spans:
+        """What was recorded, by the spans' ends; nothing unless `record` was called."""
+        return Spans() if self._spans is None else self._spans
+
+    def _read(self) -> None:
+        assert self._clock is not None
+        for now, mark in self._clock.passed():
+            self._apply(now, mark)
+
+    def _apply(self, now: int, mark: _Mark | None) -> None:
+        stack = self._stack
+        if stack:
+            root, top = stack[0][0], stack[-1][0]
+            self._own[root.kind * len(KINDS) + top.kind] += now - self._since
+        self._since = now
+        if mark is not None:
+            stack.append((mark, now))
+            return
+        mark, begin = stack.pop()
+        kind = KINDS[mark.kind]
+        if kind == "wait" and mark.cause is not None:
+            key = (mark.cause.what, mark.cause.worker)
+            self._waits[key] = self._waits.get(key, 0) + now - begin
+            if not self._closed[0]:
+                self._fill += now - begin
+        self._closed[mark.kind] += 1
+        if self._spans is not None:
+            self._spans.add(mark, begin, now)
+
+
+class Spans:
+    """Closed spans by column, since a long run has millions; times are nanoseconds of `perf_counter_ns`.
+
+    Attributes:
+        kinds: places in `KINDS`.
+        causes: places in `table`.
+    """
+
+    def __init__(self) -> None:
+        self.table: dict[Cause | None, int] = {None: 0}
+        self.kinds, self.causes = array("b"), array("i")
+        self.minibatches, self.microbatches = array("i"), array("i")
+        self.begins, self.ends = array("q"), array("q")
+
+    def add(self, mark: _Mark, begin: int, end: int) -> None:
+        self.kinds.append(mark.kind)
+        self.causes.append(self.table.setdefault(mark.cause, len(self.table)))
+        self.minibatches.append(mark.minibatch)
+        self.microbatches.append(mark.microbatch)
+        self.begins.append(begin)
+        self.ends.append(end)
+
+
+class _CudaClock:
+    """Marks in the device's stream, read in the time of `perf_counter_ns` once the device has passed them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pending: deque[tuple[torch.cuda.Event, _Mark | None]] = deque()
+        self._free: list[torch.cuda.Event] = []
+        torch.cuda.synchronize(device)
+        self._base = self._event()
+        self._base.record()
+        self._base.synchronize()
+        self._base_ns = perf_counter_ns()
+
+    def record(self, mark: _Mark | None) -> None:
+        event = self._event()
+        event.record()
+        self._pending.append((event, mark))
+
+    def passed(self) -> Iterator[tuple[int, _Mark | None]]:
+        while self._pending and self._pending[0][0].query():
+            event, mark = self._pending.popleft()
+            now = self._base_ns + round(1e6 * self._base.elapsed_time(event))
+            if now - self._base_ns > _REBASE:
+                self._base, self._base_ns, event = event, now, self._base
+            self._free.append(event)
+            yield now, mark
+
+    def _event(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,30 @@
+"""CPU threads: how many a worker has, and computing with as many: another number gives other bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def cores() -> int:
+    """The CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_for(asked: int | None, local_workers: int) -> int:
+    """CPU threads of one worker: what is asked for, else its share of the cores."""
+    return asked or max(1, cores() // local_workers)
+
+
+@contextmanager
+def threads(asked: int | None, local_workers: int) -> Iterator[None]:
+    """Compute with as many threads as one worker of a distributed run has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_for(asked, local_workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

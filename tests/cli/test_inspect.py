@@ -1,0 +1,364 @@
+"""What `fxpipe inspect` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import golden_model
+import pytest
+import torch
+from commands import QUICK, fxpipe, unchanged
+from fxpipe.cli.terminal.overview import MANY, print_edges, print_overview
+from fxpipe.cli.terminal.version_grid import explained, print_grid
+from fxpipe.cli.terminal.worker_marks import COLOURS
+from model_files import write_model
+from rich.console import Console
+
+import fxpipe as library
+from fxpipe.inspection.facts import facts
+from fxpipe.inspection.subject import read_subject, subject_of
+from fxpipe.policy import make as make_policy
+from fxpipe.policy.sees import sight_rows
+from fxpipe.schedule import make as make_schedule
+from fxpipe.stage_times import StageTime
+
+GOLDEN = Path(__file__).parent / "golden"
+ESCAPE = "\x1b["
+
+
+@functools.cache
+def golden() -> dict[str, Any]:
+    """The facts of the golden model, on cuts that part a module's forward from its backward."""
+    torch.manual_seed(0)
+    build = library.compile(
+        golden_model.Golden(),
+        golden_model.loss,
+        golden_model.batch(),
+        workers=2,
+        cost="analytic",
+        forward_at=["hidden"],
+        backward_at=["head"],
+    )
+    return facts(subject_of(build))
+
+
+def printed(show: Any, width: int, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False, **options)
+    show(console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch may trace other operators")
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("view", ["overview", "grid"])
+def test_the_golden_model(view: str, width: int) -> None:
+    """With UPDATE_GOLDEN=1 the files are written anew: read the difference before you commit it."""
+    if view == "overview":
+        text = printed(lambda c: print_overview(golden(), c), width)
+    else:
+        text = printed(lambda c: print_grid(golden()["grid"], c), width)
+    path = GOLDEN / f"inspect_{view}_{width}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
+def test_nothing_is_wider_than_the_terminal_nor_ends_in_blanks(width: int) -> None:
+    text = printed(lambda c: (print_overview(golden(), c), print_grid(golden()["grid"], c)), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+def test_the_room_of_a_wide_terminal_is_used() -> None:
+    narrow, wide = (printed(lambda c: print_overview(golden(), c), width) for width in (80, 200))
+    assert "forward from" not in narrow
+    for header in ("forward from", "backward from", "owned by", "saved × in flight"):
+        assert header in wide
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A build of the model file, in the working directory, with distinct cuts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_model(tmp_path)
+    assert fxpipe("compile", "model.py", *QUICK, "--fp-cut", "blocks.2", "--bp-cut", "blocks.1").code == 0
+    return Path("build")
+
+
+def rows(text: str, header: str) -> list[list[str]]:
+    """The cells of the table with that header, down to the next empty line or one that is no row."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith(header))
+    found = []
+    for line in lines[start + 2 :]:
+        if not line or line[0] in "≠*" or line.startswith(("values cross", "modules add")):
+            break
+        found.append(re.split(r"  +", line.strip()))
+    return found
+
+
+def test_the_tree_shows_the_distinct_cuts(build: Path) -> None:
+    result = fxpipe("inspect", build)
+    assert result.code == 0
+    assert ESCAPE not in result.out
+    assert result.out.startswith("build · model.py · 2 workers · cpu\nasync · spectrain · 4 samples in 1 microbatch\n")
+    assert "cuts pinned, 0." in result.out
+    tree = {row[0].lstrip("├└│ "): row[1:4] for row in rows(result.out, "module")}
+    assert tree["(model)"][:2] == ["0→1", "0←1"]
+    assert tree["blocks.0"][:2] == ["0", "0"]
+    assert tree["blocks.1"] == ["0", "1", "≠"]
+    assert tree["blocks.2 … blocks.3"][:2] == ["1", "1"]
+    assert tree["(loss)"][:2] == ["1", "1"]
+    assert "\n≠ cut apart" in result.out
+
+
+def test_every_edge_is_there(build: Path) -> None:
+    found = rows(fxpipe("inspect", build).out, "edge")
+    edges = read_subject(build).plan.edges
+    assert len(found) == len(edges) + 1
+    ways = {row[2]: (row[0], row[1]) for row in found}
+    for edge in edges:
+        assert ways[edge.name] == (f"{edge.src_phase}{edge.src} → {edge.dst_phase}{edge.dst}", edge.kind)
+    assert ways["2 parameters"] == ("update 1 → F0", "weights")
+
+
+def test_depth_shows_every_module_down_to_there(build: Path) -> None:
+    def names(*options: object) -> list[str]:
+        return [row[0].lstrip("├└│ ") for row in rows(fxpipe("inspect", build, *options).out, "module")]
+
+    assert names("--depth", 0) == ["(model)"]
+    assert names("--depth", 1) == ["(model)", "first", "blocks", "norm", "head", "(own code)", "(loss)"]
+    assert {f"blocks.{i}" for i in range(4)} <= set(names("--depth", 2))
+
+
+def test_the_workers_table(build: Path) -> None:
+    first, second = rows(fxpipe("inspect", build).out, "F µs")
+    costs = read_subject(build).workers
+    assert first[0] == "0"
+    assert first[4].startswith(f"{costs[0].owned}·")
+    assert second[4].startswith(f"{costs[1].owned}·")
+    assert first[5].startswith("2·")
+    assert first[-2].endswith("×2")
+    assert second[5] == "–"
+
+
+def test_times_that_were_measured(build: Path) -> None:
+    own = read_subject(build)
+    assert "modules add up" not in printed(lambda c: print_overview(facts(own), c), 80)
+    assert own.costs is not None
+    times = tuple(StageTime(0.001 * (k + 1), 0.002, 0.0005) for k in range(2))
+    timed = dataclasses.replace(own, costs=dataclasses.replace(own.costs, times=times))
+    text = printed(lambda c: print_overview(facts(timed), c), 80)
+    assert "modules add up their operators; workers were timed as they run" in text
+    assert [row[1:4] for row in rows(text.split("cut apart")[1], "F ms")] == [
+        ["1.00", "2.00", "0.50"],
+        ["2.00", "2.00", "0.50"],
+    ]
+
+
+def test_json_is_the_facts(build: Path) -> None:
+    assert fxpipe("inspect", build, "--json").json == json.loads(json.dumps(facts(read_subject(build))))
+    under = fxpipe("inspect", build, "--schedule", "gpipe", "--json").json
+    assert under["grid"]["schedule"] == under["forecast"]["schedule"] == "gpipe"
+
+
+def test_a_stage_as_it_is(build: Path) -> None:
+    source = (build / "stage_1.py").read_text()
+    assert fxpipe("inspect", build, "--stage", 1).out == source
+    assert fxpipe("inspect", build, "--stage", 1, "--json").json == {
+        "stage": 1,
+        "file": "stage_1.py",
+        "edited": False,
+        "source": source,
+    }
+    result = fxpipe("inspect", build, "--stage", 2)
+    assert result.code == 1
+    assert "there is no stage 2" in result.err
+
+
+def test_a_node(build: Path) -> None:
+    text = fxpipe("inspect", build, "--node", "blocks.1.weight").out
+    assert "owned by worker 1, replicas on worker 0" in text
+    found = fxpipe("inspect", build, "--node", "blocks.1.weight", "--json").json
+    assert (found["kind"], found["owner"], found["replicas"]) == ("parameter", 1, [0])
+
+
+def test_the_program_after_a_pass(build: Path) -> None:
+    result = fxpipe("inspect", build, "--after", "cut")
+    assert result.out.startswith("# PLACED: ")
+    assert fxpipe("inspect", build, "--after", "cut", "--json").json == {"after": "cut", "program": result.out}
+    wrong = fxpipe("inspect", build, "--after", "cutt")
+    assert wrong.code == 1
+    assert "did you mean" in wrong.err
+
+
+def test_the_grid(build: Path) -> None:
+    out = fxpipe("inspect", build, "--schedule", "async", "--policy", "spectrain").out
+    assert out.startswith(
+        "async · spectrain\nF2@1+1: the forward of minibatch 2 sees its worker's weights after 1 update,"
+    )
+    assert "\n0  F0@0   F1@0+1 ..     B0@0   F2@1+1" in out
+    refused = fxpipe("inspect", build, "--schedule", "gpipe", "--policy", "stash")
+    assert refused.code == 1
+    assert "makes no sense" in refused.err
+
+
+def test_edited_stages_and_stale_sources_are_marked(build: Path) -> None:
+    with (build / "stage_1.py").open("a") as file:
+        file.write("# mine\n")
+    with Path("model.py").open("a") as file:
+        file.write("# mine\n")
+    result = fxpipe("inspect", build)
+    assert "warning: stage_1.py was edited since it was compiled" in result.err
+    assert "warning: the build is stale: since it was compiled, model.py changed" in result.err
+    assert "\nedited: stage_1.py · stale: model.py changed\n" in result.out
+    assert [row[0] for row in rows(result.out, "F µs")] == ["0", "1*"]
+    assert "* stage_1.py: edited since the compile" in result.out
+    found = fxpipe("inspect", build, "--json").json
+    assert found["build"]["edited"] == ["stage_1.py"]
+    assert [w["edited"] for w in found["workers"]] == [False, True]
+    assert fxpipe("inspect", build, "--stage", 1, "--json").json["edited"]
+
+
+def test_an_older_build_shows_the_rest(build: Path) -> None:
+    for name in ("program.json", "profile.json"):
+        (build / name).unlink()
+    result = fxpipe("inspect", build)
+    assert result.code == 0
+    assert "compile again to see the nodes" in result.out
+    tree = {row[0].lstrip("├└│ "): row[1:4] for row in rows(result.out, "module")}
+    assert tree["blocks.1"] == ["0", "1", "≠"]
+    assert fxpipe("inspect", build, "--json").json["nodes"] is None
+    (build / "costs.json").unlink()
+    assert "forecast" not in fxpipe("inspect", build).out
+    assert fxpipe("inspect", build, "--schedule", "async").code == 0
+
+
+def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path)
+    options = (*QUICK, "-n", 3, "--schedule", "1f1b", "--microbatches", 2)
+    with unchanged(tmp_path):
+        found = fxpipe("inspect", "model.py", *options, "--json").json
+        stage = fxpipe("inspect", "model.py", *options, "--stage", 2)
+        after = fxpipe("inspect", "model.py", *options, "--after", "units")
+    assert (found["build"]["folder"], found["build"]["model"], found["build"]["workers"]) == (None, "model.py", 3)
+    assert found["build"]["microbatches"] == 2
+    assert stage.out.startswith('"""Stage 2 of 3, made by: fxpipe compile model.py -n 3 --schedule 1f1b')
+    assert after.out.startswith("# CAPTURED: ")
+    assert fxpipe("compile", "model.py", *options).code == 0
+    written = fxpipe("inspect", "build", "--json").json
+    for key in ("modules", "nodes", "units", "workers", "edges", "partitions", "forecast", "timeline", "grid"):
+        assert found[key] == written[key], key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("build", "-n", "3"), 2, "--workers is for a model file"),
+        (("build", "--cost", "analytic"), 2, "--cost is for a model file"),
+        (("build", "--fp-cut", "blocks.1"), 2, "--fp-cut is for a model file"),
+        (("build", "--stage", "0", "--node", "x"), 2, "--stage and --node show different things"),
+        (("model.py", "--run", "run"), 2, "give the build's folder"),
+        (("model.py", "--cuts", "same", "--fp-cut", "norm"), 2, "give one of them"),
+        (("nothing",), 1, "there is no nothing"),
+        (("nothing.py",), 1, "nothing.py"),
+        (("build", "--run", "nothing"), 1, "nothing is no run"),
+        (("build", "--html", "build/report.html"), 1, "lies in a build folder"),
+        (("build", "--html", "nowhere/report.html"), 1, "cannot be written"),
+    ],
+)
+def test_requests_that_make_no_sense(build: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    result = fxpipe("inspect", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+
+
+def test_the_page_holds_what_json_prints(build: Path) -> None:
+    found = fxpipe("inspect", build, "--html", "report.html", "--json").json
+    page = Path("report.html").read_text()
+    (embedded,) = re.findall(r'<script[^>]*id="facts"[^>]*>(.*?)</script>', page, re.S)
+    assert json.loads(embedded) == found
+
+
+def test_a_run_beneath_its_build(build: Path) -> None:
+    assert fxpipe("run", build, "--local", "--steps", 3, "--out", "run").code == 0
+    result = fxpipe("inspect", build, "--run", "run")
+    assert result.code == 0, result.err
+    assert re.search(r"^run run · async · spectrain · 3 steps · ", result.out, re.M)
+    assert re.search(r"^[0-9.]+ samples/s", result.out, re.M)
+    assert fxpipe("inspect", build, "--run", "run", "--json").json["run"]["steps"] == 3
+    lines = Path("run/metrics.jsonl").read_text()
+    Path("run/metrics.jsonl").write_text(lines[:-20])
+    cut = fxpipe("inspect", build, "--run", "run")
+    assert cut.code == 0
+    assert re.search(r"^metrics.jsonl ends in the middle of line 3", cut.out, re.M)
+    assert fxpipe("compile", "model.py", *QUICK, "-n", 3, "-o", "other").code == 0
+    other = fxpipe("inspect", "other", "--run", "run")
+    assert other.code == 1
+    assert "another build" in other.err
+
+
+def test_colours_are_the_workers_own() -> None:
+    text = printed(lambda c: print_overview(golden(), c), 80, force_terminal=True, color_system="truecolor")
+    for colour in COLOURS[:2]:
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert f"38;2;{red};{green};{blue}m" in text
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == printed(lambda c: print_overview(golden(), c), 80)
+
+
+def test_no_colour_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = printed(lambda c: print_overview(golden(), c), 80, force_terminal=True)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text)
+
+
+def test_many_edges_of_one_way_are_summed_up() -> None:
+    way = {"src": 0, "src_phase": "F", "dst": 1, "dst_phase": "B"}
+    edge = {**golden()["edges"][0], **way, "kind": "saved", "bytes": 1024}
+    many = [{**edge, "name": f"v{i}"} for i in range(MANY + 1)] + [{**edge, "name": "alone", "dst": 2}]
+    folded = printed(lambda c: print_edges(many, c), 100)
+    assert re.search(rf"^F0 → B1 +saved +{MANY + 1} edges +{MANY + 1}\.0 KiB$", folded, re.M)
+    assert "alone" in folded
+    assert "v1 " not in folded
+    assert "--edges shows each" in folded
+    every = printed(lambda c: print_edges(many, c, every=True), 100)
+    assert len(every.splitlines()) == len(many) + 3
+    few = printed(lambda c: print_edges(many[:MANY], c), 100)
+    assert "--edges" not in few
+
+
+def test_what_a_cell_says() -> None:
+    def sentence(schedule: str, policy: str, workers: int = 3, microbatches: int = 1) -> str:
+        return explained(sight_rows(make_policy(policy), make_schedule(schedule, workers, microbatches), 8))
+
+    assert sentence("async", "spectrain").startswith(
+        "F3@1+2: the forward of minibatch 3 sees its worker's weights after 1 update, predicted 2 further. "
+    )
+    assert sentence("async", "stash").startswith("F3@1: the forward of minibatch 3 sees its worker's weights after 1")
+    assert sentence("gpipe", "latest", microbatches=2).startswith(
+        "F1.1@1: the forward of minibatch 1, microbatch 1, sees"
+    )
+    assert sentence("async", "latest", workers=1).startswith("F1@1: the forward of minibatch 1")
+
+
+def test_many_workers_show_a_part_of_the_grid() -> None:
+    grid = {"schedule": "async", "policy": "stash", "rows": []}
+    grid["rows"] = sight_rows(make_policy("stash"), make_schedule("async", 24), 40)
+    lines = printed(lambda c: print_grid(grid, c), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line.split() for line in lines if re.match(r" ?\d+  ", line)]
+    assert [int(row[0]) for row in shown] == list(range(24))
+    assert all(".." not in row for row in shown), "the pipeline is full"
+    assert re.fullmatch(r"columns \d+ to \d+ of \d+, where most is under way; --json has all", lines[-1])

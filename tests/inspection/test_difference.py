@@ -1,0 +1,226 @@
+"""What differs between two builds, by facts written by hand, and between builds of real models."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+from cached import lowered
+
+from fxpipe.inspection.difference import ModuleNames, difference
+from fxpipe.inspection.facts import facts
+from fxpipe.inspection.subject import subject_of
+
+MODULES = ("tok", "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down", "")
+
+
+def worker(rank: int, *owned: str, **more: Any) -> dict[str, Any]:
+    told = {
+        "worker": rank, "forward_ms": 10.0, "backward_ms": 20.0, "update_ms": 1.0, "owned": len(owned),
+        "owned_bytes": 8, "replicas": 0, "replica_bytes": 0, "bytes_in": 4, "bytes_out": 4, "saved_bytes": 2,
+        "in_flight": 2, "memory_bytes": 64, "engines": ["eager", "eager"], "owned_names": list(owned),
+        "replica_names": [],
+    }  # fmt: skip
+    return {**told, **more}
+
+
+def edge(name: str, src: int = 0, dst: int = 1, size: int = 4) -> dict[str, Any]:
+    place = {"src": src, "src_phase": "F", "dst": dst, "dst_phase": "F"}
+    return {"name": name, "kind": "activation", "bytes": size, **place, "names": []}
+
+
+def units(forward: int, backward: int, weights: int | None = None) -> list[dict[str, Any]]:
+    """Units, cut for two workers before these."""
+    cuts = {"forward": forward, "backward": backward, "weights": backward if weights is None else weights}
+    times = {"forward_ms": 1.0, "backward_ms": 2.0, "weight_ms": 1.0}
+    return [
+        {"module": path, **{phase: int(i >= at) for phase, at in cuts.items()}, **times}
+        for i, path in enumerate(MODULES)
+    ]
+
+
+@pytest.fixture
+def made() -> dict[str, Any]:
+    """A build of two workers, both cut before blocks.1.up."""
+    build = {
+        "folder": "build", "model": "gpt.py", "digest": "d", "workers": 2, "microbatches": 1, "schedule": "async",
+        "policy": "spectrain", "autocast": None, "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,
+        "cuts": "same", "costs": "computed", "edited": [], "stale": [],
+    }  # fmt: skip
+    return {
+        "fxpipe": "0.1.0",
+        "build": build,
+        "nodes": {"columns": [], "rows": [[]] * 9},
+        "units": units(3, 3),
+        "workers": [worker(0, "tok.weight", "blocks.0.up.weight"), worker(1, "blocks.1.up.weight")],
+        "edges": [edge("h"), edge("mask:1", size=2)],
+        "forecast": {"samples_per_second": 100.0, "bubble": 0.1, "milliseconds": 80.0},
+    }
+
+
+@pytest.fixture
+def other(made: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(made)
+
+
+def test_the_same_twice(made: dict[str, Any], other: dict[str, Any]) -> None:
+    found = difference(made, other)
+    assert found["identical"]
+    assert found["settings"] == found["moved"] == found["owners"] == []
+    assert [w["changed"] for w in found["workers"]] == [[], []]
+    assert found["balance"] == [1.0, 1.0]
+
+
+def test_times_are_noise_below_two_percent_and_never_a_difference(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["workers"][0]["forward_ms"] = 10.19
+    other["workers"][1]["backward_ms"] = 30.0
+    found = difference(made, other)
+    assert found["identical"]
+    assert [w["changed"] for w in found["workers"]] == [[], ["backward_ms"]]
+    assert found["balance"] == [1.0, pytest.approx((31.19 + 41) / 2 / 41)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("schedule", "1f1b"), ("autocast", "bf16"), ("microbatches", 4), ("cuts", "pinned")]
+)
+def test_settings(made: dict[str, Any], other: dict[str, Any], key: str, value: Any) -> None:
+    other["build"][key] = value
+    found = difference(made, other)
+    assert found["settings"] == [{"name": key, "first": made["build"][key], "second": value}]
+    assert not found["identical"]
+
+
+def test_where_a_build_lies_is_no_difference(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["build"] |= {"folder": "elsewhere", "digest": "e"}
+    assert difference(made, other)["identical"]
+
+
+def test_modules_that_moved(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["units"] = units(5, 2)
+    found = difference(made, other)
+    assert found["moved"] == [
+        {"phase": "forward", "from": 1, "to": 0, "modules": ["blocks.1"], "units": 2, "ms": 2.0},
+        {"phase": "backward", "from": 0, "to": 1, "modules": ["blocks.0.down"], "units": 1, "ms": 2.0},
+    ]
+    assert not found["identical"]
+
+
+def test_weight_gradients_count_where_they_are_cut_apart(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["units"] = units(3, 3, 5)
+    (row,) = difference(made, other)["moved"]
+    assert row == {"phase": "weights", "from": 1, "to": 0, "modules": ["blocks.1"], "units": 2, "ms": 2.0}
+
+
+def test_units_of_two_models_are_compared_by_their_modules(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["units"] = [u for u in units(4, 3) if u["module"] != "tok"]
+    found = difference(made, other)
+    assert [(row["phase"], row["modules"]) for row in found["moved"]] == [("forward", ["blocks.1.up"])]
+    assert found["units"] == [8, 7]
+
+
+def test_an_older_build_does_not_know_its_times(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["units"] = units(5, 3)
+    for unit in other["units"]:
+        unit["forward_ms"] = None
+    for told in other["workers"]:
+        told |= dict.fromkeys(("forward_ms", "backward_ms", "update_ms", "bytes_in", "memory_bytes"))
+    other["nodes"] = other["forecast"] = None
+    found = difference(made, other)
+    assert found["moved"][0]["ms"] is None
+    assert found["balance"] == [1.0, None]
+    assert found["forecast"][1] is found["nodes"][1] is None
+
+
+def test_workers_that_came(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["workers"].append(worker(2))
+    row = difference(made, other)["workers"][2]
+    assert row["first"] is None
+    assert row["second"]["forward_ms"] == 10.0
+    assert "forward_ms" in row["changed"]
+
+
+def test_edges_that_came_went_and_changed(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["edges"] = [edge("mask", size=6), edge("h2"), edge("h2:2", dst=2)]
+    found = difference(made, other)["edges"]["activation"]
+    assert (found["first"], found["second"]) == ([2, 6], [3, 14])
+    assert [e["name"] for e in found["went"]] == ["h"]
+    assert [(e["name"], e["dst"]) for e in found["came"]] == [("h2", 1), ("h2:2", 2)]
+    assert [(p["first"]["bytes"], p["second"]["bytes"]) for p in found["changed"]] == [(2, 6)]
+
+
+def test_parameters(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["workers"][0]["owned_names"] = ["tok.weight", "blocks.1.up.weight", "blocks.2.up.weight"]
+    other["workers"][1]["owned_names"] = []
+    found = difference(made, other)
+    assert found["parameters"] == {"first": ["blocks.0.up.weight"], "second": ["blocks.2.up.weight"], "changed": []}
+    assert found["owners"] == [{"from": 1, "to": 0, "names": ["blocks.1.up.weight"], "modules": ["blocks.1"]}]
+
+
+def test_files(made: dict[str, Any], other: dict[str, Any]) -> None:
+    one = {"sources": {"gpt.py": "1", "data.py": "1"}, "code": {"stage_0.py": "1"}, "weights": {"w": "1"}}
+    two = {"sources": {"gpt.py": "2", "net.py": "1"}, "code": {"stage_0.py": "1"}, "weights": {"w": "2"}}
+    other["build"]["edited"] = ["stage_1.py"]
+    found = difference(made, other, one, two)
+    assert found["sources"] == {"first": ["data.py"], "second": ["net.py"], "changed": ["gpt.py"]}
+    assert found["code"] == {"first": [], "second": [], "changed": []}
+    assert found["weights"] is True
+    assert found["edited"] == [[], ["stage_1.py"]]
+    assert not found["identical"]
+    assert difference(made, made, one, one)["identical"]
+    assert difference(made, made)["weights"] is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, []),
+        ({"tok": 1}, ["tok"]),
+        ({"blocks.0.up": 1}, ["blocks.0.up"]),
+        ({"blocks.0.up": 1, "blocks.0.down": 1}, ["blocks.0"]),
+        ({f"blocks.{i}.{m}": 1 for i in (0, 1) for m in ("up", "down")} | {"tok": 1}, ["tok", "blocks.0", "blocks.1"]),
+        ({f"blocks.{i}.{m}": 1 for i in (1, 2, 3) for m in ("up", "down")}, ["blocks.1 to blocks.3"]),
+        ({f"blocks.{i}.{m}": 1 for i in (0, 2, 3) for m in ("up", "down")}, ["blocks.0", "blocks.2", "blocks.3"]),
+        ({"blocks": 2}, ["blocks itself (2 of 3)"]),
+        ({"blocks": 3, "": 1}, ["(no module) (1 of 2)", "blocks itself"]),
+        ({f"blocks.{i}.{m}": 1 for i in range(4) for m in ("up", "down")} | {"blocks": 3}, ["blocks"]),
+    ],
+)
+def test_folding(chosen: dict[str, int], expected: list[str]) -> None:
+    totals = {"": 2, "tok": 1, "blocks": 3, **{f"blocks.{i}.{m}": 1 for i in range(4) for m in ("up", "down")}}
+    assert ModuleNames(totals).of(chosen) == expected
+
+
+def test_folding_names_all_and_nothing_else() -> None:
+    """Random choices: the names, unfolded again, are what was chosen."""
+    generator = random.Random(0)
+    paths = ["a", "b.x", *(f"l.{i}.{m}" for i in range(12) for m in ("p", "q"))]
+    totals = dict.fromkeys(paths, 1)
+    for _ in range(300):
+        share = generator.random()
+        chosen = {p for p in paths if generator.random() < share}
+        names = ModuleNames(totals).of(dict.fromkeys(chosen, 1))
+        found = set()
+        for name in names:
+            first, _, last = name.partition(" to ")
+            prefix, _, start = first.rpartition(".")
+            stop = last.rpartition(".")[2] or start
+            roots = [f"{prefix}.{i}" for i in range(int(start), int(stop) + 1)] if start.isdigit() else [first]
+            found |= {p for p in paths for root in roots if p == root or p.startswith(root + ".")}
+        assert found == chosen
+
+
+def test_builds_of_one_model() -> None:
+    builds = [lowered("gpt", forward_at=(at,), backward_at=("blocks.1",)) for at in ("blocks.2", "blocks.3")]
+    one, two = (facts(subject_of(build), compare=False) for build in builds)
+    assert difference(one, one)["identical"]
+    found = difference(one, two)
+    assert not found["identical"]
+    (row,) = found["moved"]
+    assert (row["phase"], row["from"], row["to"], row["modules"]) == ("forward", 1, 0, ["blocks.2"])
+    assert row["ms"] > 0
+    assert found["owners"] == []
+    before, now = ({(e.name, e.kind, e.src, e.dst) for e in build.plan.edges} for build in builds)
+    rows = [e for kind in found["edges"].values() for e in kind["came"] if e["kind"] != "weights"]
+    assert {(e["name"], e["kind"], e["src"], e["dst"]) for e in rows} == now - before != set()

@@ -1,0 +1,276 @@
+"""The facts of a build: that they add up, and agree with who counts the same elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from typing import Any
+
+import pytest
+from cached import captured, cuts, lowered
+
+import fxpipe
+from fxpipe.errors import PolicyError
+from fxpipe.inspection import timeline
+from fxpipe.inspection.facts import facts, recipe_of
+from fxpipe.inspection.subject import Subject, subject_of
+from fxpipe.planner.partition import of_cuts
+from fxpipe.planner.setting import Setting
+from fxpipe.policy import make as make_policy
+from fxpipe.policy import sees
+from fxpipe.schedule import make as make_schedule
+from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.simulate import simulate
+
+BUILDS: dict[str, dict[str, Any]] = {
+    "planned": {"workers": 3},
+    "one worker": {"workers": 1},
+    "distinct": {"workers": 2, "shift": 2},
+    "three-way": {"workers": 3, "cuts": "three-way"},
+    "microbatches": {"workers": 3, "microbatches": 4, "schedule": "1f1b", "shift": 1},
+}
+
+
+@functools.cache
+def subject(name: str, case: str = "gpt") -> Subject:
+    options = dict(BUILDS[name])
+    if "shift" in options:
+        options |= cuts(captured(case, options.get("microbatches", 1))[0], options["workers"], options.pop("shift"))
+    return subject_of(lowered(case, **options))
+
+
+@pytest.fixture(params=BUILDS, scope="module")
+def named(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def looked_at(named: str) -> Subject:
+    return subject(named)
+
+
+@pytest.fixture(scope="module")
+def found(looked_at: Subject) -> dict[str, Any]:
+    return facts(looked_at)
+
+
+def places(rows: list[list[Any]]) -> dict[int, tuple[float, int]]:
+    return {worker: (ms, nodes) for worker, ms, nodes in rows}
+
+
+def test_they_are_plain_json(found: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_modules_stand_behind_their_parents_and_hold_what_is_in_them(found: dict[str, Any]) -> None:
+    modules, nodes = found["modules"], found["nodes"]
+    column = {name: i for i, name in enumerate(nodes["columns"])}
+    own: list[dict[str, dict[int, list[float]]]] = [{"F": {}, "B": {}} for _ in modules]
+    for row in nodes["rows"]:
+        if row[column["phase"]]:
+            spent = own[row[column["module"]]][row[column["phase"]]].setdefault(row[column["worker"]], [0.0, 0])
+            spent[0] += row[column["ms"]]
+            spent[1] += 1
+    for number in reversed(range(len(modules))):
+        module = modules[number]
+        assert module["parent"] is None if number == 0 else module["parent"] < number
+        for phase, key in (("F", "forward"), ("B", "backward")):
+            expected = {worker: pytest.approx(tuple(spent)) for worker, spent in own[number][phase].items()}
+            assert places(module[key]) == expected
+            for worker, spent in own[number][phase].items() if number else ():
+                above = own[module["parent"]][phase].setdefault(worker, [0.0, 0])
+                above[0] += spent[0]
+                above[1] += spent[1]
+    assert modules[0]["nodes"] == sum(1 for row in nodes["rows"] if row[column["phase"]])
+    assert [m["name"] for m in modules if m["path"] is None] == ["(loss)"]
+
+
+def test_the_model_takes_what_its_workers_take(found: dict[str, Any]) -> None:
+    forward, backward = places(found["modules"][0]["forward"]), places(found["modules"][0]["backward"])
+    for worker in found["workers"]:
+        assert forward[worker["worker"]][0] == pytest.approx(worker["forward_ms"])
+        assert backward[worker["worker"]][0] == pytest.approx(worker["backward_ms"])
+
+
+def test_parameters_are_counted_once(looked_at: Subject, found: dict[str, Any]) -> None:
+    """The embedding is tied to the head: each has it, the model has it once."""
+    model = found["modules"][0]
+    assert model["parameters"] == len(looked_at.plan.parameters)
+    assert model["parameter_bytes"] == sum(p.tensor.bytes for p in looked_at.plan.parameters)
+    assert model["owners"] == sorted({p.owner for p in looked_at.plan.parameters})
+    tied = next(p for p in looked_at.plan.parameters if len(p.names) > 1)
+    for name in tied.names:
+        module = next(m for m in found["modules"] if m["path"] == name.rpartition(".")[0])
+        assert module["parameters"] >= 1
+        assert tied.owner in module["owners"]
+
+
+def test_edges_add_up_to_the_workers_traffic(looked_at: Subject, found: dict[str, Any]) -> None:
+    arriving, leaving = [0] * looked_at.plan.workers, [0] * looked_at.plan.workers
+    for edge in found["edges"]:
+        times = 1 if edge["kind"] == "weights" else looked_at.plan.microbatches
+        arriving[edge["dst"]] += times * edge["bytes"]
+        leaving[edge["src"]] += times * edge["bytes"]
+    assert arriving == [w["bytes_in"] for w in found["workers"]]
+    assert leaving == [w["bytes_out"] for w in found["workers"]]
+
+
+def test_replicas_have_their_edges(found: dict[str, Any]) -> None:
+    for worker in found["workers"]:
+        sent = [
+            n for e in found["edges"] if e["kind"] == "weights" and e["dst"] == worker["worker"] for n in e["names"]
+        ]
+        assert sorted(sent) == sorted(worker["replica_names"])
+
+
+def test_one_partition_is_the_builds_own(named: str, looked_at: Subject, found: dict[str, Any]) -> None:
+    (chosen,) = (p for p in found["partitions"] if p["chosen"])
+    pinned = "shift" in BUILDS[named]
+    assert chosen["mode"] == found["build"]["cuts"]
+    assert (chosen["mode"] == "pinned") is pinned
+    assert [p["mode"] for p in found["partitions"]][:3] == ["same", "bidirectional", "three-way"]
+    assert chosen["efficiency"] == found["build"]["efficiency"]
+    for partition in found["partitions"]:
+        assert partition["bottleneck_ms"] == pytest.approx(max(w["total_ms"] for w in partition["workers"]))
+        assert partition["efficiency"] == pytest.approx(partition["ideal_ms"] / partition["bottleneck_ms"])
+    slowest = [p["bottleneck_ms"] for p in found["partitions"][:3]]
+    assert slowest == sorted(slowest, reverse=True), "wider kinds of cuts hold the narrower ones"
+
+
+@pytest.mark.parametrize("mode", ["same", "bidirectional", "three-way"])
+def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
+    build = lowered("gpt", workers=3, cuts=mode)
+    chosen, plan = build.partitions[-1], build.plan
+    assert build.profile is not None
+    setting = Setting(plan.schedule, plan.policy, 1, build.links, optimizer_bytes=build.optimizer_bytes)
+    priced = of_cuts(
+        build.profile,
+        setting.workers(3),
+        chosen.forward,
+        chosen.backward,
+        chosen.weights,
+        recompute=chosen.recompute,
+        mode=mode,
+    )
+    assert dataclasses.replace(priced, lower_bound_ms=chosen.lower_bound_ms) == chosen
+
+
+def test_pinned_cuts_do_what_their_units_do(found: dict[str, Any], named: str) -> None:
+    (chosen,) = (p for p in found["partitions"] if p["chosen"])
+    for rank, load in enumerate(chosen["workers"]):
+        for kind, key in (("forward", "forward_ms"), ("backward", "backward_ms"), ("weights", "weight_ms")):
+            assert load[key] == pytest.approx(sum(u[key] for u in found["units"] if u[kind] == rank))
+
+
+def test_the_timeline_is_the_simulators(looked_at: Subject, found: dict[str, Any]) -> None:
+    recipe = recipe_of(looked_at, None, None)
+    assert recipe is not None
+    shown = found["timeline"]
+    run = simulate(recipe.schedule, scenario_of(looked_at, looked_at.links, looked_at.timings), shown["minibatches"])
+    assert shown["seconds"] == run.seconds
+    for worker, memory in enumerate(shown["memory"]):
+        assert max(memory["bytes"]) == run.peak_bytes[worker]
+        assert memory["bytes"][-1] == pytest.approx(
+            looked_at.workers[worker].memory_bytes
+            - looked_at.workers[worker].saved_bytes * looked_at.workers[worker].in_flight
+        )
+        assert memory["seconds"] == sorted(set(memory["seconds"]))
+        spans = [s for s in shown["spans"] if s[0] == worker]
+        assert sum(s[5] - s[4] for s in spans) == pytest.approx(run.busy[worker])
+        assert all(a[5] <= b[4] + 1e-12 for a, b in itertools.pairwise(spans))
+
+
+def test_so_much_of_the_timeline_as_a_page_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "SPANS", 40)
+    shown = facts(subject("planned"), compare=False)["timeline"]
+    assert shown["minibatches"] == 3
+    assert len(shown["spans"]) < 40
+
+
+def test_the_forecast_is_the_compiles(looked_at: Subject, found: dict[str, Any]) -> None:
+    from fxpipe.simulator.forecast import forecast
+
+    expected = forecast(looked_at)
+    assert found["forecast"]["milliseconds"] == 1e3 * expected.seconds_per_minibatch
+    assert found["forecast"]["bubble"] == expected.bubble
+    assert 1 - sum(found["forecast"]["busy"]) / looked_at.plan.workers == pytest.approx(expected.bubble)
+
+
+@pytest.mark.parametrize(("schedule", "policy"), [("async", "stash"), ("async", None), ("gpipe", None)])
+def test_another_schedule_and_policy(schedule: str, policy: str | None) -> None:
+    found = facts(subject("planned"), schedule=schedule, policy=policy)
+    named = found["grid"]["policy"]
+    assert named == (policy or {"async": "spectrain", "gpipe": "latest"}[schedule])
+    assert (found["forecast"]["schedule"], found["forecast"]["policy"]) == (schedule, named)
+    assert found["build"]["policy"] == "spectrain"
+    minibatches = 1 + max(int(cell[1:].split("@")[0]) for row in found["grid"]["rows"] for cell in row if cell != "..")
+    lines = sees(make_policy(named), make_schedule(schedule, 3), minibatches).splitlines()
+    assert [line.split()[2:] for line in lines] == found["grid"]["rows"]
+    (chosen,) = (p for p in found["partitions"] if p["chosen"])
+    assert chosen["mode"] == found["build"]["cuts"]
+
+
+def test_a_run_brings_its_own(looked_at: Subject) -> None:
+    run = {"schedule": "gpipe", "policy": "latest"}
+    found = facts(looked_at, run=run, compare=False)
+    assert (found["grid"]["schedule"], found["grid"]["policy"]) == ("gpipe", "latest")
+    assert found["run"] is run
+
+
+def test_a_policy_that_only_the_model_file_knows() -> None:
+    own = subject("planned")
+    strange = dataclasses.replace(own, plan=dataclasses.replace(own.plan, policy="mine+fast"))
+    found = facts(strange)
+    assert (found["forecast"], found["timeline"], found["partitions"], found["grid"]["rows"]) == (None, None, [], [])
+    assert len(found["edges"]) == len(facts(own, compare=False)["edges"])
+    assert facts(strange, policy="stash")["forecast"] is not None
+    with pytest.raises(PolicyError, match="no policy 'other'"):
+        facts(own, policy="other")
+
+
+def test_a_build_that_knows_less() -> None:
+    whole = subject("distinct")
+    older = dataclasses.replace(whole, nodes=None, profile=None)
+    found, full = facts(older), facts(whole)
+    assert found["nodes"] is None
+    assert found["partitions"] == []
+    assert [m["path"] for m in found["modules"]] == [m["path"] for m in full["modules"]]
+    assert [m["apart"] for m in found["modules"]] == [m["apart"] for m in full["modules"]]
+    assert all(ms is None for m in found["modules"] for _, ms, _ in m["forward"] + m["backward"])
+    assert found["workers"] == full["workers"]
+    bare = facts(dataclasses.replace(older, costs=None))
+    assert bare["forecast"] is None
+    assert bare["workers"][0]["memory_bytes"] is None
+    assert bare["workers"][0]["owned"] == full["workers"][0]["owned"]
+
+
+def test_units_cut_apart_are_counted() -> None:
+    shared, distinct = facts(subject("planned")), facts(subject("distinct"))
+    assert shared["build"]["cuts"] in ("same", "bidirectional")
+    apart = [u for u in distinct["units"] if not u["forward"] == u["backward"] == u["weights"]]
+    assert distinct["modules"][0]["apart"] == len(apart) > 0
+    same = facts(subject_of(lowered("gpt", workers=3, cuts="same")), compare=False)
+    assert same["modules"][0]["apart"] == 0
+
+
+def test_a_model_without_modules_and_its_own_code() -> None:
+    """What is not in a module is the model's; behind the last module it is the loss function's."""
+    import torch
+    from torch import nn
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.weight)
+
+    build = fxpipe.compile(
+        Plain(), lambda model, x: model(x).sum(), torch.ones(2, 4), workers=2, cost="analytic", cuts="same"
+    )
+    found = facts(subject_of(build))
+    assert [m["path"] for m in found["modules"]] == [""]
+    assert found["modules"][0]["parameters"] == 1

@@ -1,0 +1,118 @@
+"""`--trace`: the run stays what it was, and the file says what the summary says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe.errors import RunError
+from fxpipe.folder import read_plan
+from fxpipe.plan import Plan
+from fxpipe.runtime.launch import launch
+from fxpipe.runtime.local_run import run_local
+from fxpipe.runtime.options import RunOptions
+from fxpipe.trace import Event
+from fxpipe.trace.nesting import busy
+from fxpipe.trace.reader import Trace, read_trace
+
+MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "policy": "spectrain"}
+CLIPPED = {"microbatches": 2, "schedule": "1f1b", "forward": (0, 1, 2), "backward": (0, 1, 2)}
+STEPS = 12
+
+
+def spent(summary: dict[str, Any], rank: int) -> float:
+    """The seconds in which a worker was busy, by the summary."""
+    row = summary["workers"][rank]
+    return float(row["seconds"] - sum(row["spent"][kind] for kind in ("wait", "data", "other")))
+
+
+@pytest.fixture(params=[(MIXED, {}), (CLIPPED, {"clip_norm": 0.1})], ids=["async", "1f1b, clipped"])
+def runs(request: pytest.FixtureRequest, toy: Any, tmp_path: Path) -> Callable[[Any], tuple[Any, RunOptions]]:
+    """Runs a build with a trace, by `launch` or locally; the summary and what was asked for."""
+    built, more = request.param
+    folder = toy(**built).save(tmp_path / "build")
+    options = RunOptions(
+        str(folder), steps=STEPS, out=str(tmp_path / "out"), trace=str(tmp_path / "trace.json"), **more
+    )
+
+    def run(how: Any) -> tuple[Any, RunOptions]:
+        return (launch(options, read_plan(folder).workers) if how is launch else run_local(options)), options
+
+    return run
+
+
+@pytest.mark.multiproc
+def test_the_trace_says_what_the_summary_says(runs: Any, tmp_path: Path) -> None:
+    summary, options = runs(launch)
+    plain = launch(dataclasses.replace(options, trace=None, out=None), 3)
+    assert plain["losses"] == summary["losses"], "to the last bit"
+    trace = read_trace(tmp_path / "trace.json")
+    assert trace.problems == ()
+    assert (trace.workers, trace.minibatches) == (3, STEPS)
+    plan = read_plan(options.build)
+    assert trace.other["build"] == plan.digest == summary["build"]["digest"]
+    assert trace.other["seconds"] == pytest.approx(summary["workers"][0]["seconds"], rel=1e-6)
+    assert all(error < 50_000 for error in trace.other["clock_error_us"])
+    for rank, kinds in busy(trace).items():
+        mine = sum(seconds for kind, seconds in kinds.items() if kind not in ("wait", "data"))
+        assert mine == pytest.approx(spent(summary, rank), rel=0.01)
+        for kind, seconds in kinds.items():
+            assert seconds == pytest.approx(summary["workers"][rank]["spent"][kind], rel=0.01, abs=1e-5)
+    schedule = {(e.worker, e.kind, e.minibatch, e.microbatch) for e in trace.events if e.kind in ("F", "B")}
+    wanted = [(w, k, m, q) for w in range(3) for k in "FB" for m in range(STEPS) for q in range(plan.microbatches)]
+    assert schedule == set(wanted)
+    assert sum(e.kind in ("F", "B") for e in trace.events) == len(wanted)
+    said = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert said["trace"] == "../trace.json"
+
+    check_messages(trace, plan)
+
+
+def check_messages(trace: Trace, plan: Plan) -> None:
+    """Nothing is received before it is sent, by clocks that are aligned as well as the trace says."""
+    error = 1000 * max(trace.other["clock_error_us"])
+    sent: dict[tuple[Any, ...], Event] = {}
+    received: dict[tuple[Any, ...], list[Event]] = defaultdict(list)
+    for event in trace.events:
+        words = event.name.split()
+        if event.kind == "send" and words[1] != "version":
+            sent[words[1], int(words[-1]), event.minibatch, event.microbatch] = event
+        if event.kind == "receive" and words[1] != "version":
+            received[words[1], event.worker, event.minibatch, event.microbatch].append(event)
+    edges = {(edge.name, edge.dst) for edge in plan.edges}
+    assert {key[:2] for key in sent} == {key[:2] for key in received} == edges
+    assert sent.keys() == received.keys()
+    for key, (event,) in received.items():
+        assert event.end >= sent[key].begin - 2 * error, key
+
+
+def test_a_run_in_one_process_is_traced_too(runs: Any, tmp_path: Path) -> None:
+    summary, _ = runs(run_local)
+    trace = read_trace(tmp_path / "trace.json")
+    for rank, kinds in busy(trace).items():
+        mine = sum(seconds for kind, seconds in kinds.items() if kind not in ("wait", "data"))
+        assert mine == pytest.approx(spent(summary, rank), rel=0.01)
+    own = sorted((e for e in trace.events if e.kind in ("F", "B")), key=lambda e: e.begin)
+    assert all(a.end <= b.begin for a, b in pairwise(own)), "one process does one thing at a time"
+
+
+def test_without_the_option_nothing_is_kept(toy: Any, tmp_path: Path) -> None:
+    folder = toy().save(tmp_path / "build")
+    summary = run_local(RunOptions(str(folder), steps=2, out=str(tmp_path / "out")))
+    assert summary["trace"] is None
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metrics.jsonl", "model.safetensors", "run.json"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(toy: Any, tmp_path: Path) -> None:
+    folder = toy().save(tmp_path / "build")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        run_local(RunOptions(str(folder), steps=2, trace=str(tmp_path / "file" / "trace.json")))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["build", "file"] or (tmp_path / "model.py").exists()

@@ -1,0 +1,138 @@
+"""Own times never count twice, and add up to all the time there was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fxpipe.runtime import watch as watch_module
+from fxpipe.runtime.watch import Cause, Watch
+from fxpipe.schedule.action import Action
+from fxpipe.trace import KINDS
+
+SECOND = 10**9
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 5 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.now += round(seconds * SECOND)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(watch_module, "perf_counter_ns", made)
+    return made
+
+
+def spend(clock: Clock, watch: Watch) -> None:
+    """4 s of data; a forward of 7 s that waits for 2; a backward of 6 s, 3 of them its update, which predicts for 1."""
+    watch.at(Action("F", 0))
+    watch.open("data")
+    clock.pass_seconds(4)
+    watch.close()
+    clock.pass_seconds(0.5)
+    watch.open("F")
+    clock.pass_seconds(1)
+    watch.open("receive", Cause("activation", "x", 0))
+    watch.open("wait", Cause("activation", "x", 0))
+    clock.pass_seconds(2)
+    watch.close()
+    clock.pass_seconds(0.25)
+    watch.close()
+    clock.pass_seconds(3.75)
+    watch.close()
+    watch.at(Action("B", 0))
+    watch.open("B")
+    clock.pass_seconds(3)
+    watch.open("update")
+    watch.open("predict")
+    clock.pass_seconds(1)
+    watch.close()
+    clock.pass_seconds(2)
+    watch.close()
+    watch.close()
+
+
+def test_own_times(clock: Clock) -> None:
+    watch = Watch()
+    clock.pass_seconds(100)  # before the run
+    watch.begin()
+    spend(clock, watch)
+    clock.pass_seconds(1)
+    watch.end()
+    assert watch.elapsed == 18.5
+    assert watch.spent == {
+        "F": 4.75,
+        "B": 3.0,
+        "predict": 1.0,
+        "update": 2.0,
+        "send": 0.0,
+        "receive": 0.25,
+        "wait": 2.0,
+        "data": 4.0,
+        "other": 1.5,
+    }
+    assert watch.busy == 11.0
+    assert watch.seconds("wait", within="F") == 2.0
+    assert watch.seconds("wait", within="B") == 0.0
+    assert watch.seconds("B", "update", "predict", within="B") == 6.0
+    assert watch.waits == [{"what": "activation", "from": 0, "seconds": 2.0}]
+    assert watch.fill == 2.0
+    assert (watch.count("F"), watch.count("B"), watch.count("update")) == (1, 1, 1)
+
+
+def test_only_the_waits_before_the_first_forward_fill(clock: Clock) -> None:
+    watch = Watch()
+    for _ in range(3):
+        watch.open("F")
+        watch.open("wait", Cause("activation", "x", 0))
+        clock.pass_seconds(1)
+        watch.close()
+        watch.close()
+    assert watch.fill == 1.0
+    assert watch.seconds("wait") == 3.0
+
+
+def test_the_status_counts_what_is_open(clock: Clock) -> None:
+    watch = Watch()
+    watch.open("F")
+    clock.pass_seconds(1)
+    watch.close()
+    watch.open("F")
+    clock.pass_seconds(2)
+    assert watch.status == (3 * SECOND, 3 * SECOND, 0, 1)
+    watch.open("wait")
+    clock.pass_seconds(4)
+    assert watch.status == (7 * SECOND, 3 * SECOND, 4 * SECOND, 1)
+    watch.close()
+    watch.close()
+    assert watch.status == (7 * SECOND, 3 * SECOND, 4 * SECOND, 2)
+
+
+def test_spans_are_kept_when_asked_for(clock: Clock) -> None:
+    watch = Watch()
+    spend(clock, watch)
+    assert len(watch.spans.kinds) == 0
+    watch.record()
+    watch.begin()
+    begin = clock.now
+    spend(clock, watch)
+    spans = watch.spans
+    kinds = [KINDS[kind] for kind in spans.kinds]
+    assert kinds == ["data", "wait", "receive", "F", "predict", "update", "B"]
+    causes = list(spans.table)
+    assert [causes[c] for c in spans.causes][:3] == [None, Cause("activation", "x", 0), Cause("activation", "x", 0)]
+    forward = kinds.index("F")
+    assert (spans.begins[forward] - begin, spans.ends[forward] - begin) == (4.5 * SECOND, 11.5 * SECOND)
+    watch.begin()
+    assert len(watch.spans.kinds) == 0

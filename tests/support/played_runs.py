@@ -1,0 +1,124 @@
+"""Runs that are played, not run: what a pipeline with a known fault leaves in `run.json`."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxpipe.schedule import make
+from fxpipe.schedule.action import Action
+from fxpipe.time_losses import time_losses
+
+
+@dataclass(frozen=True)
+class Played:
+    """A pipeline to play: milliseconds by worker; `link` is what a message between k and k + 1 takes."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    link: tuple[float, ...] = ()
+    data: float = 0.0
+    update: float = 0.0
+    send: tuple[float, ...] = ()
+    predict: tuple[float, ...] = ()
+    schedule: str = "async"
+    microbatches: int = 1
+    steps: int = 200
+    jitter: float = 0.0
+    """An action takes at most so many times longer, now and then."""
+
+
+def play(case: Played) -> tuple[list[dict[str, Any]], float]:
+    """The workers' rows as `run.json` has them, and the run's seconds."""
+    n = len(case.forward)
+    link, send = case.link or (0.0,) * n, case.send or (0.0,) * n
+    predict = case.predict or (0.0,) * n
+    schedule = make(case.schedule, n, case.microbatches)
+    queues = [list(schedule.until(k, case.steps)) for k in range(n)]
+    place, clock = [0] * n, [0.0] * n
+    spent: list[dict[str, float]] = [defaultdict(float) for _ in range(n)]
+    waits: list[dict[tuple[str, int], float]] = [defaultdict(float) for _ in range(n)]
+    fill = [0.0] * n
+    sent: dict[tuple[int, Action], float] = {}
+    dice = random.Random(0)
+    progress = True
+    while progress:
+        progress = False
+        for k in range(n):
+            while place[k] < len(queues[k]):
+                action = queues[k][place[k]]
+                source = k - 1 if action.phase == "F" else k + 1
+                waited = 0.0
+                if 0 <= source < n:
+                    if (source, action) not in sent:
+                        break
+                    waited = max(sent[source, action] + link[min(k, source)] - clock[k], 0.0)
+                    what = "activation" if action.phase == "F" else "gradient"
+                    waits[k][what, source] += waited
+                    if not place[k]:
+                        fill[k] = waited
+                    clock[k] += waited
+                    spent[k]["wait"] += waited
+                does = {action.phase: case.forward[k] if action.phase == "F" else case.backward[k]}
+                if k == 0 and action.phase == "F":
+                    does["data"] = case.data
+                if action.phase == "F":
+                    does["predict"] = predict[k]
+                if action.phase == "B" and action.microbatch == case.microbatches - 1:
+                    does["update"] = case.update
+                does["send"] = send[k]
+                if case.jitter and dice.random() < 0.2:
+                    does[action.phase] *= 1 + case.jitter * dice.random()
+                for kind, duration in does.items():
+                    spent[k][kind] += duration
+                    clock[k] += duration
+                sent[k, action] = clock[k]
+                place[k] += 1
+                progress = True
+    assert all(place[k] == len(queues[k]) for k in range(n)), "the schedule hangs"
+    rows = [
+        {
+            "rank": k,
+            "seconds": clock[k] / 1e3,
+            "spent": {kind: value / 1e3 for kind, value in spent[k].items()},
+            "waits": [{"what": w, "from": s, "seconds": t / 1e3} for (w, s), t in waits[k].items()],
+            "fill": fill[k] / 1e3,
+        }
+        for k in range(n)
+    ]
+    return rows, max(clock) / 1e3
+
+
+def planned(case: Played) -> dict[str, Any]:
+    """What a forecast says of it: times, and the bubble of the steady state."""
+    few, many = (play(replace(case, steps=steps))[1] for steps in (20, 50))
+    step = (many - few) / 30
+    update = 1e3 * case.update
+    work = [case.microbatches * (f + b) + case.update for f, b in zip(case.forward, case.backward, strict=True)]
+    bubble = 1 - sum(work) / len(work) / 1e3 / step
+    rows = [
+        {"forward_ms": f, "backward_ms": b, "update_ms": update / 1e3}
+        for f, b in zip(case.forward, case.backward, strict=True)
+    ]
+    return {"bubble": bubble, "samples_per_second": 1 / step, "workers": rows}
+
+
+def losses(case: Played, plan: Played | None = None, **options: Any) -> list[dict[str, Any]]:
+    rows, seconds = play(case)
+    forecast = None if plan is None else planned(plan)
+    return time_losses(rows, forecast, seconds, case.steps, case.microbatches, **options)
+
+
+EVEN = Played((2.0, 2.0), (4.0, 4.0))
+FOUR = Played((2.0,) * 4, (4.0,) * 4)
+
+
+def texts(found: Sequence[dict[str, Any]]) -> list[str]:
+    return [row["text"] for row in found]
+
+
+def row(rank: int, **spent: float) -> dict[str, Any]:
+    return {"rank": rank, "seconds": 10.0, "spent": spent, "waits": [], "fill": 0.0}
