@@ -182,7 +182,7 @@ class DistTransport(Transport):
         self._sent_weights.append((self._now, pending))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
-        return self._wait(("weights", owner, version, ahead), Cause("weights", f"version {version}", owner))
+        return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
         numbers = torch.empty(count, dtype=torch.float64)

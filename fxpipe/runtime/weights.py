@@ -267,7 +267,7 @@ class WeightStore:
             assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
             of_all = self._unread.of(owner, version)[ahead].message.names
             watch = self.transport.watch
-            watch.open("receive", Cause("weights", f"version {version}", owner))
+            watch.open("receive", Cause("weights", "weights", owner))
             block = self.transport.recv_weights(owner, version, ahead)
             self._copies[key] = dict(zip(of_all, self._pack(of_all).unpack(block), strict=True))
             watch.close()
@@ -316,7 +316,7 @@ class WeightStore:
             start, stop = self._unread.start, self._unread.stop
             for message in self.demand.messages(self.worker, reader, self.version, start, stop):
                 tensors = self._predict(message.names, message.ahead)
-                watch.open("send", Cause("weights", f"version {message.version}", reader))
+                watch.open("send", Cause("weights", "weights", reader))
                 block = self._pack(message.names).pack([tensors[name] for name in message.names])
                 self.transport.send_weights(reader, message.version, message.ahead, block)
                 watch.close()

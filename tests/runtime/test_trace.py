@@ -82,9 +82,9 @@ def check_messages(trace: Trace, plan: Plan) -> None:
     received: dict[tuple[Any, ...], list[Event]] = defaultdict(list)
     for event in trace.events:
         words = event.name.split()
-        if event.kind == "send" and words[1] != "version":
+        if event.kind == "send" and words[1] != "weights":
             sent[words[1], int(words[-1]), event.minibatch, event.microbatch] = event
-        if event.kind == "receive" and words[1] != "version":
+        if event.kind == "receive" and words[1] != "weights":
             received[words[1], event.worker, event.minibatch, event.microbatch].append(event)
     edges = {(edge.name, edge.dst) for edge in plan.edges}
     assert {key[:2] for key in sent} == {key[:2] for key in received} == edges
