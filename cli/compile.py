@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
-from fxpipe.cli.output import emit_json, note, print_table, size, warn, working
+from fxpipe.cli.output import emit_json, note, plain, print_table, size, warn, working
 from fxpipe.cli.policy_option import policy_option
 
 from fxpipe.backend import BACKENDS
@@ -187,7 +187,7 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
     if agreement is not None:
         name, error = agreement.worst_gradient
         click.echo(
-            f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({name}), "
+            f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
         )
     click.echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")

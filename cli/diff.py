@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from fxpipe.cli.output import emit_json, size
+from fxpipe.cli.output import emit_json, plain_lines, size
 
 Json = dict[str, Any]
 
@@ -32,6 +32,13 @@ COLUMNS = {
 }
 """What the table of workers has, by its name in the facts."""
 
+LINKS = {
+    "bandwidth": ("bandwidth of the links", "GB/s", 1e-9),
+    "latency": ("latency of the links", "µs", 1e6),
+    "copy": ("copying of messages", "ns a byte", 1e9),
+}
+"""What links are, by its name in the facts: how it is called, its unit, and that unit's share of the fact's."""
+
 
 @click.command("diff")
 @click.argument("first", metavar="BUILD1", type=click.Path())
@@ -54,7 +61,7 @@ def diff_command(first: str, second: str, as_json: bool) -> int:
     if as_json:
         emit_json(found)
     else:
-        click.echo(describe(found), nl=False)
+        click.echo(plain_lines(describe(found)), nl=False)
     return 0
 
 
@@ -80,9 +87,13 @@ def describe(found: Json) -> str:
 
 
 def _setting_lines(found: Json) -> Iterator[str]:
-    rows: list[tuple[str, Any, Any]] = [
-        (row["name"].replace("_", " "), row["first"], row["second"]) for row in found["settings"]
-    ]
+    rows: list[tuple[str, Any, Any]] = []
+    for row in found["settings"]:
+        if row["name"] == "links":
+            rows += _link_rows(row["first"], row["second"])
+        else:
+            name, write = _WRITTEN.get(row["name"], (row["name"].replace("_", " "), _said))
+            rows.append((name, write(row["first"]), write(row["second"])))
     for worker in found["workers"]:
         if worker["first"] and worker["second"] and "engines" in worker["changed"]:
             one, two = (", ".join(worker[side]["engines"]) for side in ("first", "second"))
@@ -90,6 +101,24 @@ def _setting_lines(found: Json) -> Iterator[str]:
     width = max((len(name) for name, *_ in rows), default=0)
     for name, one, two in rows:
         yield f"  {name:<{width}}  {_said(one)} → {_said(two)}"
+
+
+def _link_rows(one: Json, two: Json) -> Iterator[tuple[str, str, str]]:
+    """Bandwidth, latency, copying: what differs of it."""
+    for name, (title, unit, factor) in LINKS.items():
+        if one[name] != two[name]:
+            yield title, _link_text(one[name], unit, factor), _link_text(two[name], unit, factor)
+
+
+def _link_text(value: Any, unit: str, factor: float) -> str:
+    """`3 GB/s`; of a matrix the smallest and the largest entry between two workers."""
+    if not isinstance(value, list):
+        return f"{float(value) * factor:.4g} {unit}"
+    numbers = [float(v) * factor for i, row in enumerate(value) for j, v in enumerate(row) if i != j]
+    if not numbers:
+        return "none"
+    least, most = min(numbers), max(numbers)
+    return f"{least:.4g} {unit}" if least == most else f"{least:.4g} to {most:.4g} {unit} by pair"
 
 
 def _moved_lines(found: Json) -> Iterator[str]:
@@ -165,7 +194,15 @@ def _resized(pairs: Sequence[Json]) -> Iterator[tuple[str, str]]:
         one, two = (size(sum(edge["bytes"] for edge in edges)) for edges in (before, now))
         sizes = f"{one} → {two}" if one != two else f"{one} as before"
         names = [_carried(edges) for edges in (before, now)]
+        types = [dict.fromkeys(_type(edge) for edge in edges) for edges in (before, now)]
+        if types[0] != types[1]:
+            sizes += f", {_some(list(types[0]), NAMED)} → {_some(list(types[1]), NAMED)}"
         yield f"    ± {way}: ", f"{' → '.join(dict.fromkeys(names))} ({sizes})"
+
+
+def _type(edge: Json) -> str:
+    """`float32[4, 8]`."""
+    return f"{edge['dtype']}[{', '.join(map(str, edge['shape']))}]" if edge["kind"] != "weights" else edge["dtype"]
 
 
 def _carried(edges: Sequence[Json]) -> str:
@@ -239,6 +276,17 @@ def _number(value: float) -> str:
 
 def _said(value: Any) -> str:
     return "none" if value is None else str(value)
+
+
+def _speeds(speeds: Sequence[float]) -> str:
+    return ", ".join(f"{speed:g}" for speed in speeds) or "all equal"
+
+
+_WRITTEN: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "speeds": ("speeds of the workers", _speeds),
+    "optimizer_bytes": ("optimizer state", lambda share: f"{share:.3g} times the weights"),
+}
+"""Settings that are not written as they are."""
 
 
 def _some(names: Sequence[str], most: int = 20) -> str:

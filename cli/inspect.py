@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
-from fxpipe.cli.output import emit_json, note, stdout_console, warn, working
+from fxpipe.cli.output import emit_json, note, plain_lines, stdout_console, warn, working
 from fxpipe.cli.policy_option import policy_option
 
 from fxpipe.errors import BuildError
@@ -74,7 +74,8 @@ def inspect_command(
     the step is compiled first, in memory, with the options of `fxpipe compile`; nothing is written.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
-    forward of minibatch 3 with the weights after 1 update, predicted 2 further.
+    forward of minibatch 3 with the weights after 1 update, predicted 2 further. A model file is compiled for them, and
+    this comes behind all else.
 
     \b
     fxpipe inspect build/
@@ -85,12 +86,14 @@ def inspect_command(
     fxpipe inspect build/ --run run/ --html report.html
     fxpipe inspect examples/gpt.py -n 4 --cost analytic
     """
-    from fxpipe.inspection.facts import facts
+    from fxpipe.inspection.facts import facts, value_facts
 
     views = {"--stage": stage, "--node": node, "--after": after}
-    given = [option for option, value in views.items() if value is not None]
+    given = [option for option, value in {**views, "--html": html}.items() if value is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} show different things: give one of them")
+    if run is not None and (stage is not None or after is not None):
+        raise click.UsageError(f"a run has nothing to do with {given[0]}: leave --run out")
     is_model = target.endswith(".py")
     if not is_model:
         _refuse_model_options(context, target)
@@ -107,6 +110,9 @@ def inspect_command(
         _print_stage(subject, stage, as_json)
         return 0
     found_run = None if run is None else _read_run(Path(run), subject)
+    if node is not None:
+        _print_node(value_facts(subject, schedule, policy, found_run), node, as_json)
+        return 0
     compare = as_json or html is not None
     with working("inspecting") as say:
         say("planning other cuts" if compare else "simulating")
@@ -120,15 +126,11 @@ def inspect_command(
         for problem in found_run["problems"] if found_run else ():
             warn(problem)
         note(f"wrote {html}")
-    if node is not None:
-        from fxpipe.inspection.value_text import describe
-        from fxpipe.inspection.values import trace
-
-        emit_json(trace(found, node)) if as_json else click.echo(describe(found, node).rstrip("\n"))
-    elif as_json:
+    if as_json:
         emit_json(found)
     elif html is None:
-        _print(found, schedule is not None or policy is not None, depth, edges)
+        grid = schedule is not None or policy is not None
+        _print(found, is_model or not grid, grid, depth, edges)
     return 0
 
 
@@ -199,16 +201,28 @@ def _read_run(folder: Path, subject: Subject) -> dict[str, Any]:
     return found
 
 
-def _print(found: dict[str, Any], grid: bool, depth: int | None, edges: bool) -> None:
+def _print(found: dict[str, Any], overview: bool, grid: bool, depth: int | None, edges: bool) -> None:
     console = stdout_console()
+    if overview:
+        from fxpipe.cli.terminal.overview import print_overview
+
+        print_overview(found, console, depth, edges)
+    if overview and grid:
+        console.print()
     if grid:
         from fxpipe.cli.terminal.version_grid import print_grid
 
         print_grid(found["grid"], console)
-    else:
-        from fxpipe.cli.terminal.overview import print_overview
 
-        print_overview(found, console, depth, edges)
+
+def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:
+    from fxpipe.inspection.value_text import describe
+    from fxpipe.inspection.values import trace
+
+    if as_json:
+        emit_json(trace(found, name))
+    else:
+        click.echo(plain_lines(describe(found, name)), nl=False)
 
 
 def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
@@ -222,7 +236,7 @@ def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
     if as_json:
         emit_json({"stage": stage, "file": file, "edited": edited, "source": source})
     else:
-        print_stage(source, file)
+        print_stage(source)
 
 
 def _print_after(target: Path, name: str, wanted: ModelOptions, is_model: bool, as_json: bool) -> None:

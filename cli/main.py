@@ -30,7 +30,6 @@ def cli() -> None:
     fxpipe compile model.py -n 2 -o build/     cut the training step into two stages
     fxpipe inspect build/                      see what runs where and what crosses
     fxpipe run build/ --steps 500              train it, one process a stage
-    fxpipe inspect build/                      what runs where, what crosses, what waits
 
     model.py is plain PyTorch with three functions: model(), loss(model, batch) and train_data().
     """

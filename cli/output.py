@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 import threading
@@ -25,6 +26,8 @@ __all__ = [
     "Times",
     "emit_json",
     "note",
+    "plain",
+    "plain_lines",
     "print_columns",
     "print_table",
     "print_text",
@@ -36,6 +39,8 @@ __all__ = [
     "working",
 ]
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 QUIET = 1.0
 """Seconds between two lines of progress in a pipe."""
 
@@ -46,12 +51,22 @@ def emit_json(data: Any) -> None:
 
 
 def warn(message: str) -> None:
-    click.echo(click.style("warning: ", fg="yellow") + message, err=True)
+    click.echo(click.style("warning: ", fg="yellow") + plain_lines(message), err=True)
 
 
 def note(message: str) -> None:
     """A line of progress."""
-    click.echo(message, err=True)
+    click.echo(plain_lines(message), err=True)
+
+
+def plain(text: str) -> str:
+    """A text of one line without control characters: names are the user's, and a terminal would obey them."""
+    return text if text.isprintable() else _CONTROL.sub("", text)
+
+
+def plain_lines(text: str) -> str:
+    """As `plain`, line by line."""
+    return "\n".join(map(plain, text.split("\n")))
 
 
 @contextmanager
@@ -61,11 +76,12 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     Gives a function that is told what is being done.
     """
     from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True)
     if sys.stderr.isatty():
-        with console.status(what) as status:
-            yield status.update
+        console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+        with console.status(Text(what)) as status:
+            yield lambda text: status.update(Text(plain(text)))
         return
     last = time.monotonic()
     waiting: threading.Timer | None = None
@@ -96,14 +112,16 @@ def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> Non
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i < left else "right", overflow="fold")
+        table.add_column(Text(plain(header)), justify="left" if i < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(plain(cell)) for cell in row))
     width = Console().width if sys.stdout.isatty() else 0
-    Console(width=max(width, 160)).print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
+    console = Console(width=max(width, 160), highlight=False, emoji=False, markup=False)
+    console.print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
 
 
 @dataclass
@@ -128,7 +146,7 @@ class Column:
         """Characters of the widest cell."""
         from rich.cells import cell_len
 
-        texts = (cell if isinstance(cell, str) else cell.plain for cell in self.cells)
+        texts = (plain(cell) if isinstance(cell, str) else cell.plain for cell in self.cells)
         return max([cell_len(self.header), *map(cell_len, texts)])
 
 
@@ -183,7 +201,7 @@ def shortened(cell: Text | str, width: int) -> Text:
     """A cell in so many characters: the middle of what is longer becomes `…`."""
     from rich.text import Text
 
-    text = Text(cell) if isinstance(cell, str) else cell
+    text = Text(plain(cell)) if isinstance(cell, str) else cell
     over = text.cell_len - width
     if over <= 0:
         return text
@@ -200,8 +218,10 @@ def stdout_console() -> Console:
 
 def print_text(console: Console, text: str, style: str = "") -> None:
     """Prose, broken between words where the width ends."""
-    for line in textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False):
-        console.print(line, style=style, no_wrap=True, crop=False, overflow="ignore")
+    from rich.text import Text
+
+    for line in textwrap.wrap(plain_lines(text), console.width, break_long_words=False, break_on_hyphens=False):
+        console.print(Text(line), style=style, no_wrap=True, crop=False, overflow="ignore")
 
 
 class Times:

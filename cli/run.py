@@ -231,7 +231,7 @@ def _print(summary: dict[str, Any]) -> None:
     from fxpipe.runtime.staleness import staleness_file
 
     losses = summary["losses"]
-    tail = losses[-min(len(losses), 20) :]
+    tail = losses[-min(max(len(losses) // 4, 1), 20) :]
     click.echo(
         f"{summary['steps']} steps in {summary['seconds']:.1f} s · {summary['samples_per_second']:.1f} samples/s · "
         f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
@@ -283,10 +283,10 @@ def _print_time(summary: dict[str, Any]) -> None:
         return
     text = f"bubble {100 * summary['bubble']:.0f} %"
     if summary["forecast"] is not None:
-        text += (
-            f" (forecast {100 * summary['forecast']['bubble']:.0f} %) · {100 * summary['efficiency']:.0f} % of the "
-            f"forecast's {summary['forecast']['samples_per_second']:.1f} samples/s"
-        )
+        text += f" (forecast {100 * summary['forecast']['bubble']:.0f} %)"
+    if summary["efficiency"] is not None:
+        forecast = summary["forecast"]["samples_per_second"]
+        text += f" · {100 * summary['efficiency']:.0f} % of the forecast's {forecast:.1f} samples/s"
     click.echo(text)
     for loss in summary["time_losses"]:
         click.echo(f"lost     {loss['text']}")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,17 +62,19 @@ class ProgramTable:
     Attributes:
         sends: the row in which each edge of the plan is sent, by the edge's name.
         gradients: the row that makes each trained parameter's gradient, by the name of the parameter's row.
+        names: what the model calls a placeholder, by the name of its row: of a tied parameter several.
     """
 
     rows: tuple[Row, ...] = field(repr=False)
     sends: Mapping[str, int] = field(default_factory=dict, repr=False)
     gradients: Mapping[str, int] = field(default_factory=dict, repr=False)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
         """Stable text, a line a row; `from_json` reads it back to an equal table."""
         head = {"format": FORMAT, "columns": list(Row._fields)}
         rows = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in self.rows)
-        tail = {"sends": dict(self.sends), "gradients": dict(self.gradients)}
+        tail = {"sends": dict(self.sends), "gradients": dict(self.gradients), "names": dict(self.names)}
         more = json.dumps(tail, ensure_ascii=False, separators=(",", ":"))[1:]
         return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n], {more}\n'
 
@@ -88,7 +90,8 @@ class ProgramTable:
             if (body["format"], body["columns"]) != (FORMAT, list(Row._fields)):
                 raise ValueError(f"format {body['format']} is not {FORMAT}, or its columns are others")
             rows = tuple(Row._make([*row[:-1], tuple(row[-1])]) for row in body["rows"])
-            return ProgramTable(rows, dict(body["sends"]), dict(body["gradients"]))
+            names = {row: tuple(found) for row, found in body.get("names", {}).items()}
+            return ProgramTable(rows, dict(body["sends"]), dict(body["gradients"]), names)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             hint = "compile again, or delete it: a run does not need it"
             raise BuildError(f"{PROGRAM} cannot be read: {error!r}", where=where, hint=hint) from error
@@ -98,7 +101,8 @@ def table_of(program: Program, plan: Plan) -> ProgramTable:
     """The rows of a program that has been through every pass, and its plan's owners and homes."""
     from fxpipe.wire import is_send
 
-    placeholders = {row.name: row for row in _placeholders(program, plan)}
+    names = _names(program)
+    placeholders = {row.name: row for row in _placeholders(program, plan, names)}
     numbers: dict[fx.Node, int] = {}
     rows: list[Row] = []
     sends: dict[str, int] = {}
@@ -113,7 +117,7 @@ def table_of(program: Program, plan: Plan) -> ProgramTable:
             sends[program.wires[node.name].name] = len(rows)
         rows.append(_call(node, tuple(numbers[n] for n in node.all_input_nodes)))
     gradients = {parameter: numbers[made] for parameter, made in program.gradients().items()}
-    return ProgramTable(tuple(rows), sends, gradients)
+    return ProgramTable(tuple(rows), sends, gradients, names)
 
 
 def _call(node: fx.Node, inputs: tuple[int, ...]) -> Row:
@@ -152,22 +156,29 @@ def _op(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _placeholders(program: Program, plan: Plan) -> Iterator[Row]:
+def _names(program: Program) -> dict[str, tuple[str, ...]]:
+    """What the model calls its parameters, buffers and inputs, by their nodes."""
+    found = {p.node: p.names for p in program.parameters}
+    found |= {b.node: b.names for b in program.buffers}
+    return found | {b.node: (b.leaf.name,) for b in program.batch if b.node is not None}
+
+
+def _placeholders(program: Program, plan: Plan, names: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
     from fxpipe.printer import type_text
     from fxpipe.program import size_of
 
     owners = {p.name: p.owner for p in plan.parameters}
     homes = {b.name: b.home if b.home is not None else b.workers[0] for b in plan.buffers}
-    found: list[tuple[str, str, Iterable[str], int]] = []
-    found += [(p.node, "parameter", p.names, owners[p.names[0]]) for p in program.parameters]
-    found += [(b.node, "buffer", b.names, homes[b.names[0]]) for b in program.buffers]
-    found += [(b.node, "input", (b.leaf.name,), 0) for b in program.batch if b.node is not None]
+    found: list[tuple[str, str, int]] = []
+    found += [(p.node, "parameter", owners[p.names[0]]) for p in program.parameters]
+    found += [(b.node, "buffer", homes[b.names[0]]) for b in program.buffers]
+    found += [(b.node, "input", 0) for b in program.batch if b.node is not None]
     nodes = program.placeholders
-    for name, op, names, worker in found:
+    for name, op, worker in found:
         example = nodes[name].meta["val"]
-        first = next(iter(names))
+        first = names[name][0]
         module = "" if op == "input" else first.rpartition(".")[0]
         yield Row(
             name, None, module, op, type_text(example), size_of(example), None, worker, None, False, None,
-            ", ".join(names), (),
+            ", ".join(names[name]), (),
         )  # fmt: skip

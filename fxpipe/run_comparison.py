@@ -30,8 +30,10 @@ def compare(first: Json, second: Json) -> Json:
     """Two runs, as `fxpipe.run_folder.read_run` reads them, in one dict of plain JSON. Lists of two are of both runs.
 
     settings     those that differ: {name: [·, ·]}
-    speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median
-    loss         {at_steps: [{step, raw, smoothed}], at_seconds: [{seconds, step, raw, smoothed}], final}
+    speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median,
+                 bubble is what workers wait, feed data or pause
+    loss         {at_steps: [{step, raw, smoothed}], at_seconds: [{seconds, step, raw, smoothed}], final};
+                 both are None where the loss is not finite
     evaluation   {metric: [·, ·]}
     workers      [{worker, busy, seconds, spent: {kind: shares of the worker's time}}]
     staleness    [{worker, group, stale, ahead, rmse, rms}]: means over the run
@@ -126,13 +128,22 @@ def _losses(runs: Sequence[Json]) -> Json:
 
 
 def _both(runs: Sequence[Json], places: Sequence[int]) -> dict[str, Pair]:
-    """The losses at these places of both runs' metrics, as they are and smoothed."""
+    """The losses at these places of both runs' metrics, as they are and smoothed; None where they are not finite."""
     pairs: dict[str, Pair] = {"raw": [], "smoothed": []}
     for run, place in zip(runs, places, strict=True):
         tail = [loss for loss in run["metrics"]["loss"][max(place + 1 - SMOOTH, 0) : place + 1] if loss is not None]
-        pairs["raw"].append(run["metrics"]["loss"][place] if place >= 0 else None)
-        pairs["smoothed"].append(sum(tail) / len(tail) if tail else None)
+        raw = run["metrics"]["loss"][place] if place >= 0 else None
+        pairs["raw"].append(raw)
+        pairs["smoothed"].append(sum(tail) / len(tail) if raw is not None else None)
     return pairs
+
+
+def _diverged(run: Json) -> int | None:
+    """The step from which on no loss of a run is finite; None where the last one is."""
+    first = None
+    for step, loss in zip(run["metrics"]["step"], run["metrics"]["loss"], strict=True):
+        first = None if loss is not None else int(step) if first is None else first
+    return first
 
 
 def _evaluations(runs: Sequence[Json]) -> dict[str, Pair]:
@@ -185,8 +196,12 @@ def _verdict(runs: Sequence[Json], found: Json) -> list[str]:
             f"Run {fast + 1} is {ratio:.2f} times as fast ({rates[fast]:.1f} samples/s against {rates[1 - fast]:.1f})"
             f"{': ' + why if why else ''}."
         )
+    diverged = [_diverged(run) for run in runs]
+    for number, step in enumerate(diverged, start=1):
+        if step is not None:
+            said.append(f"Run {number}'s loss is not finite from step {step} on.")
     last = found["loss"]["at_seconds"][-1:]
-    if last and None not in last[0]["smoothed"]:
+    if last and diverged == [None, None] and None not in last[0]["smoothed"]:
         losses = last[0]["smoothed"]
         better = int(losses[1] < losses[0])
         if abs(losses[0] - losses[1]) > 1e-3 * max(map(abs, losses)):

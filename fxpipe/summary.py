@@ -70,7 +70,7 @@ def summarize(
         key = (record.worker or 0, "W" if record.weight else record.phase)
         seconds[key] = seconds.get(key, 0.0) + (record.seconds or 0.0)
     sizes = {p.name: p.tensor.bytes for p in plan.parameters}
-    traffic = _Traffic(plan, demand, sizes)
+    traffic = Traffic(plan, demand)
     rows = []
     for rank, stage in enumerate(plan.stages):
         owned = [p.name for p in plan.owned(rank)]
@@ -84,7 +84,7 @@ def summarize(
                 forward_units=stage.forward_units,
                 backward_units=stage.backward_units,
                 weight_units=stage.weight_units,
-                begins=(_name(plan, stage.forward_units), _name(plan, stage.backward_units)),
+                begins=(begin(plan, stage.forward_units), begin(plan, stage.backward_units)),
                 forward_ms=seconds.get((rank, "F"), 0.0) * 1e3,
                 backward_ms=seconds.get((rank, "B"), 0.0) * 1e3,
                 weight_ms=seconds.get((rank, "W"), 0.0) * 1e3,
@@ -97,32 +97,47 @@ def summarize(
                 bytes_out=traffic.leaving[rank],
                 saved_bytes=saved,
                 in_flight=in_flight[rank],
-                memory_bytes=2 * owned_bytes + replica_bytes + saved * in_flight[rank],
+                memory_bytes=held_bytes(owned_bytes, replica_bytes, saved, in_flight[rank]),
             )
         )
     return rows
 
 
-class _Traffic:
-    """Bytes that every worker receives and sends for one minibatch, in the steady state."""
+def held_bytes(owned: int, replicas: int, saved: int, in_flight: int) -> int:
+    """`WorkerSummary.memory_bytes`, from the bytes of its parts: owned weights have gradients, too."""
+    return 2 * owned + replicas + saved * in_flight
 
-    def __init__(self, plan: Plan, demand: Demand, sizes: dict[str, int]) -> None:
+
+class Traffic:
+    """Bytes that every worker receives and sends for one minibatch, in the steady state.
+
+    Attributes:
+        arriving, leaving: by worker.
+        weights: what an owner sends a reader after an update, by (owner, reader).
+    """
+
+    def __init__(self, plan: Plan, demand: Demand) -> None:
+        sizes = {p.name: p.tensor.bytes for p in plan.parameters}
         self.arriving = [0] * plan.workers
         self.leaving = [0] * plan.workers
+        self.weights: dict[tuple[int, int], int] = {}
         for edge in plan.edges:
             self._add(edge.src, edge.dst, edge.tensor.bytes * plan.microbatches)
         steady = 4 * plan.workers  # a version that no warm-up reads
         for owner in range(plan.workers):
             for reader in demand.readers(owner):
-                for message in demand.messages(owner, reader, steady, 0, None):
-                    self._add(owner, reader, sum(sizes[name] for name in message.names))
+                messages = demand.messages(owner, reader, steady, 0, None)
+                sent = sum(sizes[name] for message in messages for name in message.names)
+                self.weights[owner, reader] = sent
+                self._add(owner, reader, sent)
 
     def _add(self, source: int, target: int, count: int) -> None:
         self.leaving[source] += count
         self.arriving[target] += count
 
 
-def _name(plan: Plan, bounds: tuple[int, int]) -> str:
+def begin(plan: Plan, bounds: tuple[int, int]) -> str:
+    """The module in which a span of units begins."""
     return unit_name(plan.units[bounds[0]]) if bounds[0] < bounds[1] else "nothing"
 
 

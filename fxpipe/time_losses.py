@@ -1,17 +1,17 @@
 """Where a run lost its time, in words that name the cause: the end of `fxpipe run`, `fxpipe compare`, the report.
 
-A worker's run is what it computes, what it does besides (data, prediction, messages), and what it waits. What it
-computes beyond the plan, what it does besides, and what it waits is lost. `fxpipe.wait_causes` tells why it waits.
+A worker's run is its forwards, backwards and updates, what it does besides (data, receiving), and what it waits. What
+the first take beyond the plan is lost, and all of the rest. `fxpipe.wait_causes` tells why it waits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fxpipe.time_spent import BESIDES, CLEARLY, DOES, LEAST, Planned, Run, Wait, Worker
+from fxpipe.time_spent import CLEARLY, DOES, LEAST, Run, Times, Wait, Worker
 from fxpipe.wait_causes import wait_cause
 
 MOST = 3
@@ -50,10 +50,9 @@ def time_losses(
     if steps <= 0 or not workers or not seconds > 0:
         return []
     planned = (forecast or {}).get("workers") or []
-    plans = [Planned.of(row, steps, microbatches) for row in planned] if len(planned) == len(workers) else None
-    run = Run(
-        [Worker.of(row, seconds) for row in workers], plans, forecast or {}, seconds, steps * microbatches, schedule
-    )
+    plans = [Times.planned(row, steps, microbatches) for row in planned] if len(planned) == len(workers) else None
+    rows = [Worker.of(row, seconds) for row in workers]
+    run = Run(rows, plans, forecast or {}, seconds, steps, microbatches, schedule)
     found = [*_filling(run), *_beyond_plan(run), *_besides(run), *_waits(run)]
     return _largest(found)
 
@@ -82,37 +81,57 @@ def _filling(run: Run) -> list[_Loss]:
 def _beyond_plan(run: Run) -> list[_Loss]:
     """What forwards, backwards and updates take more than planned."""
     found: list[_Loss] = []
-    ratios = []
-    parts = {"forwards": [0.0, 0.0], "backwards": [0.0, 0.0]}  # measured and planned of all workers
+    updates: list[_Loss] = []
     for worker, plan in run.both():
-        pairs = [("forwards", worker.of_all("F"), plan.forward), ("backwards", worker.of_all("B"), plan.backward)]
-        ratios.append(_ratio(worker.compute, plan.compute))
-        for name, measured, planned in pairs:
-            parts[name][0] += measured
-            parts[name][1] += planned
-        found += _slower(("compute", worker.rank), worker, f"worker {worker.rank}'s ", pairs)
-        update = [("updates", worker.of_all("update"), plan.update)]
-        found += _slower(("update", worker.rank), worker, f"worker {worker.rank}'s ", update)
-    if len(ratios) > 1 and min(ratios) >= CLEARLY and max(ratios) <= 1.15 * min(ratios):
-        slow = [loss for loss in found if loss.cause == "compute"]
-        named = [name for name, (measured, planned) in parts.items() if _ratio(measured, planned) >= CLEARLY]
-        if len(slow) == len(ratios) and named:
-            ratio = _ratio(*(sum(parts[name][i] for name in named) for i in (0, 1)))
-            text = f"{' and '.join(named)} take {_times(ratio)} what was planned, on all workers"
-            total = sum(loss.share for loss in slow)
-            found = [loss for loss in found if loss.cause != "compute"]
-            found.append(_Loss(("compute", None), None, total / len(slow), "compute", text, total))
-    return found
+        took, reason = run.took[worker.rank], run.reason(worker.rank)
+        parts = [("forwards", took.forward, plan.forward), ("backwards", took.backward, plan.backward)]
+        slow = _slower((reason or "compute", worker.rank), worker, parts)
+        if reason and slow:
+            why = f": it spends {worker.of_all(reason) / worker.seconds:.0%} {DOES[reason]}"
+            slow = [replace(loss, text=loss.text + why) for loss in slow]
+        found += slow
+        updates += _slower(("update", worker.rank), worker, [("updates", took.update, plan.update)])
+    everywhere = _everywhere(run, found, updates)
+    return [*found, *updates] if everywhere is None else everywhere
 
 
-def _slower(key: tuple[Any, ...], worker: Worker, whose: str, parts: list[tuple[str, float, float]]) -> list[_Loss]:
+def _slower(key: tuple[Any, ...], worker: Worker, parts: list[tuple[str, float, float]]) -> list[_Loss]:
     slow = [part for part in parts if part[2] > 0 and part[1] / part[2] >= CLEARLY]
     if not slow:
         return []
     measured, planned = sum(part[1] for part in slow), sum(part[2] for part in slow)
     share = (measured - planned) / worker.seconds
-    text = f"{whose}{' and '.join(part[0] for part in slow)} take {_times(measured / planned)} what was planned"
+    what = " and ".join(part[0] for part in slow)
+    text = f"worker {worker.rank}'s {what} take {_times(measured / planned)} what was planned"
     return [_Loss(key, worker.rank, share, str(key[0]), text, share)]
+
+
+def _everywhere(run: Run, slow: list[_Loss], updates: list[_Loss]) -> list[_Loss] | None:
+    """One loss for all workers, and the updates that it does not speak of, if all are slower alike."""
+    ratios = [_ratio(run.took[worker.rank].compute, plan.compute) for worker, plan in run.both()]
+    causes = {loss.cause for loss in slow}
+    if not 1 < len(ratios) == len(slow) or len(causes) > 1 or min(ratios) < CLEARLY or max(ratios) > 1.15 * min(ratios):
+        return None
+    parts = {
+        "forwards": [(run.took[worker.rank].forward, plan.forward) for worker, plan in run.both()],
+        "backwards": [(run.took[worker.rank].backward, plan.backward) for worker, plan in run.both()],
+        "updates": [(run.took[worker.rank].update, plan.update) for worker, plan in run.both()],
+    }
+    sums = {name: (sum(m for m, _ in pairs), sum(p for _, p in pairs)) for name, pairs in parts.items()}
+    named = [name for name in ("forwards", "backwards") if _ratio(*sums[name]) >= CLEARLY]
+    if not named:
+        return None
+    cause = causes.pop()
+    ratio = _ratio(*(sum(sums[name][i] for name in named) for i in (0, 1)))
+    text = f"{' and '.join(named)} take {_times(ratio)} what was planned, on all workers"
+    if cause != "compute":
+        most = max(worker.of_all(cause) / worker.seconds for worker, _ in run.both())
+        text += f", which spend up to {most:.0%} {DOES[cause]}"
+    elif updates and len(updates) == sum(plan.update > 0 for _, plan in run.both()):
+        text += f", and updates {_times(_ratio(*sums['updates']))}"
+        slow, updates = [*slow, *updates], []
+    total = sum(loss.share for loss in slow)
+    return [_Loss((cause, None), None, total / len(ratios), cause, text, total), *updates]
 
 
 def _times(ratio: float) -> str:
@@ -124,12 +143,14 @@ def _ratio(measured: float, planned: float) -> float:
 
 
 def _besides(run: Run) -> list[_Loss]:
-    """What is done besides computing: of each kind the worker that does it longest, and how much the others do."""
+    """What is done besides: of each kind the worker that does it longest, and how much the others do."""
     found = []
-    for kind in ("data", *BESIDES, *(() if run.plans else ("update",))):
-        shares = {rank: worker.of_all(kind) / worker.seconds for rank, worker in run.workers.items()}
+    for kind in run.besides:
+        shares = {rank: run.spends(rank, kind) / worker.seconds for rank, worker in run.workers.items()}
         rank = max(shares, key=lambda r: (round(shares[r], 2), -r))
-        text = f"worker {rank} spends {shares[rank]:.0%} {DOES[kind]}"
+        more = kind == "receive" and any(plan.copy for _, plan in run.both())
+        text = f"worker {rank} spends {shares[rank]:.0%}{' more' if more else ''} {DOES[kind]}"
+        text += " than planned" if more else ""
         others = max((share for r, share in shares.items() if r != rank), default=0.0)
         if kind != "data" and others >= LEAST:
             text += f", {'the others up to' if len(shares) > 2 else 'the other'} {others:.0%}"

@@ -1,6 +1,7 @@
 """How every worker of a run spent its time, beside what was planned for it.
 
-A worker's run is what it computes, what it does besides (data, prediction, messages), and what it waits.
+A worker's run is its forwards, backwards and updates with all that lies in them (predictions, sends), which is what a
+plan has times for; what it does besides (data, receiving); and what it waits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ LEAST = 0.01
 CLEARLY = 1.05
 """Measured over planned, from which on something is called slower."""
 
+WHOLES = ("F", "B", "update")
+"""What a plan has times for, as `took` of a row of `run.json` names it."""
+
 DOES = {
     "data": "in train_data()",
     "predict": "predicting weights",
@@ -27,30 +31,38 @@ DOES = {
 }
 """What a worker does when it neither computes nor waits, in words."""
 
-BESIDES = ("predict", "send", "receive", "other")
-"""What every worker does besides computing and waiting, and no plan speaks of."""
-
 
 @dataclass(frozen=True)
-class Planned:
-    """What a worker's run was planned to take: seconds in all."""
+class Times:
+    """What a worker's run takes, or was planned to take: seconds in all.
+
+    Attributes:
+        forward, backward, update: with all that lies in them but waits and receives: predictions, sends, packing. An
+            update is no part of its backward.
+        copy: for copying messages, at either end.
+    """
 
     forward: float
     backward: float
     update: float
+    copy: float = 0.0
 
     @staticmethod
-    def of(row: Mapping[str, Any], steps: int, microbatches: int) -> Planned:
-        actions = steps * microbatches / 1e3
-        return Planned(row["forward_ms"] * actions, row["backward_ms"] * actions, row["update_ms"] * steps / 1e3)
+    def planned(row: Mapping[str, Any], steps: int, microbatches: int) -> Times:
+        """From a row of a forecast's workers."""
+        forward, backward, update, copy = (
+            float(row.get(f"{what}_ms") or 0.0) / 1e3 for what in ("forward", "backward", "update", "copy")
+        )
+        actions = steps * microbatches
+        return Times(forward * actions, backward * actions, update * steps, copy * steps)
 
     @property
     def compute(self) -> float:
         return self.forward + self.backward
 
     @property
-    def work(self) -> float:
-        return self.compute + self.update
+    def busy(self) -> float:
+        return self.compute + self.update + self.copy
 
 
 @dataclass(frozen=True)
@@ -71,20 +83,20 @@ class Worker:
     spent: Mapping[str, float]
     fill: float
     waits: tuple[Wait, ...]
+    took: Times | None = None
+    """None of a row that does not say so."""
 
     @staticmethod
     def of(row: Mapping[str, Any], seconds: float) -> Worker:
         spent = {kind: float(value) for kind, value in (row.get("spent") or {}).items()}
         fill = min(float(row.get("fill") or 0.0), spent.get("wait", 0.0))
-        waits = _grouped(row.get("waits") or (), fill, row["rank"])
-        return Worker(row["rank"], float(row.get("seconds") or seconds), spent, fill, waits)
+        waits = _grouped(row.get("waits") or (), fill)
+        whole = row.get("took") or {}
+        took = Times(*(float(whole[kind]) for kind in WHOLES)) if all(kind in whole for kind in WHOLES) else None
+        return Worker(row["rank"], float(row.get("seconds") or seconds), spent, fill, waits, took)
 
     def of_all(self, *kinds: str) -> float:
         return sum(self.spent.get(kind, 0.0) for kind in kinds)
-
-    @property
-    def compute(self) -> float:
-        return self.of_all("F", "B")
 
     @property
     def waiting(self) -> float:
@@ -98,59 +110,125 @@ class Worker:
 
 
 class Run:
-    """The workers, and what the plan says of all of them."""
+    """The workers, and what the plan says of all of them.
+
+    Attributes:
+        whole: whether there is a plan, and it is known what forwards, backwards and updates took with all that lies in
+            them. Else `took` is without predictions, sends and receives, and of these no plan speaks then.
+        took: by worker. What the plan counts as copying messages, and the run did in sends, is taken away from what a
+            worker does beyond its plan.
+        besides: what workers do besides forwards, backwards and updates: of these kinds of time.
+        way: of one microbatch through all workers, there and back.
+        planned_seconds: of the whole run, were all of it as steady as the plan.
+        planned_idle: seconds that the worker with most to do was planned to wait.
+        pace: how many times what was planned the quickest worker takes for its forwards and backwards, at least 1.
+    """
 
     def __init__(
         self,
         workers: Sequence[Worker],
-        plans: Sequence[Planned] | None,
+        plans: Sequence[Times] | None,
         forecast: Mapping[str, Any],
         seconds: float,
-        actions: int,
+        steps: int,
+        microbatches: int,
         schedule: str | None,
     ) -> None:
         self.workers = {worker.rank: worker for worker in workers}
         self.plans = None if plans is None else dict(zip(self.workers, plans, strict=True))
         self.seconds = seconds
         self.flushes = schedule in SCHEDULES and SCHEDULES[schedule].synchronous
-        self.way = sum(worker.compute for worker in workers) / actions  # of one microbatch, there and back
+        self.whole = self.plans is not None and all(worker.took is not None for worker in workers)
+        self.took = {worker.rank: self._took(worker) for worker in workers}
+        apart = () if self.whole else ("predict", "send", *(() if self.plans else ("update",)))
+        self.besides: tuple[str, ...] = ("data", "receive", "other", *apart)
+        self.way = sum(took.compute for took in self.took.values()) / (steps * microbatches)
         self.planned_idle = self.planned_seconds = 0.0
+        self.pace = 1.0
         if self.plans is None:
             return
-        bubble = float(forecast.get("bubble") or 0.0)
-        works = [plan.work for plan in self.plans.values()]
-        self.planned_seconds = sum(works) / len(works) / (1 - min(max(bubble, 0.0), 0.99))
-        slowest = max([1.0, *(w.compute / p.compute for w, p in self.both() if p.compute > 0)])
-        self.planned_idle = max(self.planned_seconds - max(works), 0.0) * slowest  # of the worker with most to do
+        busy = [plan.busy for plan in self.plans.values()]
+        bubble = min(max(float(forecast.get("bubble") or 0.0), 0.0), 0.99)
+        steady = float(forecast.get("milliseconds") or 0.0) * steps / 1e3
+        self.planned_seconds = max(steady or sum(busy) / len(busy) / (1 - bubble), *busy, 1e-12)
+        ratios = [self.took[rank].compute / plan.compute for rank, plan in self.plans.items() if plan.compute > 0]
+        self.pace = max(1.0, min(ratios, default=1.0))
+        self.planned_idle = self.planned_seconds - max(busy)
+        if self.flushes:  # it is what other workers compute
+            self.planned_idle *= self.pace
 
-    def both(self) -> list[tuple[Worker, Planned]]:
+    def both(self) -> list[tuple[Worker, Times]]:
         """Every worker with its plan; nothing without a plan."""
         return [] if self.plans is None else [(w, self.plans[rank]) for rank, w in self.workers.items()]
+
+    def planned_share(self, rank: int) -> float:
+        """How much of its time the plan says that a worker waits."""
+        assert self.plans is not None
+        return 1 - self.plans[rank].busy / self.planned_seconds
+
+    def uneven(self, rank: int) -> float:
+        """Seconds that a worker was planned to wait for having less to do than another one."""
+        assert self.plans is not None
+        return (max(plan.busy for plan in self.plans.values()) - self.plans[rank].busy) * self.pace
+
+    def spends(self, rank: int, kind: str) -> float:
+        """Seconds of a kind that is `besides`, beyond its plan: the plan speaks of copying messages alone."""
+        copy = self.plans[rank].copy if self.plans is not None and kind == "receive" else 0.0
+        return max(self.workers[rank].of_all(kind) - copy, 0.0)
 
     def excess(self, rank: int) -> float:
         """What a worker does beyond its plan, whatever it is."""
         assert self.plans is not None
-        return max(self.workers[rank].occupied - self.plans[rank].work, 0.0)
+        return max(self.workers[rank].occupied - self.plans[rank].busy, 0.0)
+
+    def reason(self, rank: int) -> str | None:
+        """What makes a worker's forwards and backwards longer than planned: "predict", "send", or None for themselves.
+
+        A plan does not say how much of a forward is prediction. So it is that which is to blame only where the rest of
+        forwards and backwards is no longer than even the whole was planned: a slow machine would show there.
+        """
+        if self.plans is None or not self.whole:
+            return None
+        worker, plan, took = self.workers[rank], self.plans[rank], self.took[rank]
+        if worker.of_all("F") > CLEARLY * plan.forward or worker.of_all("B") > CLEARLY * plan.backward:
+            return None
+        forward = max(took.forward - plan.forward, 0.0)  # backwards predict nothing
+        excess = forward + max(took.backward - plan.backward, 0.0)
+        parts = {"predict": min(worker.of_all("predict"), forward), "send": min(worker.of_all("send"), excess)}
+        most = max(parts, key=lambda kind: parts[kind])
+        return most if sum(parts.values()) >= 0.9 * excess and parts[most] >= excess / 2 > 0 else None
+
+    def _took(self, worker: Worker) -> Times:
+        took = worker.took
+        if self.plans is None or took is None or not self.whole:
+            return Times(*(worker.of_all(kind) for kind in WHOLES))
+        plan = self.plans[worker.rank]
+        pairs = ((took.forward, plan.forward), (took.backward, plan.backward), (took.update, plan.update))
+        beyond = [max(measured - planned, 0.0) for measured, planned in pairs]
+        copied = min(worker.of_all("send"), max(plan.copy - worker.of_all("receive"), 0.0), sum(beyond))
+        kept = 1 - copied / sum(beyond) if copied else 1.0
+        return Times(*(m - (1 - kept) * more for (m, _), more in zip(pairs, beyond, strict=True)))
 
 
-def _grouped(rows: Iterable[Mapping[str, Any]], fill: float, rank: int) -> tuple[Wait, ...]:
-    """Waits by whom for, the largest first. Of what comes from earlier workers the filling is taken away."""
+def _grouped(rows: Iterable[Mapping[str, Any]], fill: float) -> tuple[Wait, ...]:
+    """Waits by whom for, the largest first. The filling is taken away, first from values, from all of them alike."""
     sums: dict[tuple[int, str], dict[str, float]] = {}
     for row in rows:
         what, source = row["what"], row["from"]
         family = what if what in ("weights", "norm", "loss") else "values"
         group = sums.setdefault((-1 if source is None else source, family), {})
         group[what] = group.get(what, 0.0) + float(row["seconds"])
-    found = []
+    values = sum(sum(group.values()) for (_, family), group in sums.items() if family == "values")
+    rest = sum(sum(group.values()) for group in sums.values()) - values
+    left = {True: _left(values, fill), False: _left(rest, fill - values)}
+    waits = []
     for (source, family), group in sums.items():
         total = sum(group.values())
         named = sorted(group, key=lambda what: (-group[what], what))
         whats = tuple(what for what in named if group[what] >= total / 4)
-        found.append((family == "values" and source < rank, Wait(source, whats, total)))
-    found.sort(key=lambda pair: (not pair[0], -pair[1].seconds, pair[1].source, pair[1].whats))
-    waits = []
-    for _, wait in found:
-        taken = min(fill, wait.seconds)
-        fill -= taken
-        waits.append(Wait(wait.source, wait.whats, wait.seconds - taken))
+        waits.append(Wait(source, whats, total * left[family == "values"]))
     return tuple(sorted(waits, key=lambda wait: (-wait.seconds, wait.source, wait.whats)))
+
+
+def _left(total: float, fill: float) -> float:
+    return 1 - min(max(fill, 0.0) / total, 1.0) if total > 0 else 1.0

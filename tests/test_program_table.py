@@ -63,6 +63,9 @@ def test_no_other_value_crosses_workers(table: ProgramTable) -> None:
 def test_placeholders_have_the_models_names_and_their_owners(build: fxpipe.Build, table: ProgramTable) -> None:
     owners = {row.text.split(", ")[0]: row.worker for row in table.rows if row.op == "parameter"}
     assert owners == {p.name: p.owner for p in build.plan.parameters}
+    assert {table.names[row.name] for row in table.rows if row.op == "parameter"} == {
+        p.names for p in build.plan.parameters
+    }
     assert {row.text for row in table.rows if row.op == "input"} == {
         leaf.name for leaf in build.plan.batch if leaf.tensor
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,35 @@ def test_it_does_not_matter_which_stands_first(tmp_path: Path) -> None:
     assert (there["faster"], back["faster"]) == (0, 1)
     assert there["verdict"][0].replace("Run 1", "Run 2") == back["verdict"][0]
     assert "2.50 times" in back["verdict"][0]
+
+
+def write_losses(folder: Path, losses: list[float | None]) -> Path:
+    rows = [{"step": i, "loss": loss, "seconds": 0.1 * i} for i, loss in enumerate(losses, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_run_that_diverged_is_not_the_better_one(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one")
+    two = write_losses(write_run(tmp_path / "two"), [*[0.1] * 25, *[None] * 15])
+    found = compared(one, two)
+    assert found["loss"]["final"] == {"raw": [pytest.approx(1.22), None], "smoothed": [pytest.approx(1.41), None]}
+    assert [row["smoothed"][1] is None for row in found["loss"]["at_steps"]] == [False, False, False, True, True]
+    assert found["verdict"][1:] == ["Run 2's loss is not finite from step 26 on."]
+    assert compared(two, one)["verdict"][1:] == ["Run 1's loss is not finite from step 26 on."]
+    longer = write_losses(write_run(tmp_path / "longer"), [*[0.1] * 60, *[None] * 15])
+    assert compared(one, longer)["verdict"][1:] == ["Run 2's loss is not finite from step 61 on."], (
+        "later than run 1 is"
+    )
+    assert len(compared(two, longer)["verdict"]) == 3
+
+
+def test_a_loss_that_was_not_finite_for_a_while(tmp_path: Path) -> None:
+    two = write_losses(write_run(tmp_path / "two"), [*[0.1] * 19, None, *[0.1] * 20])
+    found = compared(write_run(tmp_path / "one"), two)
+    assert [row["smoothed"][1] for row in found["loss"]["at_steps"]] == [
+        *[pytest.approx(0.1)] * 2,
+        None,
+        *[pytest.approx(0.1)] * 2,
+    ]
+    assert found["verdict"][1].endswith("run 2 has the lower loss: 0.1 against 1.41.")

@@ -74,9 +74,15 @@ def test_data() -> None:
 def test_sending_and_predicting() -> None:
     found = losses(replace(EVEN, send=(0.0, 0.6), predict=(0.5, 0.5)), EVEN)
     assert {row["cause"] for row in found} == {"send", "predict"}
-    assert "worker 0 waits 16% for gradients of worker 1, which spends 16% sending" in texts(found)
-    predict = next(row for row in found if row["cause"] == "predict")
-    assert predict["text"] == "worker 0 spends 6% predicting weights, the other 6%"
+    slow = "worker 1's forwards and backwards take 1.3 times what was planned"
+    assert texts(found) == [
+        f"{slow}: it spends 16% sending; worker 0 waits for it",
+        "worker 0's forwards take 1.2 times what was planned: it spends 6% predicting weights",
+    ]
+    sends = losses(replace(EVEN, send=(0.0, 0.6)), EVEN)
+    assert texts(sends)[0].startswith("worker 0 waits 17% for gradients of worker 1, which spends 17% sending")
+    unknown = losses(replace(EVEN, send=(0.0, 0.6), predict=(0.5, 0.5)))
+    assert "worker 0 spends 6% predicting weights, the other 6%" in texts(unknown)
 
 
 def test_the_flush_of_a_synchronous_schedule() -> None:
@@ -88,7 +94,7 @@ def test_the_flush_of_a_synchronous_schedule() -> None:
     assert "link" not in " ".join(texts(found))
     assert losses(plan, plan)[0]["cause"] == "plan", "without the schedule's name"
     slow = losses(replace(plan, forward=(4.0, 2.0), backward=(8.0, 4.0)), plan, schedule="1f1b")
-    assert any("worker 0, which computes 100% slower than planned" in text for text in texts(slow))
+    assert "worker 0 computes 100% slower than planned" in slow[0]["text"]
     assert "link" not in " ".join(texts(slow))
 
 
@@ -111,22 +117,104 @@ def test_many_workers() -> None:
     assert found[0]["text"].endswith("62 other workers wait, too")
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("slower", [1.3, 1.5, 2.0, 2.2, 3.0])
+def test_a_link_that_was_planned_and_is_slower(slower: float) -> None:
+    plan = replace(EVEN, link=(3.0,))
+    found = losses(replace(plan, link=(3.0 * slower,)), plan)
+    assert len(found) == 1
+    assert found[0]["cause"] == "link"
+    assert ", 33% planned: the link between them is slower than planned; worker" in found[0]["text"]
+    as_planned = losses(replace(plan, link=(3.1,)), plan)
+    assert [row["cause"] for row in as_planned] == ["plan"]
+    assert as_planned[0]["text"].endswith(", as planned; worker 0 waits, too")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("slow", range(4))
+def test_a_flush_does_not_head_a_run_with_a_slow_worker(schedule: str, slow: int) -> None:
+    plan = replace(FOUR, schedule=schedule, microbatches=4)
+    times = tuple(3.0 if k == slow else 2.0 for k in range(4))
+    case = replace(plan, forward=times, backward=tuple(2 * time for time in times))
+    found = losses(case, plan, schedule=schedule)
+    assert f", 43% planned: worker {slow} computes 50% slower than planned; 2 other workers wait" in found[0]["text"]
+    assert [row["cause"] for row in found] == ["compute", "flush"]
+    assert f"worker {slow} waits" in found[1]["text"], "it waits as planned"
+
+
+def test_a_link_with_a_slow_worker() -> None:
+    plan = replace(EVEN, link=(3.0,))
+    found = losses(replace(plan, forward=(2.0, 3.0), backward=(4.0, 6.0)), plan)
+    slow = "worker 0 waits 42% for gradients of worker 1, 33% planned: worker 1 computes 50% slower than planned"
+    assert found[0]["text"] == slow
+    assert "link" not in " ".join(texts(found))
+
+
+def test_a_wait_beyond_the_plan_whose_cause_cannot_be_told() -> None:
+    plan = {"milliseconds": 10.0, "workers": [{"forward_ms": 3.0, "backward_ms": 5.0, "update_ms": 0.0}] * 2}
+    first = row(0, F=3.0, B=4.0, wait=3.0) | {"waits": [{"what": "gradient", "from": 1, "seconds": 3.0}]}
+    found = time_losses([first, row(1, F=4.0, B=6.0)], plan, 10.0, 1000, 1)
+    assert "worker 0 waits 30% for gradients of worker 1, 20% planned: worker 1 computes 25%" in found[0]["text"]
+    found = time_losses([first, row(1, F=3.0, B=5.0)], plan, 10.0, 1000, 1)
+    assert texts(found) == [
+        "worker 0 waits 30% for gradients of worker 1, 20% planned: it computes 12% faster than planned"
+    ]
+    first["spent"] |= {"B": 5.0}
+    found = time_losses([first, row(1, F=3.0, B=5.0)], plan, 10.0, 1000, 1)
+    assert texts(found) == ["worker 0 waits 30% for gradients of worker 1, 20% planned"]
+    assert found[0]["cause"] == "wait"
+
+
+def test_copied_messages_are_planned_work() -> None:
+    plan = replace(EVEN, copy=0.5, steps=1000)
+    assert losses(plan, plan) == [], "the bubble has no room for them"
+    three = Played((2.0,) * 3, (4.0,) * 3, copy=0.5, steps=1000)
+    assert texts(losses(three, three)) == [
+        "worker 0 waits 13% for gradients of worker 1: worker 1 has 14% more to do (it copies more messages); "
+        "worker 2 waits, too"
+    ]
+    linked = replace(plan, link=(5.0,))
+    assert [row["cause"] for row in losses(linked, linked)] == ["plan"]
+    assert [row["cause"] for row in losses(replace(linked, link=(7.0,)), linked)] == ["link"]
+
+
+def test_slow_predictions() -> None:
+    plan = replace(EVEN, predict=(1.0, 1.0), steps=1000)
+    assert losses(plan, plan) == [], "they are part of forwards"
+    found = losses(replace(plan, predict=(1.0, 3.0)), plan)
+    assert texts(found) == ["worker 0 waits 22% for gradients of worker 1, which spends 33% predicting weights"]
+    assert found[0]["cause"] == "predict"
+    found = losses(replace(plan, predict=(3.0, 3.0)), plan)
+    assert texts(found) == [
+        "forwards take 1.7 times what was planned, on all workers, which spend up to 33% predicting weights"
+    ]
+
+
+FAULTS = ["none", "compute", "uneven", "data", "link", "predict"]
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(2, 5),
     st.sampled_from(["async", "1f1b", "gpipe"]),
-    st.sampled_from(["none", "compute", "uneven", "data", "link"]),
+    st.sampled_from(FAULTS),
     st.integers(0, 4),
-    st.floats(0.3, 3),
-    st.floats(0, 4),
+    st.floats(0.3, 2),
+    st.sampled_from([0.0, 0.0, 1.0, 4.0]),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([0.0, 3.0]),
+    st.sampled_from([0.0, 0.3]),
 )
 def test_nobody_is_blamed_who_did_nothing(
-    n: int, schedule: str, fault: str, where: int, much: float, jitter: float
+    n: int, schedule: str, fault: str, where: int, much: float, jitter: float, predict: float, link: float, copy: float
 ) -> None:
     """With one fault or none, and actions that now and then take longer, only what is there is named."""
+    between = where % (n - 1)
     where %= n
     batches = 1 if schedule == "async" else 3
-    even = Played((2.0,) * n, (4.0,) * n, schedule=schedule, microbatches=batches, steps=80)
+    even = Played(
+        (2.0,) * n, (4.0,) * n, (link,) * (n - 1), predict=(predict,) * n, copy=copy, schedule=schedule,
+        microbatches=batches, steps=80,
+    )  # fmt: skip
     more = tuple(1 + much * (k == where) for k in range(n))
     plan = case = even
     if fault in ("compute", "uneven"):
@@ -134,8 +222,10 @@ def test_nobody_is_blamed_who_did_nothing(
         plan = case if fault == "uneven" else even
     elif fault == "data":
         case = replace(even, data=6 * much)
-    elif fault == "link":
-        case = replace(even, link=tuple(20 * much * (k == where % (n - 1)) for k in range(n - 1)))
+    elif fault == "link":  # 1.3 to 3 times slower, where it was planned
+        case = replace(even, link=tuple(link + (link or 20) * much * (k == between) for k in range(n - 1)))
+    elif fault == "predict":
+        case = replace(even, predict=tuple(predict + 4 * (m - 1) for m in more))
     case = replace(case, jitter=jitter)
     found = losses(case, plan, schedule=schedule)
     for loss in found:
@@ -144,16 +234,26 @@ def test_nobody_is_blamed_who_did_nothing(
             assert loss["cause"] != "link", (text, fault)
         elif "link" in text:
             assert schedule == "async", "with a flush it cannot be told which"
-            pair = sorted((where % (n - 1), where % (n - 1) + 1))
+            pair = (between, between + 1)
             assert all(f"worker {k}" in text for k in pair) or f"workers {pair[0]} and {pair[1]}" in text
-        if "uneven" in text:
+        if "(the cuts are uneven)" in text:
             assert fault == "uneven"
             assert f"worker {where} has" in text
         if "train_data" in text:
             assert fault == "data"
-        if "slower than planned" in text and "computes" in text and fault == "compute" and jitter == 0:
-            assert f"worker {where}" in text
+        if jitter == 0 and fault == "compute" and "slower than planned" in text:
+            assert f"worker {where} computes" in text or f"worker {where}, which computes" in text
         if jitter == 0 and fault != "compute":
-            assert loss["cause"] != "compute"
+            assert loss["cause"] != "compute", text
+        if jitter == 0 and loss["cause"] in ("predict", "send"):
+            assert fault == "predict"
+            assert f"worker {where}" in text
         if schedule == "async":
-            assert loss["cause"] not in ("flush", "plan")
+            assert loss["cause"] != "flush"
+            assert loss["cause"] != "plan" or link
+        assert loss["cause"] != "uneven" or fault == "uneven" or (copy and n > 2)
+        assert loss["cause"] not in ("update", "receive", "other")
+    if jitter == 0 and fault in ("compute", "data", "predict"):
+        assert fault in [loss["cause"] for loss in found], texts(found)
+    if jitter == 0 and fault == "link" and schedule == "async" and n == 2:
+        assert found[0]["cause"] == "link", texts(found)

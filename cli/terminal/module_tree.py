@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 APART = "≠"
-"""Stands where the cuts are distinct: units of that line run their forward and their backward on different workers."""
+"""Stands where the cuts are distinct: a unit there has forward, backward, weight gradients on different workers."""
 
 OWN = "(own code)"
 
@@ -85,7 +85,7 @@ def print_modules(modules: Sequence[Module], console: Console, depth: int | None
     columns[3].cells = [_yellow(cell) for cell in columns[3].cells]
     print_columns(columns, console)
     if any(line.apart for line in lines):
-        console.print(f"{APART} cut apart: forward and backward of a unit on different workers")
+        console.print(f"{APART} cut apart: forward, backward and weight gradients on different workers")
 
 
 def _yellow(cell: Any) -> Any:
@@ -162,8 +162,9 @@ class _Tree:
     def _own(self, number: int) -> Module | None:
         """What of a module's own code is not in any of its children, where that lies on different workers."""
         module = self.modules[number]
-        found: Module = {"path": OWN, "parameters": 0, "parameter_bytes": 0, "owners": [], "nodes": 0}
-        found["apart"] = module["apart"] - sum(self.modules[child]["apart"] for child in self.children[number])
+        found: Module = {"path": OWN, "parameters": 0, "parameter_bytes": 0, "owners": []}
+        for name in ("nodes", "apart"):
+            found[name] = module[name] - sum(self.modules[child][name] for child in self.children[number])
         for phase in ("forward", "backward"):
             left = {worker: [ms, nodes] for worker, ms, nodes in module[phase]}
             for child in self.children[number]:
@@ -172,8 +173,8 @@ class _Tree:
                     if ms is not None:
                         left[worker][0] -= ms
             found[phase] = [[worker, ms and max(ms, 0.0), nodes] for worker, (ms, nodes) in left.items() if nodes]
-            found["nodes"] += sum(nodes for _, _, nodes in found[phase])
-        return found if found["nodes"] and (found["apart"] or (number and _parted(found))) else None
+        runs = found["forward"] or found["backward"]
+        return found if runs and (found["apart"] or (number and _parted(found))) else None
 
 
 def _places(module: Module) -> tuple[list[int], ...]:

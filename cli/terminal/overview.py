@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import Column, Times, print_columns, print_text, short_size, size
+from fxpipe.cli.output import Column, Times, plain, print_columns, print_text, short_size, size
 from fxpipe.cli.terminal.module_tree import print_modules
 from fxpipe.cli.terminal.worker_marks import mark
 
@@ -60,7 +62,9 @@ def print_header(facts: Facts, console: Console) -> None:
     efficiency = "" if build["efficiency"] is None else f", {build['efficiency']:.3f} of ideal"
     minibatch = f"{build['samples']} samples in {parts} microbatch{'es' if parts > 1 else ''}"
     _line(console, [build["schedule"], build["policy"], minibatch])
-    _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}"])
+    if build["costs"] is not None:
+        speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
+        _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
     changed = [f"edited: {', '.join(build['edited'])}"] if build["edited"] else []
     changed += [f"stale: {', '.join(build['stale'])}"] if build["stale"] else []
     if changed:
@@ -130,18 +134,20 @@ def print_workers(facts: Facts, console: Console) -> None:
     print_columns(columns, console)
     if _timed_as_wholes(facts):
         print_text(console, "modules add up their operators; workers were timed as they run")
+    if facts["build"]["speeds"]:
+        print_text(console, "modules take what they would on a worker of speed 1")
     edited = [w["file"] for w in facts["workers"] if w["edited"]]
     if edited:
         print_text(console, f"* {', '.join(edited)}: edited since the compile", "bold yellow")
 
 
 def _timed_as_wholes(facts: Facts) -> bool:
-    """Whether the workers' times are not the sums of their nodes'."""
+    """Whether the workers' times are not the sums of their nodes', which are those of a worker of speed 1."""
     for phase in ("forward", "backward"):
         nodes = {worker: ms for worker, ms, _ in facts["modules"][0][phase]}
         for w in facts["workers"]:
             whole, parts = w[f"{phase}_ms"], nodes.get(w["worker"])
-            if whole is not None and parts is not None and abs(whole - parts) > 1e-6 * whole:
+            if whole is not None and parts is not None and abs(whole * w["speed"] - parts) > 1e-6 * parts:
                 return True
     return False
 
@@ -218,15 +224,16 @@ def print_hints(facts: Facts, console: Console) -> None:
     build = facts["build"]
     target = build["folder"] or build["model"] or "BUILD"
     values = (edge["name"] for edge in facts["edges"] if edge["kind"] in ("activation", "saved", "gradient"))
-    name = next(values, "NAME")
+    parameters = (name for worker in facts["workers"] for name in worker["owned_names"])
+    name = plain(next(chain(values, parameters), ""))
     hints = [
         (f"--stage {build['workers'] - 1}", "a stage's code"),
-        (f"--node {name}", "where a value comes from and goes to"),
+        *([(f"--node {shlex.quote(name)}", "where a value comes from and goes to")] if name and facts["nodes"] else []),
         (f"--schedule {facts['grid']['schedule']}", "the weights that every pass sees"),
         *([("--after cut", "the program after a pass")] if build["model"] else []),
         ("--html report.html", "all of it on a page"),
     ]
-    console.print(f"more: fxpipe inspect {target} …")
+    console.print(f"more: fxpipe inspect {plain(target)} …")
     width = max(len(option) for option, _ in hints)
     for option, what in hints:
         console.print(f"  {option:<{width}}  {what}")

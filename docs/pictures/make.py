@@ -339,7 +339,7 @@ def terminal(command: str, lines: list[str]) -> Picture:
                         picture.line([(x, y - 4), (x + column * len(word), y - 4)])
                     elif word:
                         if colour in WORKERS:
-                            picture.worker(WORKERS.index(colour), x - 2, y - 13, column * len(word) + 4, 17, "", True)
+                            picture.worker(WORKERS.index(colour), x, y - 13, column * len(word), 17, "", True)
                         look = "soft" if styles[start].dim else "ink"
                         length = column * len(word)
                         picture.text(x, y, word, size, kind=look, bold=bool(styles[start].bold), length=length)

@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.planner.advice import advised_partitions
 from fxpipe.planner.candidates import MODES
-from fxpipe.planner.partition import Partition, of_cuts
-from fxpipe.planner.profile import Profile
+from fxpipe.planner.partition import Partition, of_cuts, partitions
 from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Workers
 from fxpipe.runtime.assembly import Recipe
 
 BUDGET = 1_000_000
 """Pairs of cuts that may be looked at to prove a partition the best: what takes a second."""
 
+ROUNDS = 6
+"""Rounds of improvement where nothing is proved; of more workers fewer, as each takes longer."""
+
 PINNED = "pinned"
 
 
-def partition_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
-    """A row for each kind of cuts; one of them, or one more, is what the build has: it is `chosen`.
+@dataclass(frozen=True)
+class Balance:
+    """What kinds of cuts come to.
 
-    What the compile compared is taken from there. The rest is planned without limits of memory, and the build's own
-    cuts are priced anew, where the schedule or the policy is not the one that it was planned for.
+    Attributes:
+        efficiency: how much of the ideal the build's own cuts reach; None where nobody knows what its units or its
+            links cost.
+        rows: a row for each kind of cuts; one of them, or one more behind them, is what the build has: it is `chosen`.
     """
-    if subject.profile is None or recipe is None:
-        return []
-    plan = subject.plan
-    setting = _setting(subject, recipe)
-    compared = subject.known.partitions
-    same = (setting.schedule, setting.policy) == (plan.schedule, plan.policy)
-    mode = compared[-1].mode if compared else PINNED
-    found = {p.mode: p for p in compared} if same else {}
-    if any(m not in found for m in MODES):
-        budget = BUDGET // (1 + plan.workers // 16)
-        planned = advised_partitions(subject.profile, setting, plan.workers, MODES, budget=budget)
-        found = _widened({**planned, **found})
-    if not (same and compared):
-        found[mode] = _own(subject, subject.profile, setting, mode)
-    return [_row(found[m], m == mode) for m in (*MODES, PINNED) if m in found]
+
+    efficiency: float | None = None
+    rows: tuple[dict[str, Any], ...] = ()
+
+
+def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) -> Balance:
+    """The build's own cuts beside the best of each kind, under a schedule and a policy.
+
+    What the compile compared is taken from there. The rest is planned without limits of memory; and the build's own
+    cuts are priced anew, as a row of their own, where the schedule or the policy is not the one that they were planned
+    for, or where nobody planned them.
+
+    Args:
+        compare: whether to plan the cuts that the build does not have, which takes seconds for many workers; without
+            it there are no rows.
+    """
+    plan, compared = subject.plan, subject.known.partitions
+    planned_for = recipe is None or (recipe.schedule.name, str(recipe.policy)) == (plan.schedule, plan.policy)
+    chosen = compared[-1] if compared and planned_for else None
+    if subject.profile is None or subject.costs is None or recipe is None:
+        return Balance(None if chosen is None else chosen.efficiency)
+    if chosen is not None and not compare:
+        return Balance(chosen.efficiency)
+    workers = _workers(subject, recipe)
+    found = {p.mode: p for p in compared} if planned_for else {}
+    if compare and any(mode not in found for mode in MODES):
+        large = 1 + plan.workers // 16
+        best = partitions(subject.profile, workers, MODES, budget=BUDGET // large, rounds=max(1, ROUNDS // large))
+        found = _widened({**best, **found})
+    if chosen is None:
+        chosen = found[PINNED] = _own(subject, workers)
+    rows = tuple(_row(found[mode], mode == chosen.mode) for mode in (*MODES, PINNED) if mode in found)
+    return Balance(chosen.efficiency, rows if compare else ())
 
 
 def _widened(found: dict[str, Partition]) -> dict[str, Partition]:
@@ -55,17 +79,8 @@ def _widened(found: dict[str, Partition]) -> dict[str, Partition]:
     return result
 
 
-def efficiency(subject: Subject, recipe: Recipe | None) -> float | None:
-    """How much of the ideal the build's own cuts reach; None where nobody knows what its units cost."""
-    if subject.known.partitions:
-        return subject.known.partitions[-1].efficiency
-    if subject.profile is None or recipe is None:
-        return None
-    return _own(subject, subject.profile, _setting(subject, recipe), PINNED).efficiency
-
-
-def _setting(subject: Subject, recipe: Recipe) -> Setting:
-    return Setting(
+def _workers(subject: Subject, recipe: Recipe) -> Workers:
+    setting = Setting(
         recipe.schedule.name,
         str(recipe.policy),
         subject.plan.microbatches,
@@ -73,14 +88,16 @@ def _setting(subject: Subject, recipe: Recipe) -> Setting:
         subject.speeds,
         optimizer_bytes=subject.known.optimizer_bytes,
     )
+    return setting.workers(subject.plan.workers, recipe.demand.versions)
 
 
-def _own(subject: Subject, profile: Profile, setting: Setting, mode: str) -> Partition:
+def _own(subject: Subject, workers: Workers) -> Partition:
     """What the build's own cuts cost."""
     plan, compared = subject.plan, subject.known.partitions
     forward, backward, weights = ([s[0] for s in spans] + [len(plan.units)] for spans in _spans(subject))
     again = compared[-1].recompute if compared else ()
-    return of_cuts(profile, setting.workers(plan.workers), forward, backward, weights, recompute=again, mode=mode)
+    assert subject.profile is not None
+    return of_cuts(subject.profile, workers, forward, backward, weights, recompute=again, mode=PINNED)
 
 
 def _spans(subject: Subject) -> list[list[tuple[int, int]]]:
@@ -93,7 +110,7 @@ def _row(partition: Partition, chosen: bool) -> dict[str, Any]:
         "mode": partition.mode,
         "chosen": chosen,
         "efficiency": partition.efficiency,
-        "exact": partition.exact,
+        "exact": None if partition.mode == PINNED else partition.exact,
         "bottleneck_ms": partition.bottleneck_ms,
         "ideal_ms": partition.ideal_ms,
         "workers": [

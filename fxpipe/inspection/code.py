@@ -9,16 +9,12 @@ from collections.abc import Iterator
 _CALL = re.compile(r"\bcomm\.(?:send|recv)\(")
 
 
-def print_stage(source: str, file: str, edited: bool = False) -> None:
+def print_stage(source: str) -> None:
     """The code as it is, byte for byte; on a terminal with colours and line numbers, and sends and receives marked.
 
     Args:
         source: the file's text, read with newline="" so that not even line ends change.
-        file: its name, for what is said on stderr.
-        edited: whether someone changed it since it was emitted; said on stderr.
     """
-    if edited:
-        print(f"warning: {file} was edited since it was compiled; this is what `fxpipe run` runs", file=sys.stderr)
     if sys.stdout.isatty():
         _print_coloured(source)
     else:

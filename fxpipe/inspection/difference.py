@@ -23,8 +23,10 @@ NOTICEABLE = 0.02
 
 _SETTINGS = (
     "model", "workers", "schedule", "policy", "microbatches", "samples", "autocast", "device", "cuts", "costs",
-    "loss_worker", "torch",
+    "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
 )  # fmt: skip
+_OF_COSTS = ("cuts", "costs", "speeds", "links", "optimizer_bytes")
+"""Settings that a build without `costs.json` does not know: then they are not compared."""
 TIMES = ("forward_ms", "backward_ms", "update_ms")
 BYTES = ("memory_bytes", "bytes_in", "bytes_out")
 _SIZES = (*BYTES, "owned_bytes", "replica_bytes", "saved_bytes")
@@ -64,7 +66,7 @@ def difference(
         with their number of "units" and "ms"; "weights" only where W has cuts of its own;
         "owners": parameters that went "from" an owner "to" another;
         "workers": each with its facts in "first" and "second", None where it is not there, and what "changed" of them;
-        "edges": by kind, number and bytes in both, and the rows that "came", "went" and "changed" in bytes;
+        "edges": by kind, number and bytes in both, and the rows that "came", "went" and "changed" what they carry;
         "parameters", "sources", "code": names that are in one only, and those that changed;
         "weights": whether the initial weights differ; None where nobody knows;
         "edited": stages that someone edited; "stale": sources that changed since, of both;
@@ -88,7 +90,7 @@ def difference(
         "stale": [facts["build"]["stale"] for facts in (first, second)],
         "units": [len(facts["units"]) for facts in (first, second)],
         "nodes": [None if facts["nodes"] is None else len(facts["nodes"]["rows"]) for facts in (first, second)],
-        "balance": [_balance(facts["workers"]) for facts in (first, second)],
+        "balance": [_balance(facts) for facts in (first, second)],
         "forecast": [_forecast(facts["forecast"]) for facts in (first, second)],
     }
     return {"identical": _identical(found), **found}
@@ -123,7 +125,9 @@ def _identical(found: Json) -> bool:
 
 def _settings(first: Json, second: Json) -> list[Json]:
     pairs = [("fxpipe", first["fxpipe"], second["fxpipe"])]
-    pairs += [(name, first["build"][name], second["build"][name]) for name in _SETTINGS]
+    known = None not in (first["build"]["costs"], second["build"]["costs"])
+    names = [name for name in _SETTINGS if known or name not in _OF_COSTS]
+    pairs += [(name, first["build"][name], second["build"][name]) for name in names]
     return [{"name": name, "first": a, "second": b} for name, a, b in pairs if a != b]
 
 
@@ -185,7 +189,7 @@ def _owners(first: Json, second: Json) -> list[Json]:
 
 def _workers(first: Json, second: Json) -> list[Json]:
     before, now = ({w["worker"]: w for w in facts["workers"]} for facts in (first, second))
-    fields = (*TIMES, *_SIZES, "owned", "replicas", "in_flight", "engines")
+    fields = (*TIMES, *_SIZES, "owned", "replicas", "in_flight", "engines", "speed")
     rows = []
     for worker in sorted(before.keys() | now.keys()):
         sides = [side.get(worker) for side in (before, now)]
@@ -215,7 +219,7 @@ def _edges(first: Json, second: Json) -> dict[str, Json]:
             if key not in others:
                 row[gone].append(edge)
     for key, edge in before.items():
-        if key in now and (edge["bytes"], set(edge["names"])) != (now[key]["bytes"], set(now[key]["names"])):
+        if key in now and _value(edge) != _value(now[key]):
             rows[edge["kind"]]["changed"].append({"first": edge, "second": now[key]})
     return rows
 
@@ -231,7 +235,12 @@ def _edge_key(edge: Json) -> tuple[Any, ...]:
     return name, edge["kind"], edge["src"], edge["src_phase"], edge["dst"], edge["dst_phase"]
 
 
-def _names(first: Mapping[str, Any], second: Mapping[str, Any], compared: bool = True) -> dict[str, list[str]]:
+def _value(edge: Json) -> tuple[Any, ...]:
+    """What an edge carries."""
+    return edge["bytes"], edge["shape"], edge["dtype"], set(edge["names"])
+
+
+def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[str]]:
     """Names that are in one only; and, where what stands behind them is a digest, those where it differs."""
     both = [name for name in first if name in second]
     return {
@@ -241,11 +250,12 @@ def _names(first: Mapping[str, Any], second: Mapping[str, Any], compared: bool =
     }
 
 
-def _balance(workers: Sequence[Json]) -> float | None:
-    """The mean worker's time over the slowest's."""
+def _balance(facts: Json) -> float | None:
+    """The mean worker's time of a minibatch over the slowest's."""
+    workers, microbatches = facts["workers"], facts["build"]["microbatches"]
     if any(worker[name] is None for worker in workers for name in TIMES):
         return None
-    totals = [sum(worker[name] for name in TIMES) for worker in workers]
+    totals = [microbatches * (w["forward_ms"] + w["backward_ms"]) + w["update_ms"] for w in workers]
     return sum(totals) / len(totals) / max(totals) if max(totals) else None
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.plan import ParameterSpec
-from fxpipe.runtime.assembly import Recipe
+from fxpipe.summary import Traffic
 
 
-def edge_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
+def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:
     """A row an edge of the plan, in the order of the sends; then one for each owner and reader of weights.
 
     Args:
-        recipe: says which versions of the weights are sent; without it each weight counts once.
+        traffic: says what is sent of the weights, of which one may need several versions; without it each counts once.
     """
     sends = {} if subject.nodes is None else subject.nodes.sends
     rows = []
@@ -36,10 +36,10 @@ def edge_rows(subject: Subject, recipe: Recipe | None) -> list[dict[str, Any]]:
                 "names": [],
             }
         )
-    return [*rows, *_weights(subject, recipe)]
+    return [*rows, *_weights(subject, traffic)]
 
 
-def _weights(subject: Subject, recipe: Recipe | None) -> Iterator[dict[str, Any]]:
+def _weights(subject: Subject, traffic: Traffic | None) -> Iterator[dict[str, Any]]:
     found: dict[tuple[int, int], dict[str, ParameterSpec]] = {}
     phases: dict[tuple[int, int], set[str]] = {}
     for parameter in subject.plan.parameters:
@@ -48,18 +48,14 @@ def _weights(subject: Subject, recipe: Recipe | None) -> Iterator[dict[str, Any]
                 found.setdefault((parameter.owner, reader), {})[parameter.name] = parameter
                 phases.setdefault((parameter.owner, reader), set()).add(phase)
     for (owner, reader), parameters in sorted(found.items()):
-        names = list(parameters)
-        if recipe is not None:
-            steady = 4 * subject.plan.workers  # a version that no warm-up reads
-            messages = recipe.demand.messages(owner, reader, steady, 0, None)
-            names = [name for message in messages for name in message.names]
+        once = sum(p.tensor.bytes for p in parameters.values())
         dtypes = {p.tensor.dtype for p in parameters.values()}
         yield {
             "name": f"weights of worker {owner}",
             "kind": "weights",
             "shape": [],
             "dtype": " ".join(sorted(dtypes)),
-            "bytes": sum(parameters[name].tensor.bytes for name in names),
+            "bytes": traffic.weights[owner, reader] if traffic else once,
             "src": owner,
             "src_phase": "update",
             "dst": reader,

@@ -2,7 +2,7 @@
 
 Times are milliseconds unless they are called seconds, sizes bytes, workers ranks. `modules` are referred to by row, and
 so are `nodes`. `forward` and `backward` of a module are rows of worker, milliseconds, nodes; W is part of backward;
-`apart` counts its units that do not run forward, backward and W on one worker.
+`apart` counts its units that do not run forward, backward and W on one worker; of a unit it says whether.
 What an older build does not know is None, or empty.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import fxpipe
 from fxpipe.errors import PolicyError
-from fxpipe.inspection.balance import PINNED, efficiency, partition_rows
+from fxpipe.inspection.balance import PINNED, balance_of
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.grid import grid_rows
 from fxpipe.inspection.modules import ModuleTree
@@ -24,6 +24,7 @@ from fxpipe.inspection.workers import worker_rows
 from fxpipe.policy import POLICIES
 from fxpipe.runtime.assembly import Recipe, choose
 from fxpipe.runtime.record import samples_of
+from fxpipe.summary import Traffic
 
 Facts = dict[str, Any]
 
@@ -47,20 +48,20 @@ def facts(
     Raises:
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
     """
-    if run is not None and schedule is None and policy is None:
-        schedule, policy = run.get("schedule"), run.get("policy")
-    recipe = recipe_of(subject, schedule, policy)
+    recipe = recipe_of(subject, *_asked(schedule, policy, run))
     tree = ModuleTree(subject)
     ahead = outlook(subject, recipe)
+    traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
+    balance = balance_of(subject, recipe, compare)
     return {
         "fxpipe": fxpipe.__version__,
-        "build": build_facts(subject, recipe),
+        "build": {**build_facts(subject), "efficiency": balance.efficiency},
         "modules": tree.rows,
         "nodes": node_table(subject, tree),
         "units": unit_rows(subject),
-        "workers": worker_rows(subject),
-        "edges": edge_rows(subject, recipe),
-        "partitions": partition_rows(subject, recipe) if compare else [],
+        "workers": worker_rows(subject, recipe, traffic),
+        "edges": edge_rows(subject, traffic),
+        "partitions": list(balance.rows),
         "forecast": ahead.forecast,
         "timeline": ahead.timeline,
         "grid": grid_facts(subject, recipe),
@@ -85,9 +86,40 @@ def recipe_of(subject: Subject, schedule: str | None, policy: str | None) -> Rec
         raise
 
 
-def build_facts(subject: Subject, recipe: Recipe | None) -> Facts:
-    """The build as a whole."""
-    plan, costs = subject.plan, subject.known
+def _asked(schedule: str | None, policy: str | None, run: dict[str, Any] | None) -> tuple[str | None, str | None]:
+    """The schedule and the policy that count."""
+    if run is not None and schedule is None and policy is None:
+        return run.get("schedule"), run.get("policy")
+    return schedule, policy
+
+
+def value_facts(
+    subject: Subject, schedule: str | None = None, policy: str | None = None, run: dict[str, Any] | None = None
+) -> Facts:
+    """As much of `facts` as tells where values come from and go to (`fxpipe.inspection.values`): nothing is simulated.
+
+    Raises:
+        ScheduleError, PolicyError: as `facts`.
+    """
+    schedule, policy = _asked(schedule, policy, run)
+    recipe = None
+    if (schedule, policy) != (None, None) or any(p.owner != w for p in subject.plan.parameters for w, _ in p.readers):
+        recipe = recipe_of(subject, schedule, policy)  # says which weights cross, which takes a while
+    traffic = None if recipe is None else Traffic(subject.plan, recipe.demand)
+    tree = ModuleTree(subject)
+    return {
+        "build": build_facts(subject),
+        "modules": tree.rows,
+        "nodes": node_table(subject, tree),
+        "workers": worker_rows(subject, recipe, traffic),
+        "edges": edge_rows(subject, traffic),
+    }
+
+
+def build_facts(subject: Subject) -> Facts:
+    """The build as a whole. What its compile was told of links, speeds and costs is None where `costs.json` is gone."""
+    plan, costs = subject.plan, subject.costs
+    cuts = None if costs is None else costs.partitions[-1].mode if costs.partitions else PINNED
     return {
         "folder": None if subject.folder is None else str(subject.folder),
         "model": None if subject.model is None else subject.model.name,
@@ -101,9 +133,11 @@ def build_facts(subject: Subject, recipe: Recipe | None) -> Facts:
         "torch": plan.torch,
         "samples": samples_of(plan),
         "loss_worker": plan.loss_worker,
-        "cuts": costs.partitions[-1].mode if costs.partitions else PINNED,
-        "efficiency": efficiency(subject, recipe),
-        "costs": "measured" if subject.measured else "computed",
+        "cuts": cuts,
+        "costs": None if costs is None else "measured" if subject.measured else "computed",
+        "speeds": [] if set(subject.speeds) <= {1.0} else list(subject.speeds),
+        "links": None if costs is None else costs.links.to_row(),
+        "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
         "edited": list(subject.edited),
         "stale": list(subject.stale),
     }

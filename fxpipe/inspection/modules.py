@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.inspection.units import workers_of_units
+from fxpipe.inspection.units import WIRES, units_apart, workers_of_units
 from fxpipe.plan import Phase
 
 LOSS = "(loss)"
@@ -17,7 +17,8 @@ class ModuleTree:
     """Module rows, parents in front of their children, and which row a node belongs to.
 
     Code outside modules, the model's own forward among it, is the whole model's; what of it comes behind the last
-    module in forward, and its backward, is the loss function's: that row's path is None.
+    module in forward, and its backward, is the loss function's: that row's path is None. Sends and receives are
+    nodes of their module, but no place where it runs.
 
     Attributes:
         rows: as `fxpipe.inspection.facts` describes them.
@@ -97,9 +98,14 @@ class ModuleTree:
     def _add_nodes(self) -> None:
         assert self._subject.nodes is not None
         own: dict[tuple[int, Phase, int], tuple[float, int]] = {}
+        passed: dict[int, int] = {}
         for node in self._subject.nodes.rows:
             if node.phase is not None:
-                key = self.of(node.module, node.unit), node.phase, node.worker
+                module = self.of(node.module, node.unit)
+                if node.op in WIRES:
+                    passed[module] = passed.get(module, 0) + 1
+                    continue
+                key = module, node.phase, node.worker
                 ms, count = own.get(key, (0.0, 0))
                 own[key] = ms + (node.ms or 0.0), count + 1
         for (module, phase, worker), (ms, count) in own.items():
@@ -108,13 +114,17 @@ class ModuleTree:
                 before = places.get(worker, (0.0, 0))
                 places[worker] = before[0] + ms, before[1] + count
                 row["nodes"] += count
+        for module, count in passed.items():
+            for row in self._up(module):
+                row["nodes"] += count
 
     def _add_units(self, places: bool) -> None:
         """Count the units that are cut apart; with `places` also where units run, for an older build without nodes."""
+        apart = units_apart(self._subject)
         for unit, (forward, backward, weights) in enumerate(workers_of_units(self._subject.plan)):
             module = self.of(self._subject.plan.units[unit], unit)
             for row in self._up(module):
-                row["apart"] += not forward == backward == weights
+                row["apart"] += apart[unit]
                 if places:
                     row["forward"].setdefault(forward, (None, 0))
                     for worker in (backward, weights):

@@ -15,7 +15,8 @@ MODULE = COLUMNS.index("module")
 def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any] | None:
     """`fxpipe.program_table.Row`'s columns, with the number of a module's row for its path; None for older builds.
 
-    `gradients` has the row that makes a parameter's gradient, by the parameter's row's name.
+    `gradients` has the row that makes a parameter's gradient, by the parameter's row's name; `names` what the model
+    calls parameters, buffers and inputs, likewise.
     """
     if subject.nodes is None:
         return None
@@ -24,4 +25,5 @@ def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any] | None:
         row: list[Any] = [*node[:-1], list(node.inputs)]
         row[MODULE] = tree.of(node.module, node.unit)
         rows.append(row)
-    return {"columns": COLUMNS, "rows": rows, "gradients": dict(subject.nodes.gradients)}
+    names = {row: list(found) for row, found in subject.nodes.names.items()}
+    return {"columns": COLUMNS, "rows": rows, "gradients": dict(subject.nodes.gradients), "names": names}

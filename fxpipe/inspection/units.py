@@ -1,4 +1,4 @@
-"""The units, in order: where each runs, and what it costs."""
+"""The units, in order: where each runs, whether it is cut apart, and what it costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.plan import Plan
+
+WIRES = ("send", "recv")
+"""Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""
 
 
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
@@ -21,11 +24,31 @@ def unit_rows(subject: Subject) -> list[dict[str, Any]]:
             "forward_ms": unit and unit.forward_ms,
             "backward_ms": unit and unit.backward_ms,
             "weight_ms": unit and unit.weight_ms,
+            "apart": apart,
         }
-        for path, (forward, backward, weights), unit in zip(
-            subject.plan.units, workers_of_units(subject.plan), units, strict=True
+        for path, (forward, backward, weights), unit, apart in zip(
+            subject.plan.units, workers_of_units(subject.plan), units, units_apart(subject), strict=True
         )
     ]
+
+
+def units_apart(subject: Subject) -> list[bool]:
+    """For each unit whether its forward, its backward and its weight gradients are not all on one worker.
+
+    A unit without nodes of one kind has nothing to part there. What other workers compute again of a unit does not
+    count. For an older build without nodes the cuts alone do.
+    """
+    homes = workers_of_units(subject.plan)
+    if subject.nodes is None:
+        return [len(set(workers)) > 1 for workers in homes]
+    places: list[set[int]] = [set() for _ in homes]
+    for node in subject.nodes.rows:
+        if node.phase is None or node.op in WIRES or node.unit is None or not 0 <= node.unit < len(homes):
+            continue
+        kind = 2 if node.weight else 0 if node.phase == "F" else 1
+        if node.worker == homes[node.unit][kind]:
+            places[node.unit].add(node.worker)
+    return [len(workers) > 1 for workers in places]
 
 
 def workers_of_units(plan: Plan) -> list[tuple[int, int, int]]:

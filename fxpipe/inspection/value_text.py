@@ -52,13 +52,13 @@ def _parameter_lines(found: Json) -> Iterator[str]:
 
 def _module_lines(found: Json) -> Iterator[str]:
     path = found["path"] or found["name"] or "the whole model"
-    yield f"{path}  module  {found['of']} nodes"
+    yield f"{path}  module  {_count(found['of'], 'node')}"
     for title in ("forward", "backward"):
-        parts = (f"worker {worker} {_ms(ms)} ({nodes} nodes)" for worker, ms, nodes in found[title])
+        parts = (f"worker {worker} {_ms(ms)} ({_count(nodes, 'node')})" for worker, ms, nodes in found[title])
         yield f"  {title:<8}  {', '.join(parts) or 'nothing'}"
     if found["parameters"]:
         owners = f", owned by {_workers(found['owners'])}"
-        yield f"  {found['parameters']} parameters, {size(found['parameter_bytes'])}{owners}"
+        yield f"  {_count(found['parameters'], 'parameter')}, {size(found['parameter_bytes'])}{owners}"
     lines = [_line(value) for value in found["nodes"]]
     yield from _section("nodes", lines, more=found["of"] - len(lines))
 
@@ -147,6 +147,10 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 def _workers(ranks: Sequence[int]) -> str:
     return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _ms(ms: float) -> str:

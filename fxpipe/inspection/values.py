@@ -27,6 +27,7 @@ def trace(facts: Json, name: str) -> Json:
     """What is known of a value, by its name.
 
     Args:
+        facts: all of them, or `fxpipe.inspection.facts.value_facts`.
         name: of a node, as the emitted code and `--after` have it; of a parameter, buffer or batch input, as the model
             has it; of an edge; or the path of a module.
 
@@ -99,8 +100,11 @@ class _Graph:
     def _model_names(self) -> Iterator[tuple[int, str]]:
         for i, op in enumerate(self.op):
             if op in PLACEHOLDERS:
-                for found in (self.rows[i][self.text] or "").split(", "):
-                    yield i, found
+                yield from ((i, found) for found in self.model_names(i))
+
+    def model_names(self, row: int) -> list[str]:
+        """What the model calls a placeholder; of a tied parameter all names."""
+        return self.facts["nodes"]["names"].get(self.names[row]) or [self.rows[row][self.text] or ""]
 
     def known(self) -> list[str]:
         """Every name that can be asked for."""
@@ -125,7 +129,7 @@ class _Graph:
         }
 
     def parameter(self, row: int) -> Json:
-        names = self.rows[row][self.text].split(", ")
+        names = self.model_names(row)
         workers = self.facts["workers"]
         owner = next((w["worker"] for w in workers if names[0] in w["owned_names"]), self.worker[row])
         made = self.facts["nodes"]["gradients"].get(self.names[row])

@@ -5,46 +5,62 @@ from __future__ import annotations
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.plan import Plan
-from fxpipe.program import unit_name
+from fxpipe.runtime.assembly import Recipe
+from fxpipe.schedule.check import in_flight
+from fxpipe.summary import Traffic, begin, held_bytes
 
 
-def worker_rows(subject: Subject) -> list[dict[str, Any]]:
-    """A row a worker. What only `costs.json` knows is None without it."""
-    return [_row(subject, rank) for rank in range(subject.plan.workers)]
+def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
+    """A row a worker. What only `costs.json` knows is None without it.
+
+    Args:
+        recipe: how the build is run, for what is in flight; as it was compiled where None.
+        traffic: of that recipe.
+    """
+    flights = None if recipe is None else in_flight(recipe.schedule)
+    return [
+        _row(subject, rank, None if flights is None else flights[rank], traffic) for rank in range(subject.plan.workers)
+    ]
 
 
-def _row(subject: Subject, rank: int) -> dict[str, Any]:
+def speed_of(subject: Subject, rank: int) -> float:
+    """How fast a worker is, where the device that the costs are of has 1."""
+    return subject.speeds[rank] if subject.speeds else 1.0
+
+
+def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | None) -> dict[str, Any]:
     plan = subject.plan
     stage = plan.stages[rank]
     owned = plan.owned(rank)
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
+    owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in held) for held in (owned, copies))
     costs = subject.workers[rank] if subject.workers else None
-    time = subject.times[rank] if subject.times else None
-    spent: list[float | None] = [None, None, None]
-    if time is not None:
-        spent = [1e3 * time.forward, 1e3 * time.backward, 1e3 * time.update]
-    elif costs is not None:
-        spent = [costs.forward_ms, costs.backward_ms + costs.weight_ms, costs.update_ms]
+    if flight is None and costs is not None:
+        flight = costs.in_flight
+    memory = None
+    if costs is not None and flight is not None:
+        memory = held_bytes(owned_bytes, replica_bytes, costs.saved_bytes, flight)
+    forward, backward, update = _spent(subject, rank)
     return {
         "worker": rank,
-        "forward_from": _begin(plan, stage.forward_units),
-        "backward_from": _begin(plan, stage.backward_units),
+        "speed": speed_of(subject, rank),
+        "forward_from": begin(plan, stage.forward_units),
+        "backward_from": begin(plan, stage.backward_units),
         "forward_units": list(stage.forward_units),
         "backward_units": list(stage.backward_units),
         "weight_units": list(stage.weight_units),
-        "forward_ms": spent[0],
-        "backward_ms": spent[1],
-        "update_ms": spent[2],
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "update_ms": update,
         "owned": len(owned),
-        "owned_bytes": sum(p.tensor.bytes for p in owned),
+        "owned_bytes": owned_bytes,
         "replicas": len(copies),
-        "replica_bytes": sum(p.tensor.bytes for p in copies),
-        "bytes_in": costs and costs.bytes_in,
-        "bytes_out": costs and costs.bytes_out,
+        "replica_bytes": replica_bytes,
+        "bytes_in": traffic.arriving[rank] if traffic else costs and costs.bytes_in,
+        "bytes_out": traffic.leaving[rank] if traffic else costs and costs.bytes_out,
         "saved_bytes": costs and costs.saved_bytes,
-        "in_flight": costs and costs.in_flight,
-        "memory_bytes": costs and costs.memory_bytes,
+        "in_flight": flight,
+        "memory_bytes": memory,
         "engines": list(stage.engines),
         "owned_names": [p.name for p in owned],
         "replica_names": [p.name for p in copies],
@@ -53,5 +69,14 @@ def _row(subject: Subject, rank: int) -> dict[str, Any]:
     }
 
 
-def _begin(plan: Plan, units: tuple[int, int]) -> str:
-    return unit_name(plan.units[units[0]]) if units[0] < units[1] else "nothing"
+def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
+    """Milliseconds of F, B and the update on that worker, as the simulator has them."""
+    if subject.times:
+        time = subject.times[rank]
+        spent = (1e3 * time.forward, 1e3 * time.backward, 1e3 * time.update)
+    elif subject.workers:
+        costs = subject.workers[rank]
+        spent = (costs.forward_ms, costs.backward_ms + costs.weight_ms, costs.update_ms)
+    else:
+        return None, None, None
+    return tuple(ms / speed_of(subject, rank) for ms in spent)

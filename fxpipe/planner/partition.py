@@ -9,7 +9,7 @@ how far from the optimum it can be at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ _OFFSETS = {
     "bidirectional": (tuple(_FINE), _FAR, _WIDE),
     "three-way": ((-2, -1, 0, 1, 2), (-21, -8, -3, -1, 0, 1, 3, 8, 21), (-89, -34, -13, -1, 0, 1, 13, 34, 89)),
 }
-_ROUNDS = 40
+ROUNDS = 40
 _WORTH = 2e-4  # an improvement below this is not worth another round
 
 
@@ -129,15 +129,20 @@ def partitions(
     modes: Sequence[str] = MODES,
     say: Callable[[str], None] = lambda text: None,
     budget: int = BUDGET,
+    rounds: int = ROUNDS,
 ) -> dict[str, Partition]:
     """The partitions of several modes; each search starts from what the narrower ones found.
+
+    Args:
+        budget: as for `partition`.
+        rounds: of improvement, at the most, where a plan is not proved to be the best.
 
     Raises:
         TooLittleMemory: nothing fits, in the widest of the modes. Modes that do not fit while a wider one does are
             left out.
     """
     costs = WorkerCost(profile, workers)
-    search = _Search(costs, say, budget)
+    search = _Search(costs, say, budget, rounds)
     found: dict[str, Partition] = {}
     wanted = [mode for mode in MODES if mode in modes]
     for mode in MODES[: MODES.index(wanted[-1]) + 1]:
@@ -162,7 +167,7 @@ def of_cuts(
     recompute: Sequence[tuple[int, int, int]] = (),
     mode: str = "pinned",
 ) -> Partition:
-    """What given cuts cost, as a partition: nothing is searched, so its bound is its own.
+    """What given cuts cost, as a partition: nothing is searched, so only the ideal bounds it.
 
     Args:
         forward, backward, weights, recompute: as `Partition` has them.
@@ -173,7 +178,8 @@ def of_cuts(
     for worker, first, _ in recompute:
         cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
     slowest = bottleneck(costs, cuts)
-    return _described(costs, mode, Path(cuts, slowest), slowest, apart=True)
+    found = _described(costs, mode, Path(cuts, slowest), 0.0, apart=True)
+    return replace(found, lower_bound_ms=min(found.ideal_ms, slowest))
 
 
 def fits(profile: Profile, workers: Workers) -> bool:
@@ -194,10 +200,11 @@ class TooLittleMemory(CutError):
 class _Search:
     """Finds the best plan of one mode after the other."""
 
-    def __init__(self, costs: WorkerCost, say: Callable[[str], None], budget: int) -> None:
+    def __init__(self, costs: WorkerCost, say: Callable[[str], None], budget: int, rounds: int) -> None:
         self.costs = costs
         self.say = say
         self.budget = budget
+        self.rounds = rounds
         self.known: list[Places] = []
         self.known_empty: list[Places] = []  # plans that need little memory, whether or not they fit
         profile, speeds = costs.profile, costs.workers.speeds
@@ -285,7 +292,7 @@ class _Search:
         """Search windows of cuts around the best plan, fine and wide ones in turn, until none improves it."""
         fruitless = 0
         patterns = _OFFSETS[mode]
-        for turn in range(_ROUNDS):
+        for turn in range(self.rounds):
             self.say(f"{mode}: {best.bottleneck:.3f} ms after {turn} rounds")
             layers = window(self.costs, where, mode, best.cuts, patterns[turn % len(patterns)])
             found = least_bottleneck(self.costs, layers, best.bottleneck, calm=False) or best

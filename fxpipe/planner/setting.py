@@ -10,6 +10,7 @@ from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.schedule import make
 from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.versions import Versions
 
 MOMENTUM = 1.0
 """Bytes of optimizer state for each byte of weights, where nobody measured it: SGD with momentum."""
@@ -34,8 +35,11 @@ class Setting:
     memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
 
-    def workers(self, count: int) -> Workers:
+    def workers(self, count: int, versions: Versions | None = None) -> Workers:
         """So many of them. Another number than there are speeds and memories is possible only if all are equal.
+
+        Args:
+            versions: of this schedule for so many workers, where they are known already.
 
         Raises:
             ScheduleError, PolicyError: an unknown name.
@@ -44,6 +48,7 @@ class Setting:
         schedule = make(self.schedule, count, self.microbatches)
         policy = make_policy(self.policy or default_for(schedule))
         weight, gradient = 1.0, 1.0
+        kept = copies(policy, schedule, versions)
         return Workers(
             count,
             speeds=_for(count, self.speeds),
@@ -51,7 +56,7 @@ class Setting:
             links=self.links,
             microbatches=self.microbatches,
             in_flight=in_flight(schedule),
-            owned_factor=tuple(weight + gradient + self.optimizer_bytes + kept for kept in copies(policy, schedule)),
+            owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
         )
 
 

@@ -13,16 +13,19 @@ from fxpipe.schedule.versions import Versions
 
 
 @cache
-def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
+def copies(policy: Policy, schedule: Schedule, versions: Versions | None = None) -> tuple[float, ...]:
     """For each worker the most copies of its own weights that it holds at once beside the live ones.
 
     Kept versions and predictions count, and what the weight form remembers of the last update; the optimizer's own
     state does not. Counted from the schedule, action by action.
+
+    Args:
+        versions: the schedule's, for who has them already: with many workers they take a second.
     """
     remembered = 1.0 if policy.weight_form else 0.0
     if schedule.synchronous:
         return (0.0,) * schedule.workers
-    versions = Versions(schedule)
+    versions = versions or Versions(schedule)
     return tuple(remembered + _held(policy, versions, worker) for worker in range(schedule.workers))
 
 

@@ -17,8 +17,8 @@ function balance(host) {
 
 function drawBalance(host, width, used) {
   const { partitions } = facts;
-  const beside = width >= 640;
   const panels = partitions.length;
+  const beside = width >= 210 * panels; // room for their titles
   const gap = beside ? 0.04 : 0.42 / panels;
   const part = (1 - gap * (panels - 1)) / panels;
   const top = greatest(partitions.flatMap((p) => p.workers.map((w) => w.total_ms ?? 0))) || 1;
@@ -48,7 +48,7 @@ function modeTable() {
     const p = facts.partitions[i];
     return [h("td", null, p.mode, p.chosen ? h("strong", null, " ✓ chosen") : null),
       shown("td", `partitions.${i}.bottleneck_ms`, ms, { class: "n" }), shown("td", `partitions.${i}.ideal_ms`, ms, { class: "n" }),
-      shown("td", `partitions.${i}.efficiency`, share, { class: "n" }), h("td", null, p.mode === "pinned" || missing(p.exact) ? NONE : p.exact ? "yes" : "no")];
+      shown("td", `partitions.${i}.efficiency`, share, { class: "n" }), h("td", null, known((exact) => (exact ? "yes" : "no"))(p.exact))];
   });
 }
 

@@ -13,13 +13,15 @@ function edgeSection(host) {
   put(host, 
     h("ul", { class: "key", "aria-label": "Kinds of edges" }, kinds.map((kind) => h("li", null,
       g("svg", { width: 30, height: 8, "aria-hidden": "true" }, g("line", { x1: 0, x2: 30, y1: 4, y2: 4, stroke: "var(--soft)", "stroke-width": 2, "stroke-dasharray": DASHES[kind] })),
-      `${kind}: ${bytes(sum(edges.filter((e) => e.kind === kind).map((e) => e.bytes)))}`))),
+      `${kind}, ${routes(edges.filter((e) => e.kind === kind))}: ${bytes(sum(edges.filter((e) => e.kind === kind).map((e) => e.bytes)))}`))),
     bundled ? h("p", { class: "quiet" }, `${count(edges.length)} edges, bundled by kind, from and to into ${count(lines.length)} lines; the table has each.`) : null,
     drawing,
     fold(`All ${plural(edges.length, "edge")} as a table`, edgeTable, { id: "edge-table" }));
   const size = sizes(lines);
   return figure(drawing, (width) => drawEdges(drawing, width, lines, size), { height: size.height });
 }
+
+const routes = (edges) => [...new Set(edges.map((e) => `${e.src_phase} → ${e.dst_phase === "FB" ? "F and B" : e.dst_phase}`))].join(", ");
 
 const end = (phase, source) => (phase === "update" ? "B" : phase.includes("F") && !(source && phase === "FB") ? "F" : "B");
 

@@ -62,6 +62,13 @@ const chip = (worker, title) =>
   h("span", { class: "chip", title: title ?? `worker ${worker}`, style: `background:${colour(worker)};color:${textOn(worker)}` },
     String(worker));
 
+/** " under gpipe · latest", where what was simulated is not of the build's own schedule and policy; else nothing. */
+function elsewhere() {
+  const { build, forecast, grid } = facts;
+  const { schedule, policy } = forecast ?? grid ?? build;
+  return schedule === build.schedule && policy === build.policy ? "" : ` under ${schedule} · ${policy}`;
+}
+
 const plural = (n, one, many) => `${count(n)} ${n === 1 ? one : many ?? `${one}s`}`;
 const moduleName = (row) => (row.path === null ? row.name : row.path || facts.build.model || "the model");
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);

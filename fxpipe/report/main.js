@@ -7,12 +7,12 @@ function card(...make) {
 }
 
 overview();
-section("model", "Model", "From the input on the left to the loss on the right: which worker runs the forward of each part, and which its backward. Forward and backward have cuts of their own.",
+section("model", "Model", `From the input on the left to the loss on the right: which worker runs the forward of each part, and which its backward.${facts.units.some((u) => u.apart) ? " Forward and backward have cuts of their own." : ""}`,
   card(modelMap), card(moduleTree));
-section("edges", "What crosses workers", "Every value that leaves a worker, as wide as it has bytes, in the colour of the worker that sends it.", card(edgeSection));
-section("balance", "Balance", "What a microbatch costs each worker under each mode of cuts. The slowest worker sets the pace; the dashed line is where all would be if work could be halved at will.", card(balance));
-section("timeline", "Timeline", "When each worker does what.", card(timelineSection));
-section("memory", "Memory over time", "Weights, saved values and messages of each worker, as simulated.", card(memorySection));
+section("edges", "What crosses workers", "Every value that leaves a worker, wider the more bytes it has, in the colour of the worker that sends it.", card(edgeSection));
+section("balance", "Balance", `What a microbatch costs each worker${elsewhere()}, for each mode of cuts. The slowest worker sets the pace; the dashed line is where all would be if work could be halved at will.`, card(balance));
+section("timeline", "Timeline", elsewhere() ? `When each worker does what; simulated${elsewhere()}.` : "When each worker does what.", card(timelineSection));
+section("memory", "Memory over time", `Weights, saved values and messages of each worker, as simulated${elsewhere()}.`, card(memorySection));
 section("run", "Run", facts.run ? "What was measured." : null, card(runSection));
 section("schedule", "Schedule and versions", null, card(schedulePicture));
 section("workers", "Workers", null, card(workerSection));

@@ -22,7 +22,7 @@ function modelMap(host) {
     h("p", { class: "quiet" },
       timed ? "A unit is as wide as its time, forward and backward together. "
         : "Units are equally wide: their times are not known; compile again to have them. ",
-      "Between the lanes stand the units whose forward and backward run on different workers."),
+      "Hatched between the lanes: forward, backward and weight gradients not all on one worker."),
     drawing);
   figure(drawing, (width) => drawMap(drawing, width, { units, ends, lanes }), { first: true });
 }
@@ -57,19 +57,19 @@ function drawMap(host, width, { units, ends, lanes }) {
   const items = [];
   const described = [];
 
+  const label = laneLabels(lanes, x);
   const laneParts = lanes.flatMap((lane, i) => {
     const segments = runs(units.length, (u) => units[u][lane.key]);
     return segments.map(([first, end, worker]) => {
-      const times = units.slice(first, end).flatMap((u) => lane.times.map((name) => u[name]));
-      const time = times.some((t) => !missing(t)) ? sum(times) : null;
+      const time = laneTime(lane, first, end);
       const space = x(end) - x(first);
-      const label = [`worker ${worker} · ${ms(time)}`, `worker ${worker}`, String(worker)].find((l) => room(l) <= space) ?? "";
+      const said = label(worker, time, space);
       const lines = [`worker ${worker}, ${lane.name}`, `units ${first} to ${end - 1} of ${units.length}`,
         `${unitName(first)} … ${unitName(end - 1)}`, ms(time)];
       const item = g("g", { role: "img", "aria-label": lines.join(", ") },
         g("rect", { x: x(first), y: tops[i], width: Math.max(space, 1), height: LANE, fill: colour(worker), "data-worker": worker, "data-lane": lane.letter, "data-value": time }),
         hairs(first, end, x, tops[i]),
-        g("text", { x: x(first) + space / 2, y: tops[i] + LANE / 2 + 4, "text-anchor": "middle", style: `fill:${textOn(worker)};font-weight:600` }, label),
+        said.map((line, k) => g("text", { class: "lane", x: x(first) + space / 2, y: tops[i] + LANE / 2 + 4 + 15 * (k - (said.length - 1) / 2), "text-anchor": "middle", style: `fill:${textOn(worker)};font-weight:600` }, line)),
         g("rect", { class: "frame", x: x(first) + 2, y: tops[i] + 2, width: Math.max(space - 4, 1), height: LANE - 4, rx: 2 }));
       items.push(item);
       described.push(lines);
@@ -84,11 +84,31 @@ function drawMap(host, width, { units, ends, lanes }) {
   const svg = g("svg", { class: "drawing map", viewBox: `0 0 ${width} ${height}`, height, role: "group",
     "aria-label": "Forward and backward of the model from input to loss, by worker. Arrow keys go from part to part." },
     mismatchPattern(), names, mismatches(units, lanes, tops, x), laneParts,
-    cuts.map((c, i) => drawCuts(c, tops[i], i === 0, i === lanes.length - 1)), moduleStrip(units, x, strip), cursor);
+    cuts.map((c, i) => drawCuts(c, tops[i], i === 0, i === lanes.length - 1)), moduleStrip(units, x, strip, width), cursor);
   rove(items, (i) => described[i]);
   svg.addEventListener("pointermove", (event) => pointAt(event, svg, width, x, cursor));
   svg.addEventListener("pointerleave", () => { hideTip(); cursor.setAttribute("visibility", "hidden"); });
   host.replaceChildren(svg);
+}
+
+/** The milliseconds of some units in a lane, null where none is known. */
+function laneTime(lane, first, end) {
+  const times = facts.units.slice(first, end).flatMap((u) => lane.times.map((name) => u[name]));
+  return times.some((t) => !missing(t)) ? sum(times) : null;
+}
+
+// What a part of a lane says, the fullest first: one line or two.
+const SAID = [(w, t) => [`worker ${w} · ${t}`], (w, t) => [`worker ${w}`, t], (w, t) => [String(w), t]];
+
+/** What stands in a part of `space`, as lines: one form for all parts that have room for their time, else the number. */
+function laneLabels(lanes, x) {
+  const parts = lanes.flatMap((lane) => runs(facts.units.length, (u) => facts.units[u][lane.key])
+    .map(([first, end, worker]) => ({ worker, time: ms(laneTime(lane, first, end)), space: x(end) - x(first) })));
+  const fits = (lines, space) => lines.every((line) => room(line) <= space);
+  const least = SAID.at(-1);
+  const able = parts.filter(({ worker, time, space }) => fits(least(worker, time), space));
+  const form = SAID.find((said) => able.every(({ worker, time, space }) => fits(said(worker, time), space)));
+  return (worker, time, space) => [form(worker, ms(time)), [String(worker)]].find((lines) => fits(lines, space)) ?? [];
 }
 
 /** The units behind the last one that lies in a module are the loss function's. */
@@ -137,7 +157,7 @@ function mismatchPattern() {
 function mismatches(units, lanes, tops, x) {
   return lanes.slice(1).flatMap((lane, i) => {
     const before = lanes[i];
-    return runs(units.length, (u) => (units[u][before.key] === units[u][lane.key] ? "" : `${units[u][before.key]} ${units[u][lane.key]}`))
+    return runs(units.length, (u) => (!units[u].apart || units[u][before.key] === units[u][lane.key] ? "" : `${units[u][before.key]} ${units[u][lane.key]}`))
       .filter(([, , pair]) => pair)
       .map(([first, end, pair]) => {
         const [a, b] = pair.split(" ");
@@ -184,42 +204,70 @@ function drawCuts({ cuts }, top, first, last) {
   return [lines, labels];
 }
 
-/** Which modules lie where: the tree opened at its widest places until its parts get too narrow. */
-function moduleStrip(units, x, top) {
+const NAMED = 40; // pixels that a part needs, in the mean, for names to stand in most
+const OWN = 0.25; // of a module's width may be outside of the modules in it, if those are to stand for it
+
+/**
+ * Which modules lie where: the tree opened at its widest places until its parts get too narrow. A module has one name,
+ * in the middle of all that lies in it; what an opened module does itself, between its parts, has none.
+ */
+function moduleStrip(units, x, top, width) {
   const { modules } = facts;
   const index = new Map(modules.map((m, i) => [m.path, i]));
   const open = new Set([0]);
+  const places = units.map((unit, u) => (isLoss(u) ? index.get(null) : index.get(unit.module ?? "")) ?? 0);
   const shownAs = (u) => {
     const trail = [];
-    for (let m = (isLoss(u) ? index.get(null) : index.get(units[u].module ?? "")) ?? 0; m !== null && m !== undefined; m = modules[m].parent) trail.push(m);
+    for (let m = places[u]; m !== null && m !== undefined; m = modules[m].parent) trail.push(m);
     return trail.reverse().find((m) => !open.has(m)) ?? trail.at(-1);
   };
+  const one = (u) => x(u + 1) - x(u);
+  const divides = (m) => {
+    const inside = units.map((_, u) => u).filter((u) => shownAs(u) === m);
+    return sum(inside.filter((u) => places[u] === m).map(one)) <= OWN * sum(inside.map(one));
+  };
+  const parents = new Set(modules.map((m) => m.parent));
   let parts = runs(units.length, shownAs);
+  const whole = new Set(); // were looked at
+  const across = x(units.length) - x(0);
+  const space = ([first, end]) => x(end) - x(first);
   for (let round = 0; round < 12; round++) {
-    const widest = parts.filter(([, , m]) => !open.has(m) && modules.some((c) => c.parent === m))
-      .sort((a, b) => x(b[1]) - x(b[0]) - x(a[1]) + x(a[0]))[0];
-    if (!widest || x(widest[1]) - x(widest[0]) < 160) break;
-    open.add(widest[2]);
+    const wide = parts.filter((part) => !open.has(part[2]) && !whole.has(part[2]) && parents.has(part[2]) && space(part) >= 160);
+    if (!wide.length) break;
+    const widest = wide.reduce((most, part) => (space(part) > space(most) ? part : most));
+    const alike = new Set(wide.map(([, , m]) => m).filter((m) => modules[m].parent === modules[widest[2]].parent));
+    const opened = [...alike].filter(divides);
+    opened.forEach((m) => open.add(m));
     const finer = runs(units.length, shownAs);
-    if (finer.length > Math.max(12, (x(units.length) - x(0)) / 7)) { open.delete(widest[2]); break; }
-    parts = finer;
+    const named = space(widest) > across / 2 ? 7 : NAMED; // what is most of the model is shown by its parts, even if few have names
+    if (opened.length && finer.length <= Math.max(12, across / named)) parts = finer;
+    else opened.forEach((m) => open.delete(m));
+    alike.forEach((m) => whole.add(m));
   }
-  const narrow = (x(units.length) - x(0)) / parts.length < 40; // too narrow for names: some stand beneath
-  let free = 0;
-  return parts.map(([first, end, m]) => {
+  const narrow = across / parts.length < NAMED; // too narrow for names: some stand beneath
+  return [
+    parts.map(([first, end]) => g("rect", { class: "cell", x: x(first), y: top, width: Math.max(x(end) - x(first), 0.5), height: narrow ? 12 : 24 })),
+    stripNames(parts.filter(([, , m]) => !open.has(m)), x, narrow ? width : null).map(({ name, middle }) => [
+      narrow && g("path", { class: "tie", d: `M${middle.toFixed(1)} ${top + 12}v6` }),
+      g("text", { class: "mono strip", x: middle, y: top + (narrow ? 30 : 16), "text-anchor": "middle" }, name)]),
+  ];
+}
+
+/** The names that fit, each with its middle: inside their modules' extents, or beneath them and inside of `width`. */
+function stripNames(parts, x, width) {
+  const extents = new Map();
+  for (const [first, end, m] of parts) extents.set(m, [extents.get(m)?.[0] ?? first, end]);
+  const taken = [];
+  const free = (from, to) => taken.every(([a, b]) => to <= a || from >= b);
+  return [...extents].flatMap(([m, [first, end]]) => {
+    const path = moduleName(facts.modules[m]);
+    const name = facts.modules[m].name;
     const space = x(end) - x(first);
-    const whole = moduleName(modules[m] ?? { path: "", name: "" });
-    if (narrow) {
-      const fits = x(first) >= free && x(first) + room(whole) <= x(units.length) + 6;
-      if (fits) free = x(first) + room(whole) + 10;
-      return g("g", null, g("rect", { class: "cell", x: x(first), y: top, width: Math.max(space, 0.5), height: 12 }),
-        fits && g("path", { class: "tie", d: `M${x(first).toFixed(1)} ${top}v18` }),
-        fits && g("text", { class: "mono", x: x(first) + 1, y: top + 30 }, whole));
-    }
-    const last = whole.split(".").slice(-2).join(".");
-    const label = [whole, last, modules[m]?.name ?? ""].find((l) => room(l) <= space) ?? clipped(modules[m]?.name ?? "", space);
-    return g("g", null,
-      g("rect", { class: "cell", x: x(first), y: top, width: Math.max(space, 0.5), height: 24 }),
-      g("text", { class: "mono", x: x(first) + space / 2, y: top + 16, "text-anchor": "middle" }, label));
+    const middle = x(first) + space / 2;
+    const names = width === null ? [path, path.split(".").slice(-2).join("."), name, clipped(name, space)] : [path];
+    const held = names.find((n) => n && (width === null ? room(n) <= space + 1 : middle >= room(n) / 2 && middle + room(n) / 2 <= width));
+    if (!held || !free(middle - room(held) / 2, middle + room(held) / 2)) return [];
+    taken.push([middle - room(held) / 2, middle + room(held) / 2]);
+    return [{ name: held, middle }];
   });
 }

@@ -35,6 +35,9 @@ function swatch(kind) {
     shape ? g("path", { d: lines[shape], stroke: opacity === 1 ? "#fff" : COLOURS[7], "stroke-width": 1.4 }) : null);
 }
 
+/** The swatch of nothing at all. */
+const blank = () => g("svg", { width: 26, height: 14, "aria-hidden": "true" }, g("rect", { x: 0.5, y: 0.5, width: 25, height: 13, rx: 2, fill: "none", stroke: COLOURS[7] }));
+
 /** Bars of one kind, for each colour a trace; "x" or "y" of `way` is the axis of values. */
 function bars(kind, workers, values, { way = "y", format = ms, ...more } = {}) {
   const across = way === "x" ? "y" : "x";
@@ -49,10 +52,13 @@ function bars(kind, workers, values, { way = "y", format = ms, ...more } = {}) {
   });
 }
 
-// How the lines of workers differ where their colours repeat.
-const STROKES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "10px,2px", "3px,2px"];
-const stroke = (worker) => ({ color: colour(worker), dash: STROKES[Math.floor(worker / 8) % 8] });
+// How lines of one colour differ: of workers whose colours repeat, or of one worker.
+const STROKES = ["solid", "7px,4px", "2px,3px", "7px,3px,2px,3px", "13px,4px", "13px,3px,2px,3px", "7px,2px,2px,2px,2px,2px", "4px,2px"];
+const stroke = (worker, nth = Math.floor(worker / 8)) => ({ color: colour(worker), dash: STROKES[nth % 8] });
 
-const workerKey = (workers) => h("ul", { class: "key", "aria-label": "Workers" }, workers.map((w) => h("li", null,
-  g("svg", { width: 26, height: 8, "aria-hidden": "true" }, g("line", { x1: 0, x2: 26, y1: 4, y2: 4, stroke: colour(w), "stroke-width": 2.5, "stroke-dasharray": [null, "6 4", "2 3", "6 3 2 3"][Math.floor(w / 8) % 4] })),
-  `worker ${w}`)));
+/** The key of a chart of lines, each {name, ...stroke}. */
+const lineKey = (label, lines) => h("ul", { class: "key", "aria-label": label }, lines.map((line) => h("li", null,
+  g("svg", { width: 34, height: 8, "aria-hidden": "true" }, g("line", { x1: 0, x2: 34, y1: 4, y2: 4, stroke: line.color, "stroke-width": 2.5, "stroke-dasharray": line.dash === "solid" ? null : line.dash.replaceAll("px", "") })),
+  line.name)));
+
+const workerKey = (workers) => lineKey("Workers", workers.map((w) => ({ name: `worker ${w}`, ...stroke(w) })));

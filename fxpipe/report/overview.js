@@ -21,16 +21,17 @@ function overview() {
 function keyFigures(build, forecast, partitions, run) {
   const card = (label, element) => h("div", null, h("dt", null, label), element);
   const chosen = partitions.findIndex((p) => p.chosen);
+  const expected = `forecast${elsewhere()}`;
   const fullest = greatest(facts.workers.map((w) => w.memory_bytes ?? 0));
   return [
-    forecast && card("samples a second, forecast", shown("dd", "forecast.samples_per_second", number)),
+    forecast && card(`samples a second, ${expected}`, shown("dd", "forecast.samples_per_second", number)),
     run?.samples_per_second && card("samples a second, measured", shown("dd", "run.samples_per_second", number)),
     run?.efficiency && card("measured over forecast", shown("dd", "run.efficiency", share)),
-    forecast && card("milliseconds a minibatch, forecast", shown("dd", "forecast.milliseconds", number)),
-    forecast && card("bubble, forecast", shown("dd", "forecast.bubble", share)),
+    forecast && card(`milliseconds a minibatch, ${expected}`, shown("dd", "forecast.milliseconds", number)),
+    forecast && card(`bubble, ${expected}`, shown("dd", "forecast.bubble", share)),
     run && !missing(run.bubble) && card("bubble, measured", shown("dd", "run.bubble", share)),
-    chosen >= 0 && card("balance: ideal over slowest worker", shown("dd", `partitions.${chosen}.efficiency`, share)),
-    fullest > 0 && card("memory of the fullest worker", derived("dd", fullest, bytes)),
+    chosen >= 0 && card(`balance${elsewhere()}: ideal over slowest worker`, shown("dd", `partitions.${chosen}.efficiency`, share)),
+    fullest > 0 && card(`memory of the fullest worker${elsewhere()}`, derived("dd", fullest, bytes)),
     card("crosses workers, a microbatch", derived("dd", sum(facts.edges.filter((e) => e.kind !== "weights").map((e) => e.bytes)), bytes)),
   ].filter(Boolean);
 }
@@ -38,10 +39,12 @@ function keyFigures(build, forecast, partitions, run) {
 const figureRow = (cards) => h("dl", { class: "figures", style: `--columns:${cards.length < 6 ? cards.length : Math.ceil(cards.length / 2)}` }, cards);
 
 function inWords(units) {
-  const apart = units.filter((u) => u.forward !== u.backward).length;
-  const split = apart
-    ? `${plural(apart, "unit")} of ${count(units.length)} ${apart === 1 ? "runs" : "run"} forward on one worker and backward on another.`
-    : `Every unit runs forward and backward on the same worker.`;
+  const apart = units.filter((u) => u.apart).length;
+  const of = `${plural(apart, "unit")} of ${count(units.length)}`;
+  const three = units.some((u) => u.weights !== u.backward);
+  const split = !apart ? "Every unit runs forward and backward on the same worker."
+    : three ? `${of} ${apart === 1 ? "does" : "do"} not run forward, backward and weight gradients all on one worker.`
+      : `${of} ${apart === 1 ? "runs" : "run"} forward on one worker and backward on another.`;
   if (facts.workers.length > 6) return [split];
   const said = facts.workers.flatMap((w, i) => [
     h("span", { class: "nobreak" }, chip(w.worker), "forward from"), " ", h("code", null, w.forward_from ?? NONE),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
+import secrets
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from fxpipe.errors import BuildError
 
 SCRIPTS = (  # in the order in which they stand in the page; one scope
     "dom.js",
@@ -30,8 +35,31 @@ SCRIPTS = (  # in the order in which they stand in the page; one scope
 
 
 def write_report(facts: dict[str, Any], path: Path) -> None:
-    """Write the page of `facts`; see `page`."""
-    path.write_text(page(facts), encoding="utf-8")
+    """Write the page of `facts`, see `page`, as a whole or not at all: it appears under its name when it is complete.
+
+    Raises:
+        BuildError: something that is no plain file is there, or the disk says no; what was there before is there still.
+    """
+    whole = page(facts)
+    target = Path(os.path.realpath(path))  # a link stays, and leads to the new page
+    partial = target.with_name(f".fxpipe-report-{secrets.token_hex(6)}")
+    try:
+        if target.exists() and not target.is_file():
+            raise _refused(path, "it is a folder" if target.is_dir() else "it is no plain file")
+        try:
+            with partial.open("x", encoding="utf-8") as file:
+                file.write(whole)
+            os.replace(partial, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from error
+
+
+def _refused(path: Path, reason: str) -> BuildError:
+    return BuildError(f"{path} cannot be written: {reason}", hint="choose another --html")
 
 
 def page(facts: dict[str, Any]) -> str:

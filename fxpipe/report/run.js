@@ -2,6 +2,7 @@
 
 const SPENT = ["F", "B", "predict", "update", "send", "receive", "wait", "data", "other"];
 const STEPS = 400; // from which on a mean is drawn over the single steps
+const KEYED = 32; // lines that are named above their chart
 const POINTS = 1500; // that a curve is drawn with
 
 function runSection(host) {
@@ -111,17 +112,37 @@ function spentTable(run, used) {
   const times = [["all", "seconds", clock], ...used.map((kind) => [kind, `spent.${kind}`, clock])];
   const labels = (fields) => fields.map(([label]) => ({ label, kind: "n" }));
   const cells = (i, fields) => fields.map(([, path, format]) => shown("td", `run.workers.${i}.${path}`, format, { class: "n" }));
-  const waits = (i) => (run.workers[i].waits ?? []).slice(0, 3).map((wait, k) => [k ? " · " : "", h("span", { class: "nobreak" },
-    `${wait.what}${missing(wait.from) ? "" : ` of worker ${wait.from}`}: `, shown("span", `run.workers.${i}.waits.${k}.seconds`, seconds))]);
   const { workers } = run;
   return [
     table("Seconds of the workers", [{ label: "seconds of worker" }, ...labels(times)], workers.length, (i) => [h("td", null, chip(workers[i].rank)), ...cells(i, times)]),
-    table("Minibatches of the workers", [{ label: "a minibatch of worker" }, ...labels(paces), { label: "waited longest for" }, { label: "engines" }], workers.length, (i) => [
-      h("td", null, chip(workers[i].rank)), ...cells(i, paces), h("td", null, waits(i)), h("td", null, list(workers[i].engines && [...new Set(workers[i].engines)]))]),
+    table("Minibatches of the workers", [{ label: "a minibatch of worker" }, ...labels(paces), { label: "engines" }], workers.length, (i) => [
+      h("td", null, chip(workers[i].rank)), ...cells(i, paces), h("td", null, list(workers[i].engines && [...new Set(workers[i].engines)]))]),
+    waitTable(workers),
   ];
 }
 
+/** What the workers waited for, the longest first; folded where it is long. */
+function waitTable(workers) {
+  const rows = workers.flatMap((w, i) => (w.waits ?? []).map((wait, k) => [w, wait, `run.workers.${i}.waits.${k}.seconds`]))
+    .sort((a, b) => (b[1].seconds ?? 0) - (a[1].seconds ?? 0));
+  if (!rows.length) return null;
+  const make = () => table("What the workers waited for", [{ label: "worker" }, { label: "waited for" }, { label: "from" }, { label: "seconds", kind: "n" }], rows.length, (r) => {
+    const [worker, wait, path] = rows[r];
+    return [h("td", null, chip(worker.rank)), h("td", { class: "name" }, wait.what), h("td", null, missing(wait.from) ? NONE : chip(wait.from)), shown("td", path, clock, { class: "n" })];
+  });
+  return rows.length > 24 ? fold("What the workers waited for, as a table", make) : make();
+}
+
 const asTrace = ([x, y]) => ({ x, y });
+
+/** The curves of all logs, each with its name and with a stroke of its own among those of its colour. */
+function strokedCurves(logs) {
+  const groups = new Set(logs.map((log) => log.group)).size > 1;
+  const drawn = new Array(8).fill(0); // of each colour
+  return logs.flatMap(curves).map((log) => ({
+    ...log, name: `worker ${log.worker} · ${groups ? `group ${log.group} · ` : ""}${log.name}`, stroke: stroke(log.worker, drawn[log.worker % 8]++),
+  }));
+}
 
 /** A log by how many updates its forwards were behind and predicted ahead: each is a curve of its own. */
 function curves(log) {
@@ -141,14 +162,18 @@ function staleness(host, run) {
   if (!logs.length) return put(host, absent("Staleness was not logged: ", h("code", null, "fxpipe run --log-staleness"), " logs it."));
   const drawing = h("div", { class: "chart", role: "img", "aria-label": `Root mean square of the difference, over steps. ${logs.slice(0, 8).map((l) => `Worker ${l.worker}, group ${l.group}: last ${number(l.rmse.at(-1))}`).join(", ")}. The table below has the numbers.` });
   const rows = logs.flatMap((log) => log.step.map((_, i) => [run.staleness.indexOf(log), i]));
-  put(host, workerKey([...new Set(logs.map((l) => l.worker))]), drawing, fold("Staleness as a table", () =>
-    table("Staleness", [{ label: "worker" }, { label: "group", kind: "n" }, { label: "step", kind: "n" }, { label: "updates behind", kind: "n" }, { label: "predicted", kind: "n" }, { label: "rmse", kind: "n" }, { label: "rms of weights", kind: "n" }], rows.length, (r) => {
+  const lines = strokedCurves(logs);
+  const names = () => lineKey("Lines", lines.map((line) => ({ name: line.name, ...line.stroke })));
+  put(host, h("p", { class: "quiet" }, "“1 behind, predicted 1”: the forwards whose weights were one update behind, with one update predicted. A group is one of the optimizer's parameter groups, counted from 0."),
+    lines.length > KEYED ? [workerKey([...new Set(logs.map((l) => l.worker))]), fold(`The ${count(lines.length)} lines by name`, names)] : names(),
+    drawing, fold("Staleness as a table", () =>
+    table("Staleness", [{ label: "worker" }, { label: "parameter group", kind: "n", title: "of the optimizer, counted from 0" }, { label: "step", kind: "n" }, { label: "updates behind", kind: "n" }, { label: "predicted", kind: "n" }, { label: "RMSE", kind: "n", title: "root mean square of the difference" }, { label: "RMS of the weights", kind: "n" }], rows.length, (r) => {
       const [l, i] = rows[r];
       return [h("td", null, chip(run.staleness[l].worker)), shown("td", `run.staleness.${l}.group`, count, { class: "n" }),
         ...[["step", count], ["stale", count], ["ahead", count], ["rmse", number], ["rms", number]].map(([name, format]) => shown("td", `run.staleness.${l}.${name}.${i}`, format, { class: "n" }))];
     })));
-  return figure(drawing, (width) => plot(drawing, logs.flatMap(curves).map((log) => ({
-    type: "scatter", mode: log.x.length > 60 ? "lines" : "lines+markers", ...asTrace(thin(log.x, log.y, -Infinity, Infinity)), line: { width: 1.8, ...stroke(log.worker) }, marker: { size: 4, color: colour(log.worker) },
-    hovertemplate: `worker ${log.worker}, group ${log.group}, ${log.name}<br>step %{x}: %{y:.3~g}<extra></extra>`,
-  })), { width, height: 280, xaxis: axis("step"), yaxis: axis("rmse", { rangemode: "tozero", exponentformat: "e" }), margin: { l: 68, r: 12, t: 16, b: 40 } }), { height: 280, plotly: true });
+  return figure(drawing, (width) => plot(drawing, lines.map((log) => ({
+    type: "scatter", mode: log.x.length > 60 ? "lines" : "lines+markers", ...asTrace(thin(log.x, log.y, -Infinity, Infinity)), name: log.name, line: { width: 1.8, ...log.stroke }, marker: { size: 4, color: colour(log.worker) },
+    hovertemplate: `${log.name}<br>step %{x}: %{y:.3~g}<extra></extra>`,
+  })), { width, height: 340, xaxis: axis("step"), yaxis: axis("root mean square of the difference (RMSE)", { rangemode: "tozero", exponentformat: "e" }), margin: { l: 68, r: 12, t: 16, b: 40 } }), { height: 340, plotly: true });
 }

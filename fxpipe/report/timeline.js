@@ -13,17 +13,21 @@ function timelineSection(host) {
   else if (!facts.run.timeline) put(host, absent("The run left no trace: ", h("code", null, "fxpipe run --trace FILE"), " records one."));
   if (!panels.length) return;
   for (const panel of panels) prepare(panel);
-  put(host, h("p", { class: "quiet" }, panels.map((p) => told(p)).join(" ")));
+  const end = Math.max(...panels.map((p) => p.last));
+  put(host, h("p", { class: "quiet" }, panels.map((p) => told(p, end)).join(" ")));
   const used = KINDS.filter((kind) => panels.some((p) => p.spans.some((s) => s[1] === kind)));
   const view = new Timeline(panels, used);
-  put(host, key(["F", "B", "predict", "update", "send", "receive", "wait", "data"].filter((k) => used.includes(k))), view.tools, view.host,
+  const kinds = key(["F", "B", "predict", "update", "send", "receive", "wait", "data"].filter((k) => used.includes(k)));
+  put(kinds, h("li", null, blank(), "blank (white, on a dark page black): time between actions"));
+  put(host, kinds, view.tools, view.host,
     ...panels.map((p) => fold(`The ${p.name} spans as a table`, () => spanTable(p))));
   figure(view.host, (width) => view.draw(width), { height: view.height, plotly: true });
 }
 
-function told(p) {
+/** What a panel shows, and until when: past it its lanes are blank, while those of another go on to `end`. */
+function told(p, end) {
   const more = p.of > p.minibatches ? ` Of ${count(p.of)} minibatches only the first ${count(p.minibatches)} are shown.` : "";
-  return `${p.name[0].toUpperCase()}${p.name.slice(1)}: ${plural(p.minibatches, "minibatch", "minibatches")}, ${plural(p.spans.length, "span")}.${more}`;
+  return `${p.name[0].toUpperCase()}${p.name.slice(1)}: ${plural(p.minibatches, "minibatch", "minibatches")}, ${plural(p.spans.length, "span")}, until ${ms(p.last * 1e3)}${p.last < end ? "; its lanes are blank from there on" : ""}.${more}`;
 }
 
 /** Each worker's spans by their start, so that the one at a time is found at once. */
@@ -37,12 +41,20 @@ function prepare(panel) {
   panel.rows = Array.from({ length: facts.build.workers }, (_, w) => (panel.rows[w] ?? []).sort((a, b) => panel.spans[a][4] - panel.spans[b][4]));
 }
 
+/** "12.3 ms, from 68.0 to 80.3": times as exact as their difference, from seconds. */
+function stretch(start, stop) {
+  const long = (stop - start) * 1e3;
+  const places = long > 0 ? Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(long)))) : 3;
+  const time = (t) => (t * 1e3).toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places });
+  return `${ms(long)}, from ${time(start)} to ${time(stop)}`;
+}
+
 function spanLines(panel, span) {
   const [worker, kind, minibatch, microbatch, start, stop] = span;
   const action = kind === "F" || kind === "B" ? `${kind}${minibatch}${microbatch ? `.${microbatch}` : ""}` : kind;
   return [`${action} on worker ${worker}, ${panel.name}`,
     missing(minibatch) || minibatch < 0 ? null : `minibatch ${minibatch}${microbatch ? `, microbatch ${microbatch}` : ""}`,
-    `${ms((stop - start) * 1e3)}: from ${ms(start * 1e3)} to ${ms(stop * 1e3)}`];
+    stretch(start, stop)];
 }
 
 class Timeline {
@@ -210,6 +222,16 @@ class Timeline {
     return low;
   }
 
+  /** What is told of a time in which a worker has no span; `place` is its last that began before. */
+  idleLines(panel, worker, place) {
+    const row = panel.rows[worker];
+    const from = greatest([0, ...row.slice(0, place + 1).map((i) => panel.spans[i][5])]);
+    const next = panel.spans[row[place + 1]];
+    const simulated = panel.name === "simulated";
+    return [`worker ${worker}, ${panel.name}`, next ? `${simulated ? "waits" : "between actions"} ${stretch(from, next[4])}`
+      : `nothing more ${simulated ? "simulated" : "shown"} after ${ms(from * 1e3)}`];
+  }
+
   hover(event) {
     const layout = this.host._fullLayout;
     if (!layout) return;
@@ -224,7 +246,7 @@ class Timeline {
       const place = this.find(panel, worker, time);
       const span = place >= 0 && panel.spans[panel.rows[worker][place]];
       if (span && time <= span[5]) showTip(spanLines(panel, span), event.clientX, event.clientY);
-      else showTip([`worker ${worker}, ${panel.name}: ${panel.name === "simulated" ? "waits" : "nothing recorded"}`, ms(time * 1e3)], event.clientX, event.clientY);
+      else showTip(this.idleLines(panel, worker, place), event.clientX, event.clientY);
       return;
     }
     hideTip();

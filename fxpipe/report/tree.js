@@ -11,12 +11,12 @@ function moduleTree(host) {
     clearTimeout(waiting);
     waiting = setTimeout(() => { found.textContent = tree.filter(search.value); }, 120);
   });
-  tree.leave = () => { search.value = ""; found.textContent = ""; };
+  tree.leave = () => { clearTimeout(waiting); search.value = ""; found.textContent = ""; };
   put(host, 
     h("div", { class: "bar" }, search, found),
     facts.nodes ? null : absent("This build does not say what its nodes are: compile again to see the nodes."),
     h("div", { class: "scroll" }, tree.table),
-    h("p", { class: "quiet off-paper" }, "Arrow keys move and fold, Home and End go to the ends, Enter opens. ≠ marks modules whose forward and backward run on different workers."));
+    h("p", { class: "quiet off-paper" }, "Arrow keys move and fold, Home and End go to the ends, Enter opens. ≠: forward, backward and weight gradients not all on one worker."));
 }
 
 class Tree {
@@ -30,6 +30,7 @@ class Tree {
     this.pages = new Map();
     this.open = new Set();
     this.only = null; // while searching: the rows of each parent that are shown
+    this.before = null; // while searching: what was open before
     this.most = [0, 1].map((i) => greatest(modules.filter((m) => m.parent === 0).map((m) => sum((i ? m.backward : m.forward).map((p) => p[1])))));
     this.body = h("tbody");
     const head = [["module, node"], ["forward"], ["backward"], ["F ms", "n"], ["B ms", "n"], ["parameters", "n"], ["bytes", "n"], ["nodes", "n"]];
@@ -122,13 +123,11 @@ class Tree {
       const part = index && total && most > 0 ? Math.min(1, total / most) : null; // of the widest module beside it at the top
       return derived("td", total, number, { role: "gridcell", class: part === null ? "n" : "n meter", style: part === null ? null : `--part:${(72 * part).toFixed(1)}%` });
     };
-    const workers = (pass) => pass.map((p) => p[0]).sort((a, b) => a - b).join();
-    const apart = m.apart > 0 || (m.forward.length && m.backward.length && workers(m.forward) !== workers(m.backward));
-    const said = m.apart > 1 ? `${m.apart} units do not run forward and backward on one worker` : "forward and backward on different workers";
+    const said = `${plural(m.apart, "unit")}: forward, backward and weight gradients not all on one worker`;
     return [
       h("span", { class: "path mono", title: m.path ?? m.name }, index ? m.name : moduleName(m)),
       h("td", { role: "gridcell" }, places(m.forward)),
-      h("td", { role: "gridcell" }, places(m.backward), apart ? h("span", { class: "split", role: "img", title: said, "aria-label": said }, "≠") : null),
+      h("td", { role: "gridcell" }, places(m.backward), m.apart > 0 ? h("span", { class: "split", role: "img", title: said, "aria-label": said }, "≠") : null),
       time(m.forward, this.most[0]), time(m.backward, this.most[1]),
       shown("td", `modules.${index}.parameters`, count, { role: "gridcell", class: "n", title: m.owners?.length ? `owned by worker ${m.owners.join(", ")}` : null }),
       shown("td", `modules.${index}.parameter_bytes`, bytes, { role: "gridcell", class: "n" }),
@@ -235,7 +234,7 @@ class Tree {
   /** Open everything above a node and go there. */
   reveal(node) {
     if (this.only) {
-      this.only = null;
+      this.endSearch();
       this.leave();
     }
     const module = this.cell(facts.nodes.rows[node], "module") ?? 0;
@@ -261,11 +260,8 @@ class Tree {
   /** Show what holds `wanted` and the modules around it; all, if it is empty. Says what was found. */
   filter(wanted) {
     const query = wanted.trim().toLowerCase();
-    if (this.before === undefined) this.before = null;
     if (!query) {
-      this.only = null;
-      if (this.before) this.open = this.before;
-      this.before = null;
+      this.endSearch();
       this.fill();
       return "";
     }
@@ -280,6 +276,12 @@ class Tree {
     this.narrow(hits.slice(0, PAGE));
     const what = `${plural(modules, "module")}, ${plural(hits.length - modules, "node")}`;
     return hits.length > PAGE ? `${what}; the first ${PAGE} are shown` : what;
+  }
+
+  endSearch() {
+    this.only = null;
+    this.open = this.before ?? this.open;
+    this.before = null;
   }
 
   narrow(hits) {

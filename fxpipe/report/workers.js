@@ -4,9 +4,10 @@ function workerSection(host) {
   const { workers } = facts;
   const field = (label, name, format, kind = "n") => ({ label, name, format, kind });
   const span = known(([first, stop]) => (first < stop ? `${first} to ${stop - 1}` : "none"));
+  const uneven = workers.some((w) => (w.speed ?? 1) !== 1);
   const work = [
     field("forward from", "forward_from", text, "name mono"), field("units", "forward_units", span, "nobreak"), field("backward from", "backward_from", text, "name mono"), field("units", "backward_units", span, "nobreak"),
-    field("W units", "weight_units", span, "nobreak"), field("F ms", "forward_ms", number), field("B ms", "backward_ms", number), field("update ms", "update_ms", number), field("engines", "engines", (e) => list(e && [...new Set(e)]), "name"), field("file", "file", text, "name mono")];
+    field("W units", "weight_units", span, "nobreak"), field("F ms", "forward_ms", number), field("B ms", "backward_ms", number), field("update ms", "update_ms", number), field("engines", "engines", (e) => list(e && [...new Set(e)]), "name"), uneven && field("speed", "speed", number), field("file", "file", text, "name mono")].filter(Boolean);
   const held = [
     field("owned", "owned", count), field("owned bytes", "owned_bytes", bytes), field("replicas", "replicas", count), field("replica bytes", "replica_bytes", bytes),
     field("in, a minibatch", "bytes_in", bytes), field("out, a minibatch", "bytes_out", bytes), field("saved, a microbatch", "saved_bytes", bytes), field("in flight", "in_flight", count), field("memory", "memory_bytes", bytes)];

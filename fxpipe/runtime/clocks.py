@@ -3,7 +3,7 @@
 Each machine's `perf_counter_ns` begins anywhere. A worker asks worker 0 for its time some times over; of the quickest
 exchange it takes worker 0's answer to have been given in the middle. So it is wrong by half of that exchange's time at
 most (Cristian, Probabilistic clock synchronization, 1989). Clocks also drift: what was found before and after a run
-makes a straight line.
+makes a straight line, where they differ by more than they may be wrong.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_n
 
 
 def aligned(time: int, before: Reading, after: Reading) -> int:
-    """A time of the own clock as worker 0's, by what was read before and after it."""
+    """A time of the own clock as worker 0's, by what was read before and after it.
+
+    Readings that differ by no more than their errors say nothing of a drift: the surer one counts, and times keep their
+    lengths.
+    """
+    if abs(after.offset - before.offset) <= before.error + after.error:
+        return time + min(before, after, key=lambda reading: reading.error).offset
     apart = max(after.at - before.at, 1)
     return time + before.offset + (after.offset - before.offset) * (time - before.at) // apart

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fxpipe import errors
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.runtime.options import RunOptions
+from fxpipe.trace.writer import partial
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -52,6 +53,10 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
             if -signal.SIGINT in exits.values() and set(exits.values()) <= {-signal.SIGINT, -signal.SIGTERM}:
                 raise KeyboardInterrupt from None
             raise first_error(Path(exchange), exits) from None
+        finally:
+            with suppress(OSError):  # of a worker that was stopped while it wrote
+                if options.trace is not None:
+                    partial(options.trace).unlink()
         summary: dict[str, Any] = json.loads((Path(exchange) / "summary.json").read_text())
         return summary
 

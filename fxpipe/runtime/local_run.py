@@ -16,7 +16,7 @@ from fxpipe.runtime.local import LocalPipeline
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
 from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of
-from fxpipe.runtime.run_summary import summarize_run, worker_row
+from fxpipe.runtime.run_summary import add_trace, summarize_run, worker_row
 from fxpipe.runtime.staleness import watch_staleness
 from fxpipe.runtime.trace import WorkerTrace, write_trace
 from fxpipe.schedule.action import Action
@@ -73,8 +73,10 @@ def run_local(
             record.close()
         if record.out is not None:
             write_final_weights(Path(record.out) / FINAL_WEIGHTS, plan, lambda t: held(executors[t.worker], t))
-        if options.trace is not None:
-            seconds = watches[0].elapsed
-            write_trace(options.trace, plan, pipeline.recipe, seconds, lambda worker: WorkerTrace.of(watches[worker]))
         rows = [worker_row(executor) for executor in executors]
-        return summarize_run(record, options, plan, pipeline.recipe, rows, "local", torch.get_num_threads())
+        recipe = pipeline.recipe
+        summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
+        if (path := options.trace) is not None:
+            traces = [WorkerTrace.of(watch) for watch in watches]
+            add_trace(summary, path, lambda: write_trace(path, plan, recipe, watches[0].elapsed, traces.__getitem__))
+        return summary

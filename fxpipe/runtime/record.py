@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from fxpipe.errors import RunError
 from fxpipe.plan import Plan
+from fxpipe.run_folder import METRICS, RUN
 from fxpipe.runtime.live import Board, Looker
 from fxpipe.runtime.progress import Progress
 from fxpipe.runtime.staleness import staleness_file
@@ -20,9 +21,7 @@ from fxpipe.tensorboard import TensorboardLog
 OnStep = Callable[[int, float, "float | None", "float | None"], None]
 """Told of a minibatch that is through: its number, its loss, worker 0's learning rate if it trains, and the norm of all
 gradients if they are clipped."""
-METRICS = "metrics.jsonl"
 FINAL_WEIGHTS = "model.safetensors"
-RUN = "run.json"
 LOOK = 5.0
 """Seconds between two words on the workers in TensorBoard's file."""
 
@@ -126,11 +125,11 @@ class Record:
         """Of the whole run, the filling and emptying of the pipeline included."""
         return len(self.losses) * self.samples / max(self.seconds, 1e-9)
 
-    def steady_samples_per_second(self, workers: int) -> float:
-        """Between the filling and the emptying of the pipeline; of the whole run where little lies between them."""
+    def steady_samples_per_second(self, workers: int) -> float | None:
+        """Between the filling and the emptying of the pipeline; None where little lies between them."""
         first, last = workers, len(self._ends) - workers - 1
         if last - first < STEADY:
-            return self.samples_per_second
+            return None
         return (last - first) * self.samples / max(self._ends[last] - self._ends[first], 1e-9)
 
 

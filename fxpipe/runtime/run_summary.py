@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.build_costs import read_costs
-from fxpipe.errors import BuildError
+from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.plan import Plan
 from fxpipe.planner.links import Links
+from fxpipe.run_folder import FORMAT, RUN
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.record import RUN, Record, samples_of
+from fxpipe.runtime.record import Record, samples_of
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 from fxpipe.time_losses import time_losses
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from fxpipe.stage_times import StageTime
     from fxpipe.summary import WorkerSummary
 
-FORMAT = 1
 _OWN: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "wait")
+_COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
+_PLANNED: tuple[Kind, ...] = ("F", "B", "update")
 
 
 def worker_row(executor: Executor) -> dict[str, Any]:
@@ -37,8 +39,10 @@ def worker_row(executor: Executor) -> dict[str, Any]:
 
     `engines` run its forward and its backward; `forward_ms` and `backward_ms` (with its update) are means over actions
     without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is the worker's whole run, `spent` its
-    parts: they add up to it. `waits` says what was waited for and from whom, `fill` how much of that was before the
-    first forward. `staleness` is there if it was logged (see `StalenessLog.summary`).
+    parts: they add up to it. `took` is what its forwards, its backwards without updates, and its updates took with all
+    that lies in them but waits and receives: what the plan calls so (see `fxpipe.stage_times.StageTime`). `waits` says
+    what was waited for and from whom, `fill` how much of it before the first backward. `staleness` is there if it was
+    logged (see `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
     if log is not None:
@@ -54,6 +58,7 @@ def worker_row(executor: Executor) -> dict[str, Any]:
         "wait_ms": 1000 * watch.seconds("wait") / max(watch.count("B"), 1),
         "seconds": watch.elapsed,
         "spent": watch.spent,
+        "took": {whole: watch.seconds(*_COMPUTE, within=whole) for whole in _PLANNED},
         "waits": watch.waits,
         "fill": watch.fill,
     }
@@ -69,11 +74,12 @@ def summarize_run(
     transport: str,
     threads: int,
 ) -> dict[str, Any]:
-    """The run in one JSON object; all of it but the losses is `run.json`, which is written here.
+    """The run in one JSON object; all of it but the losses is `run.json`, which is written here. It has no trace yet.
 
     `busy` of the workers is of the time that the whole run took, since who is ready first waits for the others to end.
     `bubble` is what the workers are not busy, `efficiency` the throughput between the filling and the emptying of the
-    pipeline over the forecast's. In one process (`local`) the workers take turns: there is neither of them.
+    pipeline over the forecast's: None where too few steps lie between these. In one process (`local`) the workers take
+    turns: there is neither of them.
 
     Args:
         rows: of all workers, by rank.
@@ -103,12 +109,12 @@ def summarize_run(
         "samples_per_second": record.samples_per_second,
         "bubble": 1 - sum(row["busy"] for row in rows) / len(rows) if together else None,
         "forecast": forecast,
-        "efficiency": steady / forecast["samples_per_second"] if forecast else None,
+        "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
         "time_losses": time_losses(rows, forecast, seconds, steps, plan.microbatches, recipe.schedule.name)
         if together
         else [],
         "workers": list(rows),
-        "trace": options.trace,
+        "trace": None,
         "out": None if record.out is None else str(record.out),
     }
     write_run(summary)
@@ -117,7 +123,7 @@ def summarize_run(
 
 
 def write_run(summary: dict[str, Any]) -> None:
-    """Write `run.json` into the run's folder, if it has one."""
+    """Write `run.json` into the run's folder, if it has one; a line on stderr if the disk says no."""
     if summary["out"] is None:
         return
     out = Path(summary["out"])
@@ -125,8 +131,24 @@ def write_run(summary: dict[str, Any]) -> None:
     if body["trace"] is not None:
         body["trace"] = os.path.relpath(body["trace"], out)
     fresh = out / f".{RUN}"
-    fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(out / RUN)
+    try:
+        fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(out / RUN)
+    except OSError as error:
+        print(f"warning: {out / RUN} cannot be written: {error.strerror or error}", file=sys.stderr)
+
+
+def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> None:
+    """Write the trace of a run whose weights and summary are safe; a line on stderr if that fails."""
+    try:
+        write()
+    except FxpipeError as error:
+        if isinstance(error, PeerLost):
+            raise
+        print(f"warning: the trace is lost: {error.what}", file=sys.stderr)
+        return
+    summary["trace"] = path
+    write_run(summary)
 
 
 @dataclass(frozen=True)
@@ -142,24 +164,35 @@ class _Known:
 
 
 def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
-    """What the build's compile expects of such a run; None for a build that says nothing of its costs."""
+    """What the build's compile expects of such a run; None for a build that says nothing of its costs.
+
+    `milliseconds` are of a minibatch between the filling and the emptying of the pipeline; of each worker `forward_ms`
+    and `backward_ms` are of a microbatch, `update_ms` and `copy_ms`, the copying of messages, of a minibatch.
+    """
     try:
         costs = read_costs(Path(folder))
-    except BuildError as error:
-        print(f"warning: {error}; there is no forecast to compare the run with", file=sys.stderr)
+        if costs is None or not costs.workers:
+            return None
+        known = _Known(plan, costs.workers, costs.speeds, costs.times, costs.timings, costs.links)
+        scenario = scenario_of(known, costs.links, costs.timings, costs.times or None, demand=recipe.demand)
+    except FxpipeError as error:
+        print(f"warning: {error.what}: there is no forecast to compare the run with", file=sys.stderr)
         return None
-    if costs is None or not costs.workers:
-        return None
-    known = _Known(plan, costs.workers, costs.speeds, costs.times, costs.timings, costs.links)
-    scenario = scenario_of(known, costs.links, costs.timings, costs.times or None, demand=recipe.demand)
     simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
     if not simulation.seconds_per_minibatch:
         return None
+    count = plan.microbatches
     return {
         "samples_per_second": simulation.samples_per_second(samples_of(plan)),
+        "milliseconds": 1e3 * simulation.seconds_per_minibatch,
         "bubble": simulation.bubble,
         "workers": [
-            {"forward_ms": 1e3 * cost.forward, "backward_ms": 1e3 * cost.backward, "update_ms": 1e3 * cost.update}
-            for cost in scenario.workers
+            {
+                "forward_ms": 1e3 * cost.forward,
+                "backward_ms": 1e3 * cost.backward,
+                "update_ms": 1e3 * cost.update,
+                "copy_ms": 1e3 * (scenario.busy(k, count) - count * (cost.forward + cost.backward) - cost.update),
+            }
+            for k, cost in enumerate(scenario.workers)
         ],
     }

@@ -22,6 +22,9 @@ from fxpipe.trace import KINDS, Kind
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _IDLE = ("wait", "data")
+_WHOLES = ("F", "B", "update", "data")
+"""Kinds that what lies inside them is counted to, too: an update is no part of the backward that it is made in."""
+
 _REBASE = 10**9
 """Nanoseconds after which CUDA's clock is read against a newer event: it tells distances in 32 bits."""
 
@@ -45,9 +48,10 @@ class Status(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """The beginning of a span; its end is None."""
+    """The beginning of a span; its end is None. `whole` is the kind of the whole that it is part of."""
 
     kind: int
+    whole: int
     cause: Cause | None
     minibatch: int
     microbatch: int
@@ -60,7 +64,7 @@ class Watch:
         self._device = torch.device(device)
         self._clock: _CudaClock | None = None
         self._minibatch = self._microbatch = 0
-        self._depth = 0
+        self._wholes: list[int] = []  # of what is open
         self._spans: Spans | None = None
         self.begin()
 
@@ -70,7 +74,7 @@ class Watch:
             self._clock = _CudaClock(self._device)
         self._stack: list[tuple[_Mark, int]] = []
         self._since = 0  # what lies before belongs to somebody
-        self._own = [0] * (len(KINDS) * len(KINDS))  # by outermost kind and kind
+        self._own = [0] * (len(KINDS) * len(KINDS))  # by whole and kind
         self._closed = [0] * len(KINDS)
         self._waits: dict[tuple[str, int], int] = {}
         self._fill = 0
@@ -79,14 +83,16 @@ class Watch:
             self._spans = Spans()
 
     def record(self) -> None:
-        """Keep every span from now on, some 40 bytes each."""
+        """Keep every span from now on, some 30 bytes each."""
         self._spans = Spans()
 
     def end(self) -> None:
         """Training is over on this worker."""
         if self._clock is not None:
-            torch.cuda.synchronize(self._device)
+            drift = self._clock.end()
             self._read()
+            if self._spans is not None:
+                self._spans.stretch(self.began, *drift)
         self.ended = perf_counter_ns()
 
     def at(self, action: Action) -> None:
@@ -95,8 +101,10 @@ class Watch:
 
     def open(self, kind: Kind, cause: Cause | None = None) -> None:
         """Begin a span inside the one that is open."""
-        mark = _Mark(_NUMBER[kind], cause, self._minibatch, self._microbatch)
-        self._depth += 1
+        number = _NUMBER[kind]
+        whole = number if kind in _WHOLES or not self._wholes else self._wholes[-1]
+        self._wholes.append(whole)
+        mark = _Mark(number, whole, cause, self._minibatch, self._microbatch)
         if self._clock is None:
             self._apply(perf_counter_ns(), mark)
         else:
@@ -104,21 +112,21 @@ class Watch:
 
     def close(self) -> None:
         """End the innermost open span."""
-        self._depth -= 1
+        self._wholes.pop()
         if self._clock is None:
             self._apply(perf_counter_ns(), None)
             return
         self._clock.record(None)
-        if not self._depth:
+        if not self._wholes:
             self._read()
 
     def seconds(self, *kinds: Kind, within: Kind | None = None) -> float:
-        """Own time of all spans of these kinds: all, or only what lies in outermost spans of one kind."""
-        if self._clock is not None and not self._depth:
+        """Own time of all spans of these kinds: all, or only what belongs to F, to B without its update, to updates."""
+        if self._clock is not None and not self._wholes:
             self._read()
         size = len(KINDS)
-        roots = range(size) if within is None else (_NUMBER[within],)
-        return sum(self._own[root * size + _NUMBER[kind]] for root in roots for kind in kinds) / 1e9
+        wholes = range(size) if within is None else (_NUMBER[within],)
+        return sum(self._own[whole * size + _NUMBER[kind]] for whole in wholes for kind in kinds) / 1e9
 
     def count(self, kind: Kind) -> int:
         """How many spans of a kind are closed."""
@@ -131,7 +139,7 @@ class Watch:
 
     @property
     def busy(self) -> float:
-        """Seconds spent on anything but waiting and feeding data."""
+        """Seconds spent in spans, but on waiting and feeding data."""
         return self.seconds(*(kind for kind in KINDS if kind not in _IDLE))
 
     @property
@@ -147,7 +155,7 @@ class Watch:
 
     @property
     def fill(self) -> float:
-        """The seconds of waiting before its first forward could run."""
+        """The seconds of waiting before its first backward could run: the pipeline fills."""
         return self._fill / 1e9
 
     @property
@@ -175,8 +183,8 @@ class Watch:
     def _apply(self, now: int, mark: _Mark | None) -> None:
         stack = self._stack
         if stack:
-            root, top = stack[0][0], stack[-1][0]
-            self._own[root.kind * len(KINDS) + top.kind] += now - self._since
+            top = stack[-1][0]
+            self._own[top.whole * len(KINDS) + top.kind] += now - self._since
         self._since = now
         if mark is not None:
             stack.append((mark, now))
@@ -186,7 +194,7 @@ class Watch:
         if kind == "wait" and mark.cause is not None:
             key = (mark.cause.what, mark.cause.worker)
             self._waits[key] = self._waits.get(key, 0) + now - begin
-            if not self._closed[0]:
+            if not self._closed[_NUMBER["B"]]:
                 self._fill += now - begin
         self._closed[mark.kind] += 1
         if self._spans is not None:
@@ -215,11 +223,22 @@ class Spans:
         self.begins.append(begin)
         self.ends.append(end)
 
+    def stretch(self, begin: int, end: int, true_end: int) -> None:
+        """Move times so that `begin` stays and `end` becomes `true_end`: for a clock that drifts steadily."""
+        length, drift = max(end - begin, 1), true_end - end
+        for times in (self.begins, self.ends):
+            for i, time in enumerate(times):
+                times[i] = time + drift * (time - begin) // length
+
 
 class _CudaClock:
-    """Marks in the device's stream, read in the time of `perf_counter_ns` once the device has passed them."""
+    """Marks in the device's stream, read in the time of `perf_counter_ns` once the device has passed them.
+
+    The device's clock is set by `perf_counter_ns` once, at the beginning; `end` tells by how much it has drifted.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pending: deque[tuple[torch.cuda.Event, _Mark | None]] = deque()
         self._free: list[torch.cuda.Event] = []
         torch.cuda.synchronize(device)
@@ -233,14 +252,26 @@ class _CudaClock:
         event.record()
         self._pending.append((event, mark))
 
+    def end(self) -> tuple[int, int]:
+        """Wait for the device; one moment by its clock and by `perf_counter_ns`. All marks have passed."""
+        torch.cuda.synchronize(self._device)
+        event = self._event()
+        event.record()
+        event.synchronize()
+        now = perf_counter_ns()
+        return self._time(event), now
+
     def passed(self) -> Iterator[tuple[int, _Mark | None]]:
         while self._pending and self._pending[0][0].query():
             event, mark = self._pending.popleft()
-            now = self._base_ns + round(1e6 * self._base.elapsed_time(event))
+            now = self._time(event)
             if now - self._base_ns > _REBASE:
                 self._base, self._base_ns, event = event, now, self._base
             self._free.append(event)
             yield now, mark
+
+    def _time(self, event: torch.cuda.Event) -> int:
+        return self._base_ns + round(1e6 * self._base.elapsed_time(event))
 
     def _event(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

@@ -36,7 +36,7 @@ from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
 from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of
-from fxpipe.runtime.run_summary import summarize_run, worker_row
+from fxpipe.runtime.run_summary import add_trace, summarize_run, worker_row
 from fxpipe.runtime.staleness import watch_staleness
 from fxpipe.runtime.trace import WorkerTrace, receive_trace, send_trace, write_trace
 from fxpipe.schedule import check
@@ -138,10 +138,10 @@ class _Worker:
         with peer_errors(self.rank):
             dist.barrier()
         watch.begin()
-        board.begin()
-        if record is not None:
-            record.begin(board)
         try:
+            board.begin()
+            if record is not None:
+                record.begin(board)
             actions = self.recipe.schedule.until(self.rank, self.total)
             feed, report = (None, None) if record is None else (self._feed, record.step)
             train(plan, self.executor, self.transport, actions, feed, report)
@@ -157,11 +157,12 @@ class _Worker:
             dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
         if options.out is not None:
             self._final_weights(Path(options.out) / FINAL_WEIGHTS)
-        if options.trace is not None:  # behind the weights: what it takes is nothing to lose them for
-            self._trace(options.trace, WorkerTrace(watch.spans, before, after))
-        if record is None:
-            return None
-        return summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+        summary = None
+        if record is not None:
+            summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+        if options.trace is not None:
+            self._trace(options.trace, WorkerTrace(watch.spans, before, after), summary)
+        return summary
 
     def _clock(self) -> Reading:
         """This process's clock against worker 0's; only a trace needs it."""
@@ -170,13 +171,25 @@ class _Worker:
         with peer_errors(self.rank):
             return read_offset(self.rank, self.plan.workers)
 
-    def _trace(self, path: str, own: WorkerTrace) -> None:
-        with peer_errors(self.rank):
-            if self.rank > 0:
+    def _trace(self, path: str, own: WorkerTrace, summary: dict[str, Any] | None) -> None:
+        """Send what was recorded to worker 0, which writes it, or takes it from all workers even if it cannot."""
+        if summary is None:
+            with peer_errors(self.rank):
                 send_trace(own)
-                return
-            seconds = self.executor.watch.elapsed
-            write_trace(path, self.plan, self.recipe, seconds, lambda worker: receive_trace(worker) if worker else own)
+            return
+        others = iter(range(1, self.plan.workers))
+
+        def fetch(worker: int) -> WorkerTrace:
+            if worker == 0:
+                return own
+            with peer_errors(self.rank):
+                return receive_trace(next(others))
+
+        seconds = self.executor.watch.elapsed
+        add_trace(summary, path, lambda: write_trace(path, self.plan, self.recipe, seconds, fetch))
+        for worker in others:
+            with peer_errors(self.rank):
+                receive_trace(worker)
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
         assert self.feed is not None

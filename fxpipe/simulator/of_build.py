@@ -70,6 +70,8 @@ def scenario_of(
     plan = build.plan
     if not build.workers:
         raise BuildError("the build does not say what its workers cost", hint="compile the model again")
+    if len(build.workers) != plan.workers:
+        raise BuildError(f"the build says what {len(build.workers)} workers cost, it has {plan.workers}")
     if times is not None and len(times) != plan.workers:
         raise BuildError(f"there are times of {len(times)} workers, the build has {plan.workers}")
     points = {timing.name: (timing.made, timing.needed) for timing in timings}

@@ -60,7 +60,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         seconds_per_minibatch=period,
         busy=tuple(end - waited for end, waited in zip(ends, run.waited, strict=True)),
         waited=tuple(run.waited),
-        bubble=1 - working / (workers * period) if period else 0.0,
+        bubble=max(0.0, 1 - working / (workers * period)) if period else 0.0,  # rounding is no work
         peak_bytes=tuple(
             cost.static_bytes + cost.saved_bytes * _in_flight(row) + cost.temporary_bytes
             for cost, row in zip(scenario.workers, rows, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +23,19 @@ def check_trace(path: str | Path) -> None:
 
     Raises:
         BuildError: a folder or file stands in its way, or permission is missing.
-        RunError: it is a folder.
+        RunError: it is a folder, or a device, or anything else that is there and no plain file.
     """
     path = Path(path)
-    if path.is_dir():
-        raise RunError(f"{path} cannot be written: it is a folder", hint="choose another --trace")
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no plain file"
+        raise RunError(f"{path} cannot be written: it is {what}", hint="choose another --trace")
     check_creatable(path.resolve().parent, path, "--trace")
+
+
+def partial(path: str | Path) -> Path:
+    """Where a trace lies while it is written; if nobody writes, a process that was killed has left it."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.partial")
 
 
 class TraceWriter:
@@ -53,7 +59,7 @@ class TraceWriter:
         self.path = Path(path)
         self.workers = workers
         self.microbatches = microbatches
-        self._partial = self.path.with_name(f".{self.path.name}-{os.getpid()}")
+        self._partial = partial(self.path)
         self._separator = "\n"
         self._file: TextIO | None = None
         try:

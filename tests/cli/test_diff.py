@@ -107,6 +107,23 @@ def test_another_seed_is_a_difference(here: Path, tmp_path: Path) -> None:
     assert "identical" not in out
 
 
+def test_links_speeds_and_the_optimizer_are_settings(here: Path, tmp_path: Path) -> None:
+    """Not only the cuts that came of them."""
+    model = write_model(tmp_path, ("momentum=0.9", "momentum=0.0"))
+    pins = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
+    options = ("--bandwidth", "1GB/s", "--latency", "20us", "--speed", "1,0.5")
+    assert fxpipe("compile", model, *QUICK, *pins, *options, "-o", tmp_path / "far").code == 0
+    lines = [line.split() for line in diff("one", tmp_path / "far").out.splitlines()]
+    for expected in (
+        "bandwidth of the links  3 GB/s → 1 GB/s",
+        "latency of the links  50 µs → 20 µs",
+        "speeds of the workers  all equal → 1, 0.5",
+        "optimizer state  1 times the weights → 0 times the weights",
+    ):
+        assert expected.split() in lines, lines
+    assert diff("one", tmp_path / "far", "--json").json["identical"] is False
+
+
 def test_without_costs_and_nodes(here: Path, tmp_path: Path) -> None:
     shutil.copytree(here / "one", tmp_path / "old")
     for name in ("costs.json", "profile.json", "program.json"):
@@ -115,6 +132,7 @@ def test_without_costs_and_nodes(here: Path, tmp_path: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert "  F from worker 0 to 1: (no module) (2 of 11), blocks.2 (3 units)\n" in result.out
     assert "→–" in result.out
+    assert "settings" not in result.out
     assert diff(tmp_path / "old", tmp_path / "old").out.endswith("\n\nthe builds are identical\n")
 
 

@@ -194,6 +194,72 @@ def test_a_node(build: Path) -> None:
     assert (found["kind"], found["owner"], found["replicas"]) == ("parameter", 1, [0])
 
 
+def test_a_node_needs_no_simulation(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("fxpipe.inspection.facts.outlook", refuse)
+    monkeypatch.setattr("fxpipe.inspection.facts.balance_of", refuse)
+    for options in ((), ("--json",), ("--policy", "stash")):
+        assert fxpipe("inspect", build, "--node", "blocks.1.weight", *options).code == 0
+
+
+def test_a_node_says_what_all_facts_say(build: Path) -> None:
+    whole = facts(read_subject(build), compare=False)
+    found = fxpipe("inspect", build, "--node", "weights of worker 1", "--json").json
+    assert found["edges"] == [edge for edge in whole["edges"] if edge["name"] == "weights of worker 1"] != []
+
+
+def test_names_are_neither_markup_nor_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    named = 'nn.ModuleDict({"[bold]": nn.Linear(6, 8), "[/red]": nn.Linear(8, 8), ":smile:\\x1b[31m": nn.Linear(8, 8)})'
+    write_model(
+        tmp_path,
+        ("self.first = nn.Linear(6, 8)", f"self.first = {named}"),
+        ("x = torch.tanh(self.first(x))", "for part in self.first.values():\n            x = torch.tanh(part(x))"),
+    )
+    made = fxpipe("compile", "model.py", *QUICK, "-n", 3, "--fp-cut", "first.[/red]", "--fp-cut", "norm", "--verify")
+    assert made.code == 0, made.err
+    assert "first.[/red] (" in made.out
+    for options in (
+        ("--depth", 3),
+        ("--schedule", "async"),
+        ("--node", "first.[bold]"),
+        ("--node", "first.[/red].weight"),
+    ):
+        result = fxpipe("inspect", "build", *options)
+        assert result.code == 0, result.err
+        assert ESCAPE[0] not in result.out + result.err
+    tree = fxpipe("inspect", "build", "--depth", 3).out
+    for name in ("├ [bold]", "├ [/red]", ":smile:[31m"):
+        assert name in tree
+    other = fxpipe(
+        "compile", "model.py", *QUICK, "-n", 3, "--fp-cut", "first.:smile:\x1b[31m", "--fp-cut", "norm", "-o", "two"
+    )
+    assert other.code == 0, other.err
+    assert ESCAPE[0] not in other.out
+    difference = fxpipe("diff", "build", "two")
+    assert "first.[/red]" in difference.out
+    assert ESCAPE[0] not in difference.out
+
+
+def test_one_worker_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path)
+    out = fxpipe("inspect", "model.py", "-n", 1, *QUICK).out
+    assert "bubble 0 %" in out
+    assert "--node first.weight " in out
+
+
+def test_a_model_is_shown_whole_and_then_its_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path)
+    out = fxpipe("inspect", "model.py", *QUICK, "--schedule", "1f1b").out
+    assert out.startswith("model.py · 2 workers · cpu\n1f1b · latest · ")
+    assert "\n1f1b · latest\nF" in out.split("more: fxpipe inspect model.py")[1]
+
+
 def test_the_program_after_a_pass(build: Path) -> None:
     result = fxpipe("inspect", build, "--after", "cut")
     assert result.out.startswith("# PLACED: ")
@@ -241,7 +307,10 @@ def test_an_older_build_shows_the_rest(build: Path) -> None:
     assert tree["blocks.1"] == ["0", "1", "≠"]
     assert fxpipe("inspect", build, "--json").json["nodes"] is None
     (build / "costs.json").unlink()
-    assert "forecast" not in fxpipe("inspect", build).out
+    out = fxpipe("inspect", build).out
+    assert "forecast" not in out
+    assert "pinned" not in out
+    assert "computed" not in out
     assert fxpipe("inspect", build, "--schedule", "async").code == 0
 
 
@@ -270,6 +339,11 @@ def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
         (("build", "--cost", "analytic"), 2, "--cost is for a model file"),
         (("build", "--fp-cut", "blocks.1"), 2, "--fp-cut is for a model file"),
         (("build", "--stage", "0", "--node", "x"), 2, "--stage and --node show different things"),
+        (("build", "--stage", "0", "--html", "page.html"), 2, "--stage and --html show different things"),
+        (("build", "--after", "cut", "--html", "page.html"), 2, "--after and --html show different things"),
+        (("build", "--node", "x", "--html", "page.html"), 2, "--node and --html show different things"),
+        (("build", "--stage", "0", "--run", "run"), 2, "a run has nothing to do with --stage"),
+        (("build", "--after", "cut", "--run", "run"), 2, "a run has nothing to do with --after"),
         (("model.py", "--run", "run"), 2, "give the build's folder"),
         (("model.py", "--cuts", "same", "--fp-cut", "norm"), 2, "give one of them"),
         (("nothing",), 1, "there is no nothing"),

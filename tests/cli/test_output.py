@@ -5,7 +5,19 @@ from __future__ import annotations
 import io
 
 import pytest
-from fxpipe.cli.output import Column, Times, print_columns, print_text, short_size, shortened, stdout_console
+from fxpipe.cli.output import (
+    Column,
+    Times,
+    note,
+    print_columns,
+    print_table,
+    print_text,
+    short_size,
+    shortened,
+    stdout_console,
+    warn,
+    working,
+)
 from rich.console import Console
 
 
@@ -63,3 +75,34 @@ def test_prose_is_broken_between_words(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("COLUMNS", "20")
     print_text(stdout_console(), "one two three four five-six [bold] :smile:")
     assert capsys.readouterr().out == "one two three four\nfive-six [bold]\n:smile:\n"
+
+
+NASTY = "[/red] [bold]x :smile: 12\x1b[31m\x07"
+SHOWN = "[/red] [bold]x :smile: 12[31m"
+
+
+def test_names_are_printed_as_they_are_but_for_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    print_table(["[i]", "b"], [[NASTY, NASTY]])
+    print_columns([Column("[i]", elastic=True, cells=[NASTY])], stdout_console())
+    print_text(stdout_console(), NASTY)
+    out = capsys.readouterr().out
+    assert out.count(SHOWN) == 4
+    assert out.count("[i]") == 2
+    assert "\x1b" not in out
+    warn(NASTY)
+    note(NASTY)
+    assert capsys.readouterr().err == f"warning: {SHOWN}\n{SHOWN}\n"
+
+
+def test_a_spinners_text_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with working("[/red]") as say:
+        say(NASTY)

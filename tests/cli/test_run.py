@@ -63,7 +63,7 @@ def test_json(real: Result, folder: Path) -> None:
     assert said["bubble"] == pytest.approx(1 - sum(w["busy"] for w in said["workers"]) / 2)
     assert said["forecast"]["samples_per_second"] > 0
     assert len(said["forecast"]["workers"]) == 2
-    assert said["efficiency"] > 0
+    assert said["efficiency"] is None, "too few steps lie between filling and emptying"
     assert len(said["time_losses"]) <= 3
     assert [w["rank"] for w in said["workers"]] == [0, 1]
     assert all(0 < w["busy"] <= 1 and w["forward_ms"] > 0 and w["backward_ms"] > 0 for w in said["workers"])

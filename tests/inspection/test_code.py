@@ -24,19 +24,12 @@ class Terminal(io.StringIO):
 
 
 def test_piped_it_is_byte_for_byte(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stage(SOURCE, "stage_1.py")
+    print_stage(SOURCE)
     out, err = capsys.readouterr()
     assert out == SOURCE
     assert err == ""
-    print_stage("x = 1", "stage_1.py")
+    print_stage("x = 1")
     assert capsys.readouterr().out == "x = 1"
-
-
-def test_an_edited_stage_is_said_to_be_edited(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stage(SOURCE, "stage_1.py", edited=True)
-    out, err = capsys.readouterr()
-    assert out == SOURCE
-    assert err.startswith("warning: stage_1.py was edited since it was compiled")
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, source: str, **environment: str) -> str:
@@ -47,7 +40,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, source: str, **environment: str) ->
         monkeypatch.setenv(name, value)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    print_stage(source, "stage_1.py")
+    print_stage(source)
     return terminal.getvalue()
 
 

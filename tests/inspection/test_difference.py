@@ -21,14 +21,14 @@ def worker(rank: int, *owned: str, **more: Any) -> dict[str, Any]:
         "worker": rank, "forward_ms": 10.0, "backward_ms": 20.0, "update_ms": 1.0, "owned": len(owned),
         "owned_bytes": 8, "replicas": 0, "replica_bytes": 0, "bytes_in": 4, "bytes_out": 4, "saved_bytes": 2,
         "in_flight": 2, "memory_bytes": 64, "engines": ["eager", "eager"], "owned_names": list(owned),
-        "replica_names": [],
+        "replica_names": [], "speed": 1.0,
     }  # fmt: skip
     return {**told, **more}
 
 
 def edge(name: str, src: int = 0, dst: int = 1, size: int = 4) -> dict[str, Any]:
     place = {"src": src, "src_phase": "F", "dst": dst, "dst_phase": "F"}
-    return {"name": name, "kind": "activation", "bytes": size, **place, "names": []}
+    return {"name": name, "kind": "activation", "shape": [size], "dtype": "int8", "bytes": size, **place, "names": []}
 
 
 def units(forward: int, backward: int, weights: int | None = None) -> list[dict[str, Any]]:
@@ -48,6 +48,7 @@ def made() -> dict[str, Any]:
         "folder": "build", "model": "gpt.py", "digest": "d", "workers": 2, "microbatches": 1, "schedule": "async",
         "policy": "spectrain", "autocast": None, "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,
         "cuts": "same", "costs": "computed", "edited": [], "stale": [],
+        "speeds": [], "links": {"bandwidth": "3e9", "latency": "5e-05", "copy": 0.0}, "optimizer_bytes": 1.0,
     }  # fmt: skip
     return {
         "fxpipe": "0.1.0",
@@ -83,13 +84,35 @@ def test_times_are_noise_below_two_percent_and_never_a_difference(made: dict[str
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("schedule", "1f1b"), ("autocast", "bf16"), ("microbatches", 4), ("cuts", "pinned")]
+    ("key", "value"),
+    [
+        ("schedule", "1f1b"),
+        ("autocast", "bf16"),
+        ("microbatches", 4),
+        ("cuts", "pinned"),
+        ("speeds", [1.0, 2.0]),
+        ("links", {"bandwidth": "inf", "latency": "0.0", "copy": 0.0}),
+        ("optimizer_bytes", 2.0),
+    ],
 )
 def test_settings(made: dict[str, Any], other: dict[str, Any], key: str, value: Any) -> None:
     other["build"][key] = value
     found = difference(made, other)
     assert found["settings"] == [{"name": key, "first": made["build"][key], "second": value}]
     assert not found["identical"]
+
+
+def test_what_a_build_does_not_know_is_not_compared(made: dict[str, Any], other: dict[str, Any]) -> None:
+    other["build"] |= dict.fromkeys(("cuts", "costs", "links", "optimizer_bytes"))
+    made["build"]["speeds"] = [1.0, 2.0]
+    assert difference(made, other)["settings"] == difference(other, made)["settings"] == []
+
+
+def test_an_update_is_a_minibatchs(made: dict[str, Any], other: dict[str, Any]) -> None:
+    """10 + 20 a microbatch, four of them, and the update once: 121 on both; then 80 + 1 on the second."""
+    other["build"]["microbatches"] = made["build"]["microbatches"] = 4
+    other["workers"][1]["backward_ms"] = 10.0
+    assert difference(made, other)["balance"] == [1.0, pytest.approx((121 + 81) / 2 / 121)]
 
 
 def test_where_a_build_lies_is_no_difference(made: dict[str, Any], other: dict[str, Any]) -> None:
@@ -148,6 +171,17 @@ def test_edges_that_came_went_and_changed(made: dict[str, Any], other: dict[str,
     assert [e["name"] for e in found["went"]] == ["h"]
     assert [(e["name"], e["dst"]) for e in found["came"]] == [("h2", 1), ("h2:2", 2)]
     assert [(p["first"]["bytes"], p["second"]["bytes"]) for p in found["changed"]] == [(2, 6)]
+
+
+@pytest.mark.parametrize(("key", "value"), [("shape", [2, 2]), ("dtype", "uint8")])
+def test_edges_of_as_many_bytes_but_another_type(
+    made: dict[str, Any], other: dict[str, Any], key: str, value: Any
+) -> None:
+    other["edges"][0][key] = value
+    found = difference(made, other)
+    (pair,) = found["edges"]["activation"]["changed"]
+    assert (pair["first"]["name"], pair["second"][key]) == ("h", value)
+    assert not found["identical"]
 
 
 def test_parameters(made: dict[str, Any], other: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from fxpipe.planner.partition import of_cuts
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees
+from fxpipe.program import Cuts
 from fxpipe.schedule import make as make_schedule
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.simulate import simulate
@@ -69,7 +70,7 @@ def test_modules_stand_behind_their_parents_and_hold_what_is_in_them(found: dict
     column = {name: i for i, name in enumerate(nodes["columns"])}
     own: list[dict[str, dict[int, list[float]]]] = [{"F": {}, "B": {}} for _ in modules]
     for row in nodes["rows"]:
-        if row[column["phase"]]:
+        if row[column["phase"]] and row[column["op"]] not in ("send", "recv"):
             spent = own[row[column["module"]]][row[column["phase"]]].setdefault(row[column["worker"]], [0.0, 0])
             spent[0] += row[column["ms"]]
             spent[1] += 1
@@ -107,7 +108,13 @@ def test_parameters_are_counted_once(looked_at: Subject, found: dict[str, Any]) 
         assert tied.owner in module["owners"]
 
 
-def test_edges_add_up_to_the_workers_traffic(looked_at: Subject, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    [(None, None), ("gpipe", None), ("1f1b", None)]
+    + [("async", policy) for policy in ("latest", "stash", "vertical", "spectrain", "xpipe", "pipeoptim+keep")],
+)
+def test_edges_add_up_to_the_workers_traffic(looked_at: Subject, schedule: str | None, policy: str | None) -> None:
+    found = facts(looked_at, schedule=schedule, policy=policy, compare=False)
     arriving, leaving = [0] * looked_at.plan.workers, [0] * looked_at.plan.workers
     for edge in found["edges"]:
         times = 1 if edge["kind"] == "weights" else looked_at.plan.microbatches
@@ -115,6 +122,49 @@ def test_edges_add_up_to_the_workers_traffic(looked_at: Subject, found: dict[str
         leaving[edge["src"]] += times * edge["bytes"]
     assert arriving == [w["bytes_in"] for w in found["workers"]]
     assert leaving == [w["bytes_out"] for w in found["workers"]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy"), [("async", "stash"), ("async", "latest"), ("gpipe", None), ("1f1b", None)]
+)
+def test_workers_hold_what_the_timeline_shows(looked_at: Subject, schedule: str, policy: str | None) -> None:
+    found = facts(looked_at, schedule=schedule, policy=policy, compare=False)
+    for worker, memory in zip(found["workers"], found["timeline"]["memory"], strict=True):
+        assert worker["memory_bytes"] == max(memory["bytes"])
+
+
+def test_another_schedule_and_another_policy_change_what_workers_hold_and_send() -> None:
+    """`gpipe` holds all microbatches everywhere; prediction sends weights for several distances."""
+    own = subject("microbatches")
+    assert [w["in_flight"] for w in facts(own, compare=False)["workers"]] == [3, 2, 1]
+    flushed = facts(own, schedule="gpipe", compare=False)["workers"]
+    assert [w["in_flight"] for w in flushed] == [4, 4, 4]
+    compiled = {w.rank: w for w in own.workers}
+    for w in flushed:
+        more = (4 - compiled[w["worker"]].in_flight) * w["saved_bytes"]
+        assert w["memory_bytes"] == compiled[w["worker"]].memory_bytes + more
+    twice, once = (
+        facts(own, schedule="async", policy=policy, compare=False)["workers"] for policy in ("spectrain", "stash")
+    )
+    assert sum(w["bytes_in"] for w in twice) > sum(w["bytes_in"] for w in once)
+
+
+def test_speeds_divide_the_workers_times() -> None:
+    own = subject("planned")
+    assert own.costs is not None
+    slow = dataclasses.replace(own, costs=dataclasses.replace(own.costs, speeds=(1.0, 0.5, 2.0), partitions=()))
+    even, uneven = (facts(s, compare=False) for s in (own, slow))
+    assert (even["build"]["speeds"], uneven["build"]["speeds"]) == ([], [1.0, 0.5, 2.0])
+    for one, other, speed in zip(even["workers"], uneven["workers"], (1.0, 0.5, 2.0), strict=True):
+        assert other["speed"] == speed
+        for name in ("forward_ms", "backward_ms", "update_ms"):
+            assert other[name] == pytest.approx(one[name] / speed)
+    busy = [
+        sum(end - start for w, _, _, _, start, end in uneven["timeline"]["spans"] if w == worker) for worker in range(3)
+    ]
+    per = [1e-3 * (w["forward_ms"] + w["backward_ms"] + w["update_ms"]) for w in uneven["workers"]]
+    runs = uneven["timeline"]["minibatches"]
+    assert all(b >= runs * p * (1 - 1e-9) for b, p in zip(busy, per, strict=True))
 
 
 def test_replicas_have_their_edges(found: dict[str, Any]) -> None:
@@ -133,6 +183,7 @@ def test_one_partition_is_the_builds_own(named: str, looked_at: Subject, found: 
     assert [p["mode"] for p in found["partitions"]][:3] == ["same", "bidirectional", "three-way"]
     assert chosen["efficiency"] == found["build"]["efficiency"]
     for partition in found["partitions"]:
+        assert (partition["exact"] is None) is (partition["mode"] == "pinned")
         assert partition["bottleneck_ms"] == pytest.approx(max(w["total_ms"] for w in partition["workers"]))
         assert partition["efficiency"] == pytest.approx(partition["ideal_ms"] / partition["bottleneck_ms"])
     slowest = [p["bottleneck_ms"] for p in found["partitions"][:3]]
@@ -209,7 +260,19 @@ def test_another_schedule_and_policy(schedule: str, policy: str | None) -> None:
     lines = sees(make_policy(named), make_schedule(schedule, 3), minibatches).splitlines()
     assert [line.split()[2:] for line in lines] == found["grid"]["rows"]
     (chosen,) = (p for p in found["partitions"] if p["chosen"])
-    assert chosen["mode"] == found["build"]["cuts"]
+    assert chosen["efficiency"] == found["build"]["efficiency"]
+    modes = [p["mode"] for p in found["partitions"]]
+    if policy is None and schedule == "async":
+        assert chosen["mode"] == found["build"]["cuts"]
+        return
+    assert modes == ["same", "bidirectional", "three-way", "pinned"]
+    assert (chosen["mode"], chosen["exact"]) == ("pinned", None)
+    best = next(p for p in found["partitions"] if p["mode"] == found["build"]["cuts"])
+    assert best["bottleneck_ms"] <= chosen["bottleneck_ms"] * (1 + 1e-9)
+    assert (
+        facts(subject("planned"), schedule=schedule, policy=policy, compare=False)["build"]["efficiency"]
+        == (chosen["efficiency"])
+    )
 
 
 def test_a_run_brings_its_own(looked_at: Subject) -> None:
@@ -237,20 +300,62 @@ def test_a_build_that_knows_less() -> None:
     assert found["nodes"] is None
     assert found["partitions"] == []
     assert [m["path"] for m in found["modules"]] == [m["path"] for m in full["modules"]]
-    assert [m["apart"] for m in found["modules"]] == [m["apart"] for m in full["modules"]]
+    assert 0 < full["modules"][0]["apart"] <= found["modules"][0]["apart"]
     assert all(ms is None for m in found["modules"] for _, ms, _ in m["forward"] + m["backward"])
     assert found["workers"] == full["workers"]
-    bare = facts(dataclasses.replace(older, costs=None))
-    assert bare["forecast"] is None
+    bare = facts(dataclasses.replace(whole, costs=None))
+    assert (bare["forecast"], bare["partitions"]) == (None, [])
+    unknown = ("cuts", "costs", "efficiency", "links", "optimizer_bytes")
+    assert [bare["build"][name] for name in unknown] == [None] * len(unknown)
+    for name in ("in_flight", "bytes_in", "bytes_out"):
+        assert [w[name] for w in bare["workers"]] == [w[name] for w in full["workers"]]
     assert bare["workers"][0]["memory_bytes"] is None
     assert bare["workers"][0]["owned"] == full["workers"][0]["owned"]
 
 
-def test_units_cut_apart_are_counted() -> None:
-    shared, distinct = facts(subject("planned")), facts(subject("distinct"))
-    assert shared["build"]["cuts"] in ("same", "bidirectional")
-    apart = [u for u in distinct["units"] if not u["forward"] == u["backward"] == u["weights"]]
-    assert distinct["modules"][0]["apart"] == len(apart) > 0
+def residual(forward: int, backward: int, weights: int) -> dict[str, Any]:
+    """Facts of four residual layers on two workers, cut before these units.
+
+    Of each layer there are three units: the linear one, tanh (no weights), the addition (no backward of its own).
+    """
+    import torch
+    from torch import nn
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x
+
+    build = fxpipe.compile(
+        Residual(), lambda model, x: model(x).sum(), torch.ones(2, 4), workers=2, cost="analytic", split_backward=True,
+        cuts=Cuts(*((0, cut, 13) for cut in (forward, backward, weights)), ()),
+    )  # fmt: skip
+    assert [i for i, path in enumerate(build.plan.units) if path] == [0, 3, 6, 9]
+    return facts(subject_of(build), compare=False)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "units", "modules"),
+    [
+        ((3, 3, 3), [], {}),
+        ((3, 3, 9), [3, 6], {"": 2, "layers": 2, "layers.1": 1, "layers.2": 1}),
+        ((9, 3, 3), [3, 4, 6, 7], {"": 4, "layers": 2, "layers.1": 1, "layers.2": 1}),
+        ((3, 6, 6), [3, 4], {"": 2, "layers": 1, "layers.1": 1}),
+    ],
+)
+def test_units_cut_apart(cuts: tuple[int, int, int], units: list[int], modules: dict[str, int]) -> None:
+    found = residual(*cuts)
+    assert [i for i, unit in enumerate(found["units"]) if unit["apart"]] == units
+    assert {m["path"]: m["apart"] for m in found["modules"] if m["apart"]} == modules
+
+
+def test_shared_cuts_part_no_unit() -> None:
+    """Some of its units are computed again elsewhere."""
     same = facts(subject_of(lowered("gpt", workers=3, cuts="same")), compare=False)
     assert same["modules"][0]["apart"] == 0
 

@@ -51,7 +51,7 @@ def test_a_frozen_parameter(small: dict[str, Any]) -> None:
 
 def test_a_module_and_the_loss(small: dict[str, Any]) -> None:
     assert "b  module  5 nodes" in describe(small, "b")
-    assert "(loss)  module  1 nodes" in describe(small, "(loss)")
+    assert "(loss)  module  1 node\n" in describe(small, "(loss)")
 
 
 def test_a_long_list_is_cut_and_counted(small: dict[str, Any]) -> None:

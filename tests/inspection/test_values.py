@@ -68,6 +68,19 @@ def test_a_parameter_by_any_of_its_names(small: dict[str, Any], name: str) -> No
     assert names(found["edges"]) == ["weights of worker 1"]
 
 
+def test_names_may_hold_commas(small: dict[str, Any]) -> None:
+    small["nodes"]["names"]["b_weight"] = ["b, c.weight", "d"]
+    for worker in small["workers"]:
+        for held in ("owned_names", "replica_names"):
+            worker[held] = [name.replace("b.", "b, c.") for name in worker[held]]
+    found = trace(small, "b, c.weight")
+    assert (found["kind"], found["names"], found["owner"], found["replicas"]) == (
+        "parameter", ["b, c.weight", "d"], 1, [0],
+    )  # fmt: skip
+    with pytest.raises(BuildError):
+        trace(small, "c.weight")
+
+
 def test_a_frozen_parameter_has_no_gradient(small: dict[str, Any]) -> None:
     del small["nodes"]["gradients"]["b_weight"]
     assert trace(small, "b.weight")["gradient"] is None
@@ -105,7 +118,7 @@ def test_a_chain_is_followed_a_few_steps_and_every_step_once() -> None:
     made = {
         "build": {"folder": None},
         "modules": [module("", None)],
-        "nodes": {"columns": [*COLUMNS, "inputs"], "rows": rows},
+        "nodes": {"columns": [*COLUMNS, "inputs"], "rows": rows, "names": {}},
         "workers": [],
         "edges": [],
     }

@@ -17,6 +17,7 @@ from fxpipe.report.page import write_report
 from fxpipe.schedule import make as make_schedule
 
 Facts = dict[str, Any]
+OPS = ("aten.addmm", "aten.addmm", "aten._softmax", "aten.add", "aten.mm")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -51,11 +52,24 @@ class Opened:
         self.page.wait_for_selector("html[data-ready]", timeout=20_000)
         return self.page
 
-    def close(self) -> None:
-        """Close it; whatever it said or asked for beside its own file is a failure."""
-        self.context.close()
+    def tidy(self) -> Any:
+        """The page from its top, the focus and the mouse nowhere; what a test unfolded or zoomed stays."""
+        self.page.mouse.move(0, 0)
+        self.page.evaluate(
+            "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex');"
+            "scrollTo({top: 0, behavior: 'instant'})"
+        )
+        return self.ready()
+
+    def check(self) -> None:
+        """Whatever it said or asked for beside its own file is a failure."""
         assert self.said == []
         assert [url for url in self.asked if url not in (self.url, "data:,")] == []
+
+    def close(self) -> None:
+        """Close it, and `check`."""
+        self.context.close()
+        self.check()
 
 
 @pytest.fixture
@@ -72,6 +86,35 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
     yield open_
     for report in made:
         report.close()
+
+
+@pytest.fixture(scope="module")
+def pages(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[int, Opened]]]:
+    """Where shared reports are written, and those that are open, by their facts' identity."""
+    made: dict[int, Opened] = {}
+    yield tmp_path_factory.mktemp("reports"), made
+    for report in made.values():
+        report.context.close()
+
+
+@pytest.fixture
+def shared(browser: Any, pages: tuple[Path, dict[int, Opened]]) -> Iterator[Callable[[Facts], Any]]:
+    """A page that the module's tests have in common, with every chart drawn: `shared(facts)`. Facts must live as long.
+
+    For tests that need no page of their own: what folds, zooms and hovers stays for the next one.
+    """
+    folder, made = pages
+
+    def open_(facts: Facts) -> Any:
+        if id(facts) not in made:
+            path = folder / f"report-{len(made)}.html"
+            write_report(facts, path)
+            made[id(facts)] = Opened(browser, path, 1280, "light")
+        return made[id(facts)].tidy()
+
+    yield open_
+    for report in made.values():
+        report.check()
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +140,9 @@ def _made(
         "build": {
             "folder": "build", "model": name, "digest": "5d41402abc4b2a76b9719d911017c592", "workers": workers,
             "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None, "device": "cpu",
-            "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional", "costs": "measured",
+            "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
+            "efficiency": 0.95, "costs": "measured", "speeds": [],
+            "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
             "edited": [], "stale": [],
         },
         "modules": modules, "nodes": nodes, "units": units, "workers": table, "edges": _edges(workers, blocks),
@@ -123,7 +168,7 @@ def _model(workers: int, blocks: int, inner: int) -> tuple[list[Facts], Facts, l
         modules.append({
             "path": path, "name": "(loss)" if path is None else path.rsplit(".", 1)[-1], "depth": depth,
             "parent": parent, "forward": {}, "backward": {}, "parameters": 0, "parameter_bytes": 0, "owners": [],
-            "nodes": 0,
+            "nodes": 0, "apart": 0,
         })  # fmt: skip
         return len(modules) - 1
 
@@ -132,8 +177,8 @@ def _model(workers: int, blocks: int, inner: int) -> tuple[list[Facts], Facts, l
         path = modules[at]["path"] or "loss"
         prefix = "d_" if phase == "B" else ""
         rows.append([
-            f"{prefix}{path.replace('.', '_')}_{number}", phase, at, "aten.addmm", "f32[512, 384]", 786432, cost,
-            worker, len(units), False, f"gpt.py:{40 + number % 30}", "q, k, v = self.qkv(self.norm1(x))",
+            f"{prefix}{path.replace('.', '_')}_{number}", phase, at, OPS[number % len(OPS)], "f32[512, 384]", 786432,
+            cost, worker, len(units), False, f"gpt.py:{40 + number % 30}", "q, k, v = self.qkv(self.norm1(x))",
             [number - 1] if number else [],
         ])  # fmt: skip
         up: int | None = at
@@ -165,9 +210,12 @@ def _model(workers: int, blocks: int, inner: int) -> tuple[list[Facts], Facts, l
             units.append({
                 "module": modules[own]["path"], "forward": f, "backward": b, "weights": b,
                 "forward_ms": cost, "backward_ms": 1.9 * cost, "weight_ms": 0.0,
+                "apart": f != b,
             })  # fmt: skip
+            modules[own]["apart"] = int(f != b)
     for entry in reversed(modules):
         if entry["parent"] is not None:
+            modules[entry["parent"]]["apart"] += entry["apart"]
             modules[entry["parent"]]["parameters"] += entry["parameters"]
             modules[entry["parent"]]["parameter_bytes"] += entry["parameter_bytes"]
     for entry in modules:
@@ -175,21 +223,9 @@ def _model(workers: int, blocks: int, inner: int) -> tuple[list[Facts], Facts, l
             entry[phase] = [[w, time, n] for w, (time, n) in sorted(entry[phase].items())]
         entry["owners"] = [w for w, *_ in entry["backward"]] if entry["parameters"] else []
     columns = [
-        "name",
-        "phase",
-        "module",
-        "op",
-        "type",
-        "bytes",
-        "ms",
-        "worker",
-        "unit",
-        "weight",
-        "source",
-        "text",
-        "inputs",
-    ]
-    return modules, {"columns": columns, "rows": rows}, units
+        "name", "phase", "module", "op", "type", "bytes", "ms", "worker", "unit", "weight", "source", "text", "inputs",
+    ]  # fmt: skip
+    return modules, {"columns": columns, "rows": rows, "gradients": {}, "names": {}}, units
 
 
 def _worker(rank: int, units: list[Facts], cost: Facts) -> Facts:
@@ -205,7 +241,7 @@ def _worker(rank: int, units: list[Facts], cost: Facts) -> Facts:
         "owned_bytes": 6_291_456, "replicas": 3, "replica_bytes": 1_048_576, "bytes_in": 786_432, "bytes_out": 790_000,
         "saved_bytes": 9_437_184, "in_flight": rank + 1, "memory_bytes": 41_943_040 + rank * 5_000_000,
         "engines": ["eager", "eager"], "owned_names": [f"blocks.{rank}.qkv.weight"], "replica_names": [],
-        "file": f"stage_{rank}.py", "edited": False,
+        "file": f"stage_{rank}.py", "edited": False, "speed": 1.0,
     }  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -11,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fxpipe
+from fxpipe.errors import BuildError
+from fxpipe.inspection.facts import facts as facts_of
+from fxpipe.inspection.subject import subject_of
 from fxpipe.report.page import SCRIPTS, embedded, page, write_report
 
 AWKWARD = [
@@ -32,6 +40,26 @@ def inside(html: str) -> Any:
     found = re.search(r'<script type="application/json" id="facts">(.*?)</script>', html, re.DOTALL)
     assert found is not None
     return json.loads(found[1])
+
+
+def keys(value: Any, path: str = "") -> set[str]:
+    """The keys of a dict and of all inside it, of lists those of their first row: `units[].module`."""
+    if isinstance(value, list):
+        return keys(value[0], f"{path}[]") if value else set()
+    if not isinstance(value, dict) or path in (".nodes.gradients", ".nodes.names"):  # names
+        return set()
+    return {f"{path}.{key}" for key in value}.union(*(keys(inner, f"{path}.{key}") for key, inner in value.items()))
+
+
+def test_made_facts_have_the_keys_of_real_ones(made_facts: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    program = fxpipe.capture(model, lambda m, b: m(b).square().mean(), torch.randn(2, 4))
+    real = facts_of(subject_of(fxpipe.lower(program, workers=2, cost="analytic")))
+    made = made_facts(workers=2, run=False)
+    assert len(keys(real)) > 100
+    assert keys(made) == keys(real)
+    assert made["nodes"]["columns"] == real["nodes"]["columns"]
+    assert {len(row) for row in made["nodes"]["rows"]} == {len(real["nodes"]["columns"])}
 
 
 @pytest.mark.parametrize("text", AWKWARD)
@@ -73,3 +101,37 @@ def test_the_page_loads_nothing(made_facts: Callable[..., Any], tmp_path: Path) 
     assert "default-src 'none'" in html
     own = re.sub(r"<script.*?</script>|<style>.*?</style>", "", html, flags=re.DOTALL)
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', own) == []
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "/proc/x.html", "{}", "{}/none/report.html", "{}/file/report.html"])
+def test_a_page_that_cannot_be_written(place: str, made_facts: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    path = Path(place.format(tmp_path))
+    with pytest.raises(BuildError, match=re.escape(f"{path} cannot be written: ")) as caught:
+        write_report(made_facts(workers=2, blocks=1), path)
+    assert caught.value.hint == "choose another --html"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_page_without_room_leaves_the_old_one(made_facts: Callable[..., Any], tmp_path: Path) -> None:
+    facts, path = made_facts(workers=2, blocks=1), tmp_path / "report.html"
+    path.write_text("the old page")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # Python ignores SIGXFSZ: writing is an OSError
+    try:
+        with pytest.raises(BuildError, match=r"report\.html cannot be written: File too large"):
+            write_report(facts, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"report.html": "the old page"}
+
+
+def test_a_page_takes_the_place_of_an_old_one(made_facts: Callable[..., Any], tmp_path: Path) -> None:
+    facts, path, link = made_facts(workers=2, blocks=1), tmp_path / "report.html", tmp_path / "link.html"
+    path.write_text("the old page")
+    link.symlink_to(path)
+    write_report(facts, link)
+    assert link.is_symlink()
+    assert inside(path.read_text(encoding="utf-8")) == facts
+    assert sorted(os.listdir(tmp_path)) == ["link.html", "report.html"]

@@ -7,11 +7,13 @@ import re
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from fxpipe.runtime import live
 from fxpipe.runtime import progress as progress_module
-from fxpipe.runtime.live import Looker, WorkerState
+from fxpipe.runtime.live import Looker, StoreBoard, WorkerState
 from fxpipe.runtime.progress import BarProgress, LineProgress, _clock, _table
-from fxpipe.runtime.watch import Status
+from fxpipe.runtime.watch import Status, Watch
 
 
 class Steady:
@@ -125,3 +127,31 @@ def test_the_bar_draws_the_workers_beneath_itself() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7322, "2:02:02")])
 def test_time_left(seconds: float, text: str) -> None:
     assert _clock(seconds) == text
+
+
+def test_workers_say_how_they_stand_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(live, "PERIOD", 0.01)
+    watch = Watch()
+    boards = [StoreBoard(rank, 2, watch) for rank in range(2)]
+    assert Looker(boards[0]).look() == [], "nobody has said anything"
+    boards[1].begin()
+    watch.open("F")
+    while not (found := boards[0].read())[1].busy:
+        pass
+    assert found[0] == Status(0, 0, 0, 0)
+    assert found[1].busy <= found[1].now
+    boards[1].end()
+    assert not boards[1]._thread.is_alive()
+
+
+def test_a_store_that_is_gone_ends_the_display_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def set(self, key: str, value: bytes) -> None: ...
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            raise dist.DistNetworkError("gone")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
+    assert Looker(StoreBoard(0, 1, Watch())).look() == []

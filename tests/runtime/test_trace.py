@@ -15,12 +15,17 @@ import pytest
 from fxpipe.errors import RunError
 from fxpipe.folder import read_plan
 from fxpipe.plan import Plan
+from fxpipe.runtime.assembly import choose
+from fxpipe.runtime.clocks import Reading
 from fxpipe.runtime.launch import launch
 from fxpipe.runtime.local_run import run_local
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.trace import WorkerTrace, write_trace
+from fxpipe.runtime.watch import Spans, _Mark
 from fxpipe.trace import Event
 from fxpipe.trace.nesting import busy
 from fxpipe.trace.reader import Trace, read_trace
+from fxpipe.trace.writer import partial
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "policy": "spectrain"}
 CLIPPED = {"microbatches": 2, "schedule": "1f1b", "forward": (0, 1, 2), "backward": (0, 1, 2)}
@@ -110,9 +115,43 @@ def test_without_the_option_nothing_is_kept(toy: Any, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metrics.jsonl", "model.safetensors", "run.json"]
 
 
-def test_a_trace_that_cannot_be_written_leaves_nothing(toy: Any, tmp_path: Path) -> None:
-    folder = toy().save(tmp_path / "build")
+@pytest.mark.parametrize("how", [run_local, pytest.param(launch, marks=pytest.mark.multiproc)])
+def test_a_trace_that_cannot_be_written_costs_nothing_else(toy: Any, tmp_path: Path, how: Any, capfd: Any) -> None:
+    built = toy(forward=(0, 1), backward=(0, 1))
+    options = RunOptions(str(built.save(tmp_path / "build")), steps=2, out=str(tmp_path / "out"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written"):
-        run_local(RunOptions(str(folder), steps=2, trace=str(tmp_path / "file" / "trace.json")))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["build", "file"] or (tmp_path / "model.py").exists()
+    options = dataclasses.replace(options, trace=str(tmp_path / "file" / "trace.json"))
+    summary = launch(options, 2) if how is launch else run_local(options)
+    assert "warning: the trace is lost: " in capfd.readouterr().err
+    assert summary["trace"] is None
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["trace"] is None
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["build", "file", "model.py", "out"]
+
+
+def test_what_a_killed_writer_left_is_removed(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = toy(spoil={1: ("loss = (", "raise ValueError\n    loss = (")}).save(tmp_path / "build")
+    trace = tmp_path / "trace.json"
+    partial(trace).write_text("half")
+    with pytest.raises(RunError):
+        launch(RunOptions(str(folder), steps=2, trace=str(trace)), 2)
+    assert not partial(trace).exists()
+
+
+def test_another_clock_is_told_in_worker_0s_time(toy: Any, tmp_path: Path) -> None:
+    """Worker 1's clock is 1000 s behind, and falls behind by another 10 µs while it runs."""
+    plan = read_plan(toy().save(tmp_path / "build"))
+    late, drift, end = 10**12, 10_000, 10**9
+
+    def recorded(worker: int) -> WorkerTrace:
+        spans = Spans()
+        offset = -late * worker
+        for begin in (0, end):
+            spans.add(_Mark(0, 0, None, begin // end, 0), begin + offset, begin + offset + 1000)
+        before = Reading(offset, -offset, 7 * worker)
+        return WorkerTrace(spans, before, Reading(end + offset, -offset + drift * worker, 5 * worker))
+
+    write_trace(str(tmp_path / "trace.json"), plan, choose(plan), 1.0, recorded)
+    trace = read_trace(tmp_path / "trace.json")
+    assert [(e.worker, e.begin) for e in trace.events] == [(0, 0), (0, end), (1, 0), (1, end + drift)]
+    assert trace.other["clock_error_us"] == [0.0, 0.007]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from fxpipe.runtime import watch as watch_module
 from fxpipe.runtime.watch import Cause, Watch
@@ -85,22 +86,72 @@ def test_own_times(clock: Clock) -> None:
     assert watch.busy == 11.0
     assert watch.seconds("wait", within="F") == 2.0
     assert watch.seconds("wait", within="B") == 0.0
-    assert watch.seconds("B", "update", "predict", within="B") == 6.0
+    assert watch.seconds("B", "update", "predict", within="B") == 3.0, "the update is a whole of its own"
+    assert watch.seconds("B", "update", "predict", within="update") == 3.0
     assert watch.waits == [{"what": "activation", "from": 0, "seconds": 2.0}]
     assert watch.fill == 2.0
     assert (watch.count("F"), watch.count("B"), watch.count("update")) == (1, 1, 1)
 
 
-def test_only_the_waits_before_the_first_forward_fill(clock: Clock) -> None:
+def test_the_waits_before_the_first_backward_fill(clock: Clock) -> None:
     watch = Watch()
-    for _ in range(3):
-        watch.open("F")
+    for kind in ("F", "F", "B", "F", "B"):
+        watch.open(kind)
         watch.open("wait", Cause("activation", "x", 0))
         clock.pass_seconds(1)
         watch.close()
         watch.close()
-    assert watch.fill == 1.0
-    assert watch.seconds("wait") == 3.0
+    assert watch.fill == 3.0
+    assert watch.seconds("wait") == 5.0
+
+
+class Event:
+    """A CUDA event of a device that works off its stream when it is told to, by a clock that is 1% fast."""
+
+    device = Clock()
+    passed = 0
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        Event.made += 1
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = round(1.01 * Event.device.now)
+
+    def query(self) -> bool:
+        return self.at <= Event.passed
+
+    def synchronize(self) -> None:
+        Event.passed = round(1.01 * Event.device.now)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query()
+        return (end.at - self.at) / 1e6
+
+
+def test_on_cuda_events_are_read_when_they_have_passed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "device", clock)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Event.synchronize(Event(True)))
+    watch = Watch("cuda")
+    watch.record()
+    watch.begin()
+    begin = clock.now
+    for _ in range(50):
+        spend(clock, watch)
+    assert watch.count("B") == 0, "nothing has passed"
+    watch.end()
+    assert watch.count("B") == 50
+    assert watch.seconds("update") == pytest.approx(100 * 1.01)
+    made = Event.made
+    spans = watch.spans
+    assert spans.ends[-1] == pytest.approx(begin + 50 * 17.5 * SECOND, abs=2000), "told by the CPU's clock"
+    for _ in range(50):
+        spend(clock, watch)
+        Event.passed = round(1.01 * clock.now)
+    watch.end()
+    assert Event.made < made + 20, "events are used again"
 
 
 def test_the_status_counts_what_is_open(clock: Clock) -> None:

@@ -15,7 +15,10 @@ from fxpipe.time_losses import time_losses
 
 @dataclass(frozen=True)
 class Played:
-    """A pipeline to play: milliseconds by worker; `link` is what a message between k and k + 1 takes."""
+    """A pipeline to play: milliseconds by worker; `link` is what a message between k and k + 1 takes.
+
+    `predict` is of a forward, `send` of every action, `copy` of every message at either of its ends.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -24,6 +27,7 @@ class Played:
     update: float = 0.0
     send: tuple[float, ...] = ()
     predict: tuple[float, ...] = ()
+    copy: float = 0.0
     schedule: str = "async"
     microbatches: int = 1
     steps: int = 200
@@ -40,6 +44,7 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
     queues = [list(schedule.until(k, case.steps)) for k in range(n)]
     place, clock = [0] * n, [0.0] * n
     spent: list[dict[str, float]] = [defaultdict(float) for _ in range(n)]
+    took: list[dict[str, float]] = [dict.fromkeys(("F", "B", "update"), 0.0) for _ in range(n)]
     waits: list[dict[tuple[str, int], float]] = [defaultdict(float) for _ in range(n)]
     fill = [0.0] * n
     sent: dict[tuple[int, Action], float] = {}
@@ -58,8 +63,8 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
                     waited = max(sent[source, action] + link[min(k, source)] - clock[k], 0.0)
                     what = "activation" if action.phase == "F" else "gradient"
                     waits[k][what, source] += waited
-                    if not place[k]:
-                        fill[k] = waited
+                    if not took[k]["B"]:
+                        fill[k] += waited
                     clock[k] += waited
                     spent[k]["wait"] += waited
                 does = {action.phase: case.forward[k] if action.phase == "F" else case.backward[k]}
@@ -69,12 +74,16 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
                     does["predict"] = predict[k]
                 if action.phase == "B" and action.microbatch == case.microbatches - 1:
                     does["update"] = case.update
-                does["send"] = send[k]
+                to = k + 1 if action.phase == "F" else k - 1
+                does["send"] = send[k] + case.copy * (0 <= to < n)
+                does["receive"] = case.copy * (0 <= source < n)
                 if case.jitter and dice.random() < 0.2:
                     does[action.phase] *= 1 + case.jitter * dice.random()
                 for kind, duration in does.items():
                     spent[k][kind] += duration
                     clock[k] += duration
+                    if kind not in ("data", "receive"):
+                        took[k]["update" if kind == "update" else action.phase] += duration
                 sent[k, action] = clock[k]
                 place[k] += 1
                 progress = True
@@ -84,6 +93,7 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
             "rank": k,
             "seconds": clock[k] / 1e3,
             "spent": {kind: value / 1e3 for kind, value in spent[k].items()},
+            "took": {kind: value / 1e3 for kind, value in took[k].items()},
             "waits": [{"what": w, "from": s, "seconds": t / 1e3} for (w, s), t in waits[k].items()],
             "fill": fill[k] / 1e3,
         }
@@ -93,17 +103,23 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
 
 
 def planned(case: Played) -> dict[str, Any]:
-    """What a forecast says of it: times, and the bubble of the steady state."""
+    """What a forecast says of it: times as `fxpipe.stage_times` measures them, and the steady state."""
+    n = len(case.forward)
     few, many = (play(replace(case, steps=steps))[1] for steps in (20, 50))
-    step = (many - few) / 30
-    update = 1e3 * case.update
-    work = [case.microbatches * (f + b) + case.update for f, b in zip(case.forward, case.backward, strict=True)]
-    bubble = 1 - sum(work) / len(work) / 1e3 / step
+    step = 1e3 * (many - few) / 30
+    send, predict = case.send or (0.0,) * n, case.predict or (0.0,) * n
     rows = [
-        {"forward_ms": f, "backward_ms": b, "update_ms": update / 1e3}
-        for f, b in zip(case.forward, case.backward, strict=True)
+        {
+            "forward_ms": case.forward[k] + predict[k] + send[k],
+            "backward_ms": case.backward[k] + send[k],
+            "update_ms": case.update,
+            "copy_ms": case.microbatches * case.copy * 2 * ((k > 0) + (k < n - 1)),
+        }
+        for k in range(n)
     ]
-    return {"bubble": bubble, "samples_per_second": 1 / step, "workers": rows}
+    busy = [case.microbatches * (r["forward_ms"] + r["backward_ms"]) + r["update_ms"] + r["copy_ms"] for r in rows]
+    bubble = 1 - sum(busy) / n / step
+    return {"bubble": bubble, "samples_per_second": 1e3 / step, "milliseconds": step, "workers": rows}
 
 
 def losses(case: Played, plan: Played | None = None, **options: Any) -> list[dict[str, Any]]:

@@ -42,10 +42,11 @@ def small_facts() -> dict[str, Any]:
         row("d_y_recv_0", "B", 1, "recv", 0, 10),
         row("d_a", "B", 1, "aten.mul", 0, 11, 2, weight=True),
     ]
+    more = {"names": {"a_weight": ["a.weight"], "b_weight": ["b.weight", "c.weight"], "x": ["batch"]}}
     return {
         "build": {"folder": "build"},
         "modules": [module("", None), module("a", 0), module("b", 0), module(None, 0)],
-        "nodes": {"columns": [*COLUMNS, "inputs"], "rows": rows, "gradients": {"a_weight": 12, "b_weight": 9}},
+        "nodes": {"columns": [*COLUMNS, "inputs"], "rows": rows, "gradients": {"a_weight": 12, "b_weight": 9}, **more},
         "workers": [
             {"worker": 0, "owned_names": ["a.weight"], "replica_names": ["b.weight"]},
             {"worker": 1, "owned_names": ["b.weight"], "replica_names": []},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,9 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     check_trace(tmp_path / "deeper" / "trace.json")
     written(tmp_path / "deeper" / "trace.json")
+
+
+def test_what_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RunError, match="no plain file"):
+        check_trace(tmp_path / "pipe")
