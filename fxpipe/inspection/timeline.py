@@ -8,10 +8,10 @@ from typing import Any
 from fxpipe.inspection.subject import Subject
 from fxpipe.runtime.assembly import Recipe
 from fxpipe.runtime.record import samples_of
+from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.model import Scenario
-from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.result import Simulation
-from fxpipe.simulator.simulate import simulate, steady_minibatches
+from fxpipe.simulator.simulate import simulate
 
 MINIBATCHES = 12
 """How many are shown, at the least where they are so few."""
@@ -33,8 +33,7 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
     if recipe is None or not subject.workers:
         return Outlook()
     names = recipe.schedule.name, str(recipe.policy)
-    scenario = scenario_of(subject, subject.links, subject.timings, subject.times or None, demand=recipe.demand)
-    steady = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+    scenario, steady = expect(subject, recipe)
     period = steady.seconds_per_minibatch
     rate = steady.samples_per_second(samples_of(subject.plan))
     forecast = {

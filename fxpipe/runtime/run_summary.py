@@ -18,8 +18,7 @@ from fxpipe.run_folder import FORMAT, RUN
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.record import Record, samples_of
-from fxpipe.simulator.of_build import scenario_of
-from fxpipe.simulator.simulate import simulate, steady_minibatches
+from fxpipe.simulator.forecast import expect
 from fxpipe.time_losses import time_losses
 from fxpipe.trace import KINDS, Kind
 
@@ -174,11 +173,10 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
         if costs is None or not costs.workers:
             return None
         known = _Known(plan, costs.workers, costs.speeds, costs.times, costs.timings, costs.links)
-        scenario = scenario_of(known, costs.links, costs.timings, costs.times or None, demand=recipe.demand)
+        scenario, simulation = expect(known, recipe)
     except FxpipeError as error:
         print(f"warning: {error.what}: there is no forecast to compare the run with", file=sys.stderr)
         return None
-    simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
     if not simulation.seconds_per_minibatch:
         return None
     count = plan.microbatches

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fxpipe.planner.links import Links
-from fxpipe.runtime.assembly import choose
+from fxpipe.runtime.assembly import Recipe, choose
+from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.of_build import Costed, WorkerTimes, scenario_of
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.simulate import simulate, steady_minibatches
@@ -38,6 +39,14 @@ def forecast(
     Raises:
         BuildError: a loaded build without `costs.json`.
     """
-    recipe = choose(build.plan, schedule, policy)
+    return expect(build, choose(build.plan, schedule, policy), links)[1]
+
+
+def expect(build: Timed, recipe: Recipe, links: Links | None = None) -> tuple[Scenario, Simulation]:
+    """What `forecast` simulates, and the simulation, of a build that is run by a recipe.
+
+    Raises:
+        BuildError: as `forecast`.
+    """
     scenario = scenario_of(build, links or build.links, build.timings, build.times or None, demand=recipe.demand)
-    return simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+    return scenario, simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
