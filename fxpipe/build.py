@@ -87,6 +87,11 @@ class Build:
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
 
+    @property
+    def costs(self) -> BuildCosts:
+        """What `costs.json` holds of it."""
+        return BuildCosts(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BuildCosts)})
+
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
         """Write the build; an earlier build in its place is replaced, anything else is left alone.
 
@@ -104,12 +109,11 @@ class Build:
             plan = dataclasses.replace(plan, model_file=relative)
         weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
-        costs = BuildCosts(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BuildCosts)})
         with replacing(folder) as fresh:
             for name, source in self.files.items():
                 (fresh / name).write_text(source)
             (fresh / WEIGHTS).write_bytes(weights)
-            (fresh / COSTS).write_text(costs.to_json())
+            (fresh / COSTS).write_text(self.costs.to_json())
             if self.profile is not None:
                 (fresh / PROFILE).write_text(self.profile.to_json(), encoding="utf-8")
             if self.nodes is not None:

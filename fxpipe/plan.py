@@ -187,7 +187,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes; its own digest is inside it."""
-        return json.dumps({**self._body(), "digest": self.digest}, indent=1, ensure_ascii=False) + "\n"
+        body = self._body()
+        return json.dumps({**body, "digest": _digest(body)}, indent=1, ensure_ascii=False) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str) -> Plan:

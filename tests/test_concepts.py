@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from by_path import module_at
 
 import fxpipe
 from fxpipe.plan import ParameterSpec
@@ -259,12 +260,4 @@ def test_words_on_colours_are_legible(svg: ModuleType) -> None:
 @pytest.fixture(scope="module")
 def svg() -> ModuleType:
     """`docs/pictures/svg.py`."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("docs_svg", PICTURES / "svg.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(PICTURES / "svg.py", "docs_svg")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from by_path import module_at
 from commands import QUICK, fxpipe
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial"
@@ -27,13 +27,7 @@ def printed(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
     """`docs/tutorial/page.py`."""
-    spec = importlib.util.spec_from_file_location("tutorial_page", TUTORIAL / "page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return module_at(TUTORIAL / "page.py", "tutorial_page")
 
 
 def test_the_page_is_what_the_program_prints() -> None:

@@ -21,24 +21,24 @@ from rich.console import Console
 from rich.text import Text
 from svg import LETTER, WORKERS, Picture
 
+import fxpipe
+from fxpipe.plan import Phase, Plan
+from fxpipe.policy import make as make_policy
+from fxpipe.policy.sees import sight
+from fxpipe.program import Program, info
+from fxpipe.runtime.demand import Demand
+from fxpipe.schedule import Versions
+from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.order import play, read
+from fxpipe.simulator import Scenario, Simulation, WorkerCost, simulate
+from fxpipe.wire import is_recv
+
 HERE = Path(__file__).parent
 CONSOLE = Console()
 sys.path.insert(0, str(HERE.parent / "concepts"))
 
-import tiny  # noqa: E402  (docs/concepts/tiny.py)
-
-import fxpipe  # noqa: E402
-from fxpipe.plan import Phase, Plan  # noqa: E402
-from fxpipe.policy import make as make_policy  # noqa: E402
-from fxpipe.policy.sees import sight  # noqa: E402
-from fxpipe.program import Program, info  # noqa: E402
-from fxpipe.runtime.demand import Demand  # noqa: E402
-from fxpipe.schedule import Versions  # noqa: E402
-from fxpipe.schedule import make as make_schedule  # noqa: E402
-from fxpipe.schedule.check import in_flight  # noqa: E402
-from fxpipe.schedule.order import play, read  # noqa: E402
-from fxpipe.simulator import Scenario, Simulation, WorkerCost, simulate  # noqa: E402
-from fxpipe.wire import is_recv  # noqa: E402
+import tiny  # noqa: E402  (docs/concepts/tiny.py: the line above says where it lies)
 
 
 def pictures() -> Iterator[tuple[str, Picture]]:

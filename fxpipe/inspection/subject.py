@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +87,7 @@ def subject_of(build: Build, model: Path | None = None) -> Subject:
     return Subject(
         plan=build.plan,
         files=build.files,
-        costs=BuildCosts(**{f.name: getattr(build, f.name) for f in dataclasses.fields(BuildCosts)}),
+        costs=build.costs,
         nodes=build.nodes,
         profile=build.profile,
         model=model,
