@@ -60,6 +60,11 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
     show_default=True,
     help="Engine of the stages; auto measures and takes the fastest for every part.",
 )
+@click.option(
+    "--meta",
+    is_flag=True,
+    help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them.",
+)
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -79,6 +84,7 @@ def compile_command(
     threads: int | None,
     seed: int,
     backend: str,
+    meta: bool,
     verify: bool,
     save_profile: str | None,
     as_json: bool,
@@ -96,6 +102,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --fp-cut blocks.4 --bp-cut blocks.3 -o build/
     fxpipe compile examples/gpt.py -n 4 --schedule 1f1b --microbatches 8 -o build/
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
+    fxpipe compile examples/gpt.py -n 8 --meta -o build/
     """
     from fxpipe.agreement import compare_with_eager
     from fxpipe.folder import check_target
@@ -103,6 +110,8 @@ def compile_command(
     from fxpipe.simulator.forecast import forecast
 
     check_cuts(cuts, fp_cut, bp_cut)
+    if meta and verify:
+        raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
     check_target(Path(out))
     if save_profile is not None:
         _check_profile_path(Path(save_profile), Path(out))
@@ -121,6 +130,7 @@ def compile_command(
         seed=seed,
         backend=backend,
         costs=costs,
+        meta=meta,
     )
     made = build_model(wanted, Path(out) / NODE_COSTS)
     simulation = forecast(made.build)
@@ -145,6 +155,7 @@ def compile_command(
 
 
 def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
+    from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.runtime.record import samples_of
 
     plan = build.plan
@@ -190,6 +201,10 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
             f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
         )
+    if plan.meta:
+        click.echo("weights: none (--meta); a run has model() make those of each worker there, or reads --weights")
+    if plan.evaluations:
+        click.echo(evaluation_text(evaluation_facts(plan)))
     click.echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
 
 
@@ -222,6 +237,7 @@ def _print_engines(build: Build) -> None:
 
 def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
     plan = build.plan
+    from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.runtime.record import samples_of
 
     samples = samples_of(plan)
@@ -240,6 +256,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
             "milliseconds": 1e3 * simulation.seconds_per_minibatch,
             "bubble": simulation.bubble,
         },
+        "evaluation": evaluation_facts(plan),
         "workers": [dataclasses.asdict(w) for w in build.workers],
         "times": [dataclasses.asdict(t) for t in build.times],
         "engines": [dataclasses.asdict(t) for t in build.engine_times],

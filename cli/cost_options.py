@@ -46,6 +46,16 @@ class CostOptions:
     speed: str | None = None
     memory: str | None = None
 
+    def computed(self) -> CostOptions:
+        """The same, for a model whose parameters have no values: nothing can be measured.
+
+        Raises:
+            click.UsageError: it was to be.
+        """
+        if self.cost == "measured":
+            raise click.UsageError("--cost measured runs the step, but --meta leaves parameters without values")
+        return replace(self, cost="analytic")
+
     def choice(self, workers: int, default_links: Links = GLOO_LOOPBACK) -> CostChoice:
         """What they mean for so many workers. Options go before files, and --links before --device-spec.
 

@@ -185,6 +185,12 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     check_current(build.plan, folder, model)
     if trained is not None:
         build = with_trained(build, trained)
+    elif build.plan.meta:
+        raise ExportError(
+            "the build has no values of its parameters (--meta)",
+            where=folder,
+            hint="export those of a run: --trained model.safetensors, with --inference or --weights initializers",
+        )
     say("reading the example batch")
     torch.manual_seed(0)
     task = load_task(path)

@@ -49,6 +49,7 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.option("--microbatches", type=click.IntRange(min=1), help="Of a model: parts of a minibatch.")
 @click.option("--autocast", type=click.Choice(["bf16"]), help="Of a model: run the step under torch.autocast.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of a model: CPU threads of one worker.")
+@click.option("--meta", is_flag=True, help="Of a model: larger than memory, its parameters get no values.")
 @cost_options
 @click.pass_context
 def inspect_command(
@@ -245,7 +246,7 @@ def _print_after(target: Path, name: str, wanted: ModelOptions, is_model: bool, 
     check_pass(name)
     options: dict[str, Any] = {}
     if is_model:
-        choice = wanted.costs.choice(wanted.workers)
+        choice = (wanted.costs.computed() if wanted.meta else wanted.costs).choice(wanted.workers)
         if choice.device is not None:
             raise click.UsageError("--after shows no times: leave --device-spec out")
         options = {
@@ -254,6 +255,7 @@ def _print_after(target: Path, name: str, wanted: ModelOptions, is_model: bool, 
             "schedule": wanted.schedule,
             "policy": wanted.policy,
             "autocast": wanted.autocast,
+            "meta": wanted.meta,
             "forward_at": wanted.fp_cut,
             "backward_at": wanted.bp_cut,
             "cuts": wanted.cuts,

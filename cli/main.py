@@ -12,6 +12,7 @@ from fxpipe.cli.compare import compare_command
 from fxpipe.cli.compile import compile_command
 from fxpipe.cli.diff import diff_command
 from fxpipe.cli.doctor import doctor_command
+from fxpipe.cli.explain import explain_command
 from fxpipe.cli.export import export_command
 from fxpipe.cli.inspect import inspect_command
 from fxpipe.cli.plan import plan_command
@@ -43,6 +44,7 @@ cli.add_command(diff_command)
 cli.add_command(compare_command)
 cli.add_command(export_command)
 cli.add_command(doctor_command)
+cli.add_command(explain_command)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -46,6 +46,7 @@ class ModelOptions:
     seed: int
     backend: str
     costs: CostOptions
+    meta: bool = False
 
     def command(self, microbatches: int) -> str:
         """The command that makes this build again, without the paths that differ from machine to machine."""
@@ -54,6 +55,7 @@ class ModelOptions:
         parts += [f"--fp-cut {p}" for p in self.fp_cut] + [f"--bp-cut {p}" for p in self.bp_cut]
         parts += [f"--schedule {self.schedule}", f"--microbatches {microbatches}"]
         parts += [f"--autocast {self.autocast}"] if self.autocast else []
+        parts += ["--meta"] if self.meta else []
         return " ".join(parts)
 
 
@@ -86,24 +88,31 @@ def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelB
     import torch
 
     from fxpipe.allocator import reuse_freed_memory
-    from fxpipe.batch import default_microbatches, to_device
+    from fxpipe.batch import default_microbatches
     from fxpipe.lowering import compile
+    from fxpipe.meta import on_meta, to_device
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.policy import make as make_policy
     from fxpipe.task import load_task, source_digests
     from fxpipe.threads import threads_for
 
-    choice = wanted.costs.choice(wanted.workers)
+    if wanted.meta and wanted.backend != "eager":
+        raise click.UsageError(
+            f"--backend {wanted.backend} is tried on the stages, but --meta leaves parameters "
+            "without values: leave it out, and give it to `fxpipe run`"
+        )
+    costs = wanted.costs.computed() if wanted.meta else wanted.costs
+    choice = costs.choice(wanted.workers)
     reuse_freed_memory()
     with working("reading the model"):
         task = load_task(wanted.model)
         torch.manual_seed(wanted.seed)
-        made = task.model()
+        made = on_meta(task.model).model if wanted.meta else task.model()
         example = task.example()
         if wanted.device is not None:
             made, example = to_device(wanted.device, made, example)
-    if any(p.device.type == "cuda" for p in made.parameters()):
-        choice = wanted.costs.choice(wanted.workers, NCCL_NODE)
+    if wanted.device == "cuda" or any(p.device.type == "cuda" for p in made.parameters()):
+        choice = costs.choice(wanted.workers, NCCL_NODE)
     for warning in task.warnings:
         warn(warning)
     microbatches = wanted.microbatches
@@ -127,6 +136,7 @@ def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelB
             backward_at=wanted.bp_cut,
             cuts=wanted.cuts,
             autocast=wanted.autocast,
+            evaluation=(task.metrics, _eval_batches(task, wanted.seed)) if task.validates else None,
             cost=choice.cost,
             device=choice.device,
             links=choice.links,
@@ -143,6 +153,27 @@ def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelB
             build = _timed(build, example, task, threads, say)
     plan = dataclasses.replace(build.plan, sources=source_digests(Path(wanted.model)))
     return ModelBuild(dataclasses.replace(build, plan=plan), task, made, example, choice)
+
+
+def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
+    """The batches of `eval_data()`, made when the first is asked for.
+
+    Raises:
+        TaskError: the hook failed.
+    """
+    from fxpipe.errors import FxpipeError, TaskError
+    from fxpipe.random_state import seed_everything
+    from fxpipe.task import place_in
+
+    seed_everything(seed)
+    try:
+        yield from task.eval_data()
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"eval_data() raised {type(error).__name__}: {error}", where=place_in(error, task.path) or task.path.name
+        ) from error
 
 
 def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[str], None]) -> Build:

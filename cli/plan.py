@@ -43,6 +43,7 @@ MODES = ("same", "bidirectional", "three-way")
     help="Of a profile that knows only backward: the part of it that is W.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
+@click.option("--meta", is_flag=True, help="Of a model larger than memory: its parameters get no values.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @cost_options
 def plan_command(
@@ -56,6 +57,7 @@ def plan_command(
     no_communication: bool,
     weight_fraction: float,
     threads: int | None,
+    meta: bool,
     as_json: bool,
     costs: CostOptions,
 ) -> int:
@@ -79,14 +81,17 @@ def plan_command(
 
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
-    choice = costs.choice(workers)
+    if meta and not target.endswith(".py"):
+        raise click.UsageError("--meta is for models; a profile has no parameters")
+    choice = (costs.computed() if meta else costs).choice(workers)
     cuts = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
         if target.endswith(".py"):
             if weight_fraction:
                 raise click.UsageError("--weight-fraction is for profiles; of a model, W is known")
             three_way = not cuts or "three-way" in cuts
-            subject = _profile_model(target, workers, microbatches, schedule, autocast, threads, choice, three_way, say)
+            given = (workers, microbatches, schedule, autocast, threads, choice, three_way, meta)
+            subject = _profile_model(target, *given, say)
         else:
             subject = _read_profile(target, microbatches, weight_fraction, autocast, threads, costs)
         default_links = NCCL_NODE if subject.device == "cuda" else GLOO_LOOPBACK
@@ -164,12 +169,14 @@ def _profile_model(
     threads: int | None,
     choice: CostChoice,
     three_way: bool,
+    meta: bool,
     say: Callable[[str], None],
 ) -> Subject:
     from fxpipe.passes.model_profile import profile_model
 
     from fxpipe.allocator import reuse_freed_memory
     from fxpipe.batch import default_microbatches
+    from fxpipe.meta import on_meta
     from fxpipe.task import load_task
     from fxpipe.threads import threads_for
 
@@ -177,7 +184,8 @@ def _profile_model(
     task = load_task(path)
     for warning in task.warnings:
         warn(warning)
-    model, batch = task.model(), task.example()
+    model = on_meta(task.model).model if meta else task.model()
+    batch = task.example()
     if microbatches is None:
         microbatches = 1 if schedule == "async" else default_microbatches(batch, workers)
     found = profile_model(

@@ -32,6 +32,12 @@ def _number(context: click.Context, parameter: click.Parameter, value: float | N
 @click.argument("build", type=click.Path())
 @click.option("--steps", type=click.IntRange(min=1), help="Train so many minibatches. [default: one epoch]")
 @click.option("--epochs", type=click.IntRange(min=1), help="Go so often through train_data(), if it has a length.")
+@click.option(
+    "--eval-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Evaluate after every N steps, too, not only in the end.",
+)
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]")
 @policy_option("the build's")
@@ -57,6 +63,12 @@ def _number(context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--backend", type=click.Choice(BACKENDS), help="Engine of the stages; auto is the build's. [default: auto]"
 )
+@click.option(
+    "--weights",
+    type=click.Path(),
+    metavar="CHECKPOINT",
+    help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
 @click.option("--out", type=click.Path(), default="out", show_default=True, help="Where metrics and weights go.")
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
@@ -67,6 +79,7 @@ def run_command(
     build: str,
     steps: int | None,
     epochs: int | None,
+    eval_every: int | None,
     local: bool,
     schedule: str | None,
     policy: str | None,
@@ -75,6 +88,7 @@ def run_command(
     trace: str | None,
     tensorboard: str | None,
     backend: str | None,
+    weights: str | None,
     seed: int,
     out: str,
     model: str | None,
@@ -87,8 +101,9 @@ def run_command(
     Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
     final weights as OUT/model.safetensors, under the model's own names, and OUT/run.json: what the run was and where
     its time went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). If the model file defines eval_data() and
-    metrics(model, batch), the final weights are evaluated. Under torchrun, the same command joins the processes that
-    torchrun started, on one machine or many.
+    metrics(model, batch), the workers evaluate the weights in the end, and after every --eval-every steps: in eval
+    mode, through the pipeline, each with its own weights. Training is the same with and without. Under torchrun, the
+    same command joins the processes that torchrun started, on one machine or many.
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
     other schedules; with async no worker waits, and those before a worker count as they were some minibatches ago.
@@ -97,6 +112,7 @@ def run_command(
     \b
     fxpipe run build/ --steps 500
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
+    fxpipe run build/ --steps 40 --eval-every 20 --json
     fxpipe run build/ --steps 50 --local --json
     fxpipe run build/ --steps 40 --trace trace.json --out run/
     fxpipe run build/ --steps 500 --backend onnxruntime
@@ -126,6 +142,7 @@ def run_command(
         model_file=model,
         steps=steps,
         epochs=epochs,
+        eval_every=eval_every,
         schedule=schedule,
         policy=policy,
         clip_norm=clip_norm,
@@ -133,6 +150,7 @@ def run_command(
         trace=trace,
         tensorboard=tensorboard,
         backend=backend,
+        weights=weights,
         seed=seed,
         out=out,
         threads=threads,
@@ -140,14 +158,13 @@ def run_command(
     )
     summary = _train(options, local, joined)
     if summary is not None:  # else this is a worker other than the first, under torchrun
-        from fxpipe.runtime.run_summary import write_run
+        from fxpipe.runtime.run_summary import add_evaluation, write_run
 
         first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
         if first is not None:
             warn(f"the loss is not finite from step {first} on: lower the learning rate, or look at that batch")
-        evaluated = _evaluate(options)
-        if evaluated:
-            summary["evaluation"] = evaluated
+        if "evaluation" not in summary and (evaluated := _evaluate(options)):
+            add_evaluation(summary, summary["steps"], evaluated)
             write_run(summary)
         if as_json:
             emit_json(summary)
@@ -198,14 +215,20 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
 
 
 def _checked_plan(options: RunOptions) -> Plan:
-    """The build's plan, once the build is whole and current and the output can be written."""
+    """The build's plan, once it can do what is asked, is whole and current and the output can be written."""
     from fxpipe.folder import check_current, check_output, load_plan
+    from fxpipe.runtime.checkpoint import Checkpoint
+    from fxpipe.runtime.hooks import check_evaluation
     from fxpipe.tensorboard import check_tensorboard
     from fxpipe.trace.writer import check_trace
 
     plan = load_plan(options.build)
+    if options.eval_every is not None:
+        check_evaluation(plan, "--eval-every")
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
     check_current(plan, options.build, options.model_file)
+    if options.weights is not None:
+        Checkpoint.open(options.weights, plan)  # what does not fit is said before any process is started
     check_output(options.out)
     if options.trace is not None:
         check_trace(options.trace)
@@ -220,14 +243,21 @@ def _evaluate(options: RunOptions) -> dict[str, float]:
     from fxpipe.runtime.record import FINAL_WEIGHTS
     from fxpipe.task import load_task
 
-    path = model_path(read_plan(options.build), options.build, options.model_file)
+    plan = read_plan(options.build)
+    path = model_path(plan, options.build, options.model_file)
     if path is None or options.out is None:
         return {}
+    task = load_task(path)
+    if plan.meta:
+        if task.validates:
+            warn("the final weights are not evaluated: they may be larger than this process's memory (--meta)")
+        return {}
     with working("evaluating"):
-        return evaluate(load_task(path), Path(options.out) / FINAL_WEIGHTS)
+        return evaluate(task, Path(options.out) / FINAL_WEIGHTS)
 
 
 def _print(summary: dict[str, Any]) -> None:
+    from fxpipe.runtime.progress import held_out
     from fxpipe.runtime.staleness import staleness_file
 
     losses = summary["losses"]
@@ -268,7 +298,7 @@ def _print(summary: dict[str, Any]) -> None:
             ],
         )
     if "evaluation" in summary:
-        click.echo("held out " + ", ".join(f"{name} {value:.4f}" for name, value in summary["evaluation"].items()))
+        click.echo(held_out(summary["evaluation"]))
     if stale:
         click.echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
     if summary["trace"] is not None:

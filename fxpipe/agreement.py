@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.batch import Splitter, split
 from fxpipe.build import Build
 from fxpipe.held import HeldTensors
+from fxpipe.plan import Plan
 from fxpipe.tracing import Loss, autocasting
 
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
@@ -42,23 +43,28 @@ class Agreement:
 
 def compare_with_eager(build: Build, model: nn.Module, loss: Loss, batch: Any, *, seed: int = 0) -> Agreement:
     """Run one minibatch both ways; the model is left as it was."""
-    eager = _eager(build, model, loss, batch, seed)
-    emitted = _emitted(build, batch, seed)
-    scale = FLOOR * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
-    gradients = {n: _error(emitted.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
-    gradients |= {n: math.inf for n, g in emitted.gradients.items() if n not in eager.gradients and g.any()}
-    return Agreement(
-        loss=_error(emitted.loss, eager.loss, 0.0),
-        gradients=gradients,
-        buffers={n: _error(emitted.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
-    )
+    return compare(_emitted(build, batch, seed), eager_step(build.plan, model, loss, batch, seed))
 
 
-@dataclass
-class _Step:
+@dataclass(frozen=True)
+class Step:
+    """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names."""
+
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+
+
+def compare(found: Step, eager: Step) -> Agreement:
+    """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero."""
+    scale = FLOOR * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
+    gradients = {n: _error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
+    gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
+    return Agreement(
+        loss=_error(found.loss, eager.loss, 0.0),
+        gradients=gradients,
+        buffers={n: _error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
+    )
 
 
 def _error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
@@ -74,13 +80,13 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> 
     return difference / max(expected.norm().item(), floor, 1e-30)
 
 
-def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) -> _Step:
+def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0) -> Step:
+    """One minibatch in eager PyTorch, microbatch by microbatch as the plan cuts it; the model is left as it was."""
     held = HeldTensors(model)
     given = [v.detach().clone() for v in held.values]
     for i, v in enumerate(held.values[: held.parameters]):
         given[i] = nn.Parameter(given[i], requires_grad=v.requires_grad)
     batch = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, batch)  # the step may change it
-    plan = build.plan
     total = torch.zeros(())
     with torch.random.fork_rng(), held.replaced(given):
         held.hook(given)
@@ -88,7 +94,7 @@ def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) ->
             torch.manual_seed(seed + j)
             with autocasting(plan.device, plan.autocast):
                 value = loss(model, part)
-            (value / plan.microbatches).backward()
+            value.backward()  # its own gradient, as hooks in a pipeline see it; the mean is taken below
             total = total + value.detach().cpu() / plan.microbatches
         replaced = held.rebound(given)
     rows = {names[0]: i for i, names in enumerate(held.names)}
@@ -96,9 +102,9 @@ def _eager(build: Build, model: nn.Module, loss: Loss, batch: Any, seed: int) ->
     for p in plan.parameters:
         gradient = given[rows[p.name]].grad
         if gradient is not None and (p.trained or gradient.any()):
-            gradients[p.name] = gradient
-    new = {b.name: rows[b.name] for b in plan.buffers if b.home is not None}
-    return _Step(total, gradients, {name: replaced.get(row, given[row]) for name, row in new.items()})
+            gradients[p.name] = gradient / plan.microbatches
+    buffers = {b.name: rows[b.name] for b in plan.buffers if b.name in rows}
+    return Step(total, gradients, {name: replaced.get(row, given[row]) for name, row in buffers.items()})
 
 
 class _Comm:
@@ -114,9 +120,9 @@ class _Comm:
         return self.box.pop(edge)
 
 
-def _emitted(build: Build, batch: Any, seed: int) -> _Step:
+def _emitted(build: Build, batch: Any, seed: int) -> Step:
     plan = build.plan
-    stages = [_functions(source, name) for name, source in build.files.items()]
+    stages = [_functions(build.files[stage.file], stage.file) for stage in plan.stages]
     state = dict(build.tensors)
     gradients: dict[str, torch.Tensor] = {}
     total = torch.zeros(())
@@ -140,7 +146,7 @@ def _emitted(build: Build, batch: Any, seed: int) -> _Step:
                 for name, gradient in zip(spec.gradients, made, strict=True):
                     share = gradient / plan.microbatches
                     gradients[name] = gradients[name] + share if name in gradients else share
-    return _Step(total, gradients, {b.name: state[b.name] for b in plan.buffers if b.home is not None})
+    return Step(total, gradients, {b.name: state[b.name] for b in plan.buffers})
 
 
 def _functions(source: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -90,10 +90,19 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def is_sparse(node: fx.Node) -> bool:
+    """Whether the value has no strides: indices and values instead."""
+    shown = node.meta.get("val")
+    return isinstance(shown, torch.Tensor) and shown.layout != torch.strided
+
+
 def is_cheap(node: fx.Node) -> bool:
-    """Whether computing the value again costs no more than moving it: views, pointwise work, creation from nothing."""
+    """Whether computing the value again costs no more than moving it: views, pointwise work, creation from nothing.
+
+    What is sparse counts as cheap: it cannot be moved at all.
+    """
     target = node.target
-    if is_view(node) or target in _CHEAP:
+    if is_view(node) or target in _CHEAP or is_sparse(node):
         return True
     if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False

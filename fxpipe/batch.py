@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpipe.errors import BatchError
 from fxpipe.plan import LeafSpec, TensorSpec
@@ -21,17 +22,36 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
 
 
+def unusual(tensor: torch.Tensor) -> str | None:
+    """What a tensor is, if it is more than a dense block of values."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return "a sparse tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__} (it wraps other tensors)"
+    return None
+
+
 def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
     """The leaves of a batch, named by their place in it, their values, and the pytree's shape.
 
     Raises:
-        BatchError: no tensor in it, or a leaf that is neither a tensor nor a plain constant (all are listed).
+        BatchError: no tensor in it, or a leaf that is neither a dense tensor nor a plain constant (all are listed).
     """
     paths, spec = pytree.tree_flatten_with_path(batch)
     leaves, values, wrong = [], [], []
     for path, value in paths:
         name = "batch" + pytree.keystr(path)
         if isinstance(value, torch.Tensor):
+            if kind := unusual(value):
+                raise BatchError(
+                    f"{name} is {kind}, which no stage can be handed",
+                    hint="pad nested tensors and make sparse ones dense, in train_data()",
+                    page="tensor-kinds",
+                )
             leaves.append(LeafSpec(name, tensor_spec(value)))
         elif isinstance(value, CONSTANTS):
             leaves.append(LeafSpec(name, None, value))
@@ -73,6 +93,14 @@ def dump(spec: pytree.TreeSpec) -> str:
         if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
             pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return pytree.treespec_dumps(spec)
+
+
+def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
+    """Equal for batches that one captured program serves: the pytree, shapes and dtypes of tensors, constants."""
+    return tree, *(
+        (leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else (type(leaf.constant).__name__, repr(leaf.constant))
+        for leaf in leaves
+    )
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:
@@ -187,4 +215,5 @@ class Splitter:
             raise BatchError(
                 f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
                 hint="a build holds one batch shape: drop the last, smaller batch (drop_last=True) or pad it",
+                page="batch-shapes",
             )

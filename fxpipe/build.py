@@ -3,6 +3,7 @@
 build/
     plan.json             what run needs to know: interfaces, edges, owners, digests
     stage_0.py …          the product
+    evaluate_0.py …       evaluation on each worker; evaluate_0_1.py for batches of a second shape, and so on
     weights.safetensors   initial parameters, buffers and constants, under the model's own names
     costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
                           same from compile to compile
@@ -137,6 +138,8 @@ class Build:
         clip_norm: float | None = None,
         log_staleness: bool = False,
         backend: str | None = None,
+        weights: str | Path | None = None,
+        model: Callable[[], nn.Module] | None = None,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, for accuracy studies of N workers on one machine.
 
@@ -148,11 +151,16 @@ class Build:
             clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
             log_staleness: compare the weights that forwards use with those that their updates meet.
             backend: the engine of all stages; those of the plan where None or 'auto'.
+            weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it.
+            model: gives the model again; for a build whose parameters have no values (`fxpipe.meta`), its modules
+                then initialise themselves, by `seed`. Not needed with `weights`.
         """
+        from fxpipe.runtime.initial_weights import Start
         from fxpipe.runtime.local import LocalPipeline
 
+        start = Start(None if weights is None else str(weights), model, seed)
         return LocalPipeline.of(
-            self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness, backend
+            self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness, backend, start
         )
 
     def join(
@@ -169,6 +177,10 @@ class Build:
         clip_norm: float | None = None,
         log_staleness: bool = False,
         backend: str | None = None,
+        weights: str | Path | None = None,
+        model: Callable[[], nn.Module] | None = None,
+        eval_data: Callable[[], Iterable[Any]] | None = None,
+        eval_every: int | None = None,
         out: str | Path | None = None,
         trace: str | Path | None = None,
         tensorboard: str | Path | None = None,
@@ -179,7 +191,10 @@ class Build:
             train_data: gives an epoch's batches; called on worker 0 alone.
             steps, epochs: how long; one epoch if neither is given.
             optimizer, lr_scheduler: made on each worker, from its own named parameters.
-            schedule, policy, seed, clip_norm, log_staleness, backend: as those of `local`.
+            schedule, policy, seed, clip_norm, log_staleness, backend, weights, model: as those of `local`.
+            eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
+                call; called on worker 0 alone. The trained weights are evaluated in the end.
+            eval_every: evaluate after every so many steps, too.
             out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
             trace: the file for what every worker did when, in Chrome's trace format.
             tensorboard: the folder for TensorBoard's event files.
@@ -189,9 +204,10 @@ class Build:
 
         Raises:
             BuildError: the build was never saved: all processes must load the same directory.
-            RunError: torchrun started another number of processes than the build has workers.
+            RunError: torchrun started another number of processes than the build has workers; or there is something to
+                evaluate, and the build has no evaluation (see `fxpipe.compile`).
         """
-        from fxpipe.runtime.hooks import ObjectTask
+        from fxpipe.runtime.hooks import ObjectTask, check_evaluation
         from fxpipe.runtime.options import RunOptions
         from fxpipe.runtime.worker import join
         from fxpipe.task import default_optimizer
@@ -200,22 +216,27 @@ class Build:
             raise BuildError(
                 "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
             )
+        if eval_data is not None:
+            check_evaluation(self.plan, "eval_data")
         options = RunOptions(
             build=str(self.folder),
             steps=steps,
             epochs=epochs,
+            eval_every=eval_every,
             schedule=schedule,
             policy=policy,
             clip_norm=clip_norm,
             log_staleness=log_staleness,
             backend=backend,
+            weights=None if weights is None else str(weights),
             seed=seed,
             out=None if out is None else str(out),
             trace=None if trace is None else str(trace),
             tensorboard=None if tensorboard is None else str(tensorboard),
             progress=True,
         )
-        return join(options, ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler))
+        task = ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler, model, eval_data)
+        return join(options, task)
 
 
 def load(folder: str | Path) -> Build:
@@ -230,7 +251,7 @@ def load(folder: str | Path) -> Build:
         tensors = load_file(folder / plan.weights_file)
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder)) from error
-    files = {stage.file: (folder / stage.file).read_text() for stage in plan.stages}
+    files = {part.file: (folder / part.file).read_text() for part in plan.code}
     costs = read_costs(folder)
     known = {} if costs is None else {f.name: getattr(costs, f.name) for f in dataclasses.fields(costs)}
     return Build(

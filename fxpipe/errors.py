@@ -17,15 +17,19 @@ class FxpipeError(Exception):
         what: what happened, one or more sentences.
         where: the place: stage, node, or the user's file and line.
         hint: what to do about it.
+        page: the page of `docs/errors` that shows more: its name without `.md`.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, hint: str | None = None, page: str | None = None
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.hint = hint
+        self.page = page
 
     def __str__(self) -> str:
         text = self.what
@@ -33,14 +37,16 @@ class FxpipeError(Exception):
             text += f"\n  at: {self.where}"
         if self.hint:
             text += f"\n  hint: {self.hint}"
+        if self.page:
+            text += f"\n  more: fxpipe explain {self.page}"
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.hint))
+        return (_rebuild, (type(self), self.what, self.where, self.hint, self.page))
 
 
-def _rebuild(kind: type[FxpipeError], what: str, where: str | None, hint: str | None) -> FxpipeError:
-    return kind(what, where=where, hint=hint)
+def _rebuild(kind: type[FxpipeError], what: str, where: str | None, hint: str | None, page: str | None) -> FxpipeError:
+    return kind(what, where=where, hint=hint, page=page)
 
 
 class TaskError(FxpipeError):

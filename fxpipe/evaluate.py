@@ -1,4 +1,7 @@
-"""Validation of a run's final weights: loaded back into the user's own model, in eval mode, in this process."""
+"""Validation of a run's final weights: loaded back into the user's own model, in eval mode, in this process.
+
+For builds without evaluation: those of model files whose metrics could not be captured.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fxpipe.errors import TaskError
+from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.task import Task, place_in
 
 
@@ -26,10 +29,12 @@ def evaluate(task: Task, weights: Path) -> dict[str, float]:
     count = 0
     with torch.no_grad():
         try:
-            for batch in task.module.eval_data():
-                for name, value in task.module.metrics(model, batch).items():
+            for batch in task.eval_data():
+                for name, value in task.metrics(model, batch).items():
                     totals[name] = totals.get(name, 0.0) + float(value)
                 count += 1
+        except FxpipeError:
+            raise
         except Exception as error:
             raise TaskError(
                 f"validation raised {type(error).__name__}: {error}",

@@ -18,7 +18,8 @@ from fxpipe.plan import Plan
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
 PROFILE, PROGRAM = "profile.json", "program.json"
 _OWN = re.compile(
-    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|engines|__pycache__"
+    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|evaluate_\d+(_\d+)?\.py|"
+    r"engines|__pycache__"
 )
 
 
@@ -52,7 +53,7 @@ def load_plan(folder: str | Path) -> Plan:
         raise BuildError(
             f"the build was made by fxpipe {plan.fxpipe}, this is {fxpipe.__version__}", where=str(folder), hint=again
         )
-    missing = [f for f in (*(s.file for s in plan.stages), plan.weights_file) if not (folder / f).is_file()]
+    missing = [f for f in (*(s.file for s in plan.code), plan.weights_file) if not (folder / f).is_file()]
     if missing:
         raise BuildError(f"the build is incomplete: {', '.join(missing)} missing", where=str(folder), hint=again)
     with open(folder / plan.weights_file, "rb") as file:

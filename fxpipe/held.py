@@ -19,6 +19,7 @@ from torch import nn
 from fxpipe.errors import CaptureError
 
 _INTERNAL = frozenset(nn.Module().__dict__)
+_HOOKS = tuple(key for key in _INTERNAL if "hooks" in key and isinstance(nn.Module().__dict__[key], dict))
 _COPIED = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
 _PLAIN = (bool, int, float, str)
@@ -45,7 +46,7 @@ class HeldTensors:
         changed: Python attributes that the step changed while it was last traced, as `path: old → new`.
 
     Raises:
-        CaptureError: a lazy or scripted module, or parameters that overlap.
+        CaptureError: a lazy or scripted module, parameters that overlap, or that have no values while others have.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,6 +64,7 @@ class HeldTensors:
         for name, buffer in model.named_buffers(remove_duplicate=False):
             self._add(name, buffer)
         self.registered = len(self.values)
+        self._refuse_without_values()
         self._add_places()
         self._refuse_overlaps()
         persistent = set(model.state_dict(keep_vars=True))
@@ -79,8 +81,11 @@ class HeldTensors:
 
     @property
     def hooked(self) -> list[str]:
-        """Parameters with gradient hooks."""
-        return [n[0] for n, p in zip(self.names[: self.parameters], self.values, strict=False) if p._backward_hooks]
+        """Parameters with gradient hooks and modules with backward hooks."""
+        parameters = zip(self.names[: self.parameters], self.values, strict=False)
+        found = [names[0] for names, parameter in parameters if parameter._backward_hooks]
+        modules = self.model.named_modules()
+        return found + [path or "the model" for path, m in modules if m._backward_hooks or m._backward_pre_hooks]
 
     @contextlib.contextmanager
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -89,6 +94,9 @@ class HeldTensors:
         Containers are handed out as copies, the same copy wherever the same one is held.
         """
         originals = [(m, dict(m.__dict__)) for m in self.model.modules()]
+        hooks = [
+            (value, dict(value)) for _, state in originals for value in map(state.get, _HOOKS) if value is not None
+        ]
         copies: dict[int, Any] = {}
 
         def stand_in(value: Any) -> Any:
@@ -115,11 +123,16 @@ class HeldTensors:
                     if key not in _INTERNAL or key in _COPIED:
                         module.__dict__[key] = stand_in(value)
             yield
+            self._refuse_new(given)
             self.changed = list(self._changes(originals))
         finally:
             for module, state in originals:
                 module.__dict__.clear()
                 module.__dict__.update(state)
+            for holder, before in hooks:
+                if holder != before:  # models register hooks of their own in their first step
+                    holder.clear()
+                    holder.update(before)
 
     def hook(self, given: Sequence[torch.Tensor]) -> None:
         """Give the stand-ins the gradient hooks of their parameters.
@@ -201,6 +214,16 @@ class HeldTensors:
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 self._add_plain(path, module, (*keys, key), member)
 
+    def _refuse_new(self, given: Sequence[torch.Tensor]) -> None:
+        """A parameter that the step makes would be drawn again at every step."""
+        known = {id(tensor) for tensor in given}
+        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
+        if new:
+            raise CaptureError(
+                f"the step makes parameters: {', '.join(new[:8])}",
+                hint="make them in __init__, or run the model once on a batch inside model()",
+            )
+
     def _changes(self, originals: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
         paths = {module: path for path, module in self.model.named_modules()}
         for module, state in originals:
@@ -209,6 +232,23 @@ class HeldTensors:
                 if type(old) in _PLAIN and type(new) in _PLAIN and old != new:
                     path = paths.get(module, "")
                     yield f"{path}.{key} ({old!r} → {new!r})" if path else f"{key} ({old!r} → {new!r})"
+
+    def _refuse_without_values(self) -> None:
+        """Parameters may lie on the meta device, all of them or none; buffers may not."""
+        without = [value.is_meta for value in self.values]
+        buffers = [n[0] for n, meta in zip(self.names, without, strict=True) if meta][sum(without[: self.parameters]) :]
+        if buffers:
+            raise CaptureError(
+                f"buffers without values, on the meta device: {', '.join(buffers[:8])}",
+                hint="--meta leaves parameters without values, and what is made from them has none: make buffers from "
+                "numbers. A model is made for this by fxpipe.meta.on_meta, not under torch.device('meta')",
+            )
+        valued = [n[0] for n, meta in zip(self.names[: self.parameters], without, strict=False) if not meta]
+        if valued and any(without):
+            raise CaptureError(
+                f"some parameters have values, others lie on the meta device: {', '.join(valued[:8])} have values",
+                hint="make the whole model by fxpipe.meta.on_meta",
+            )
 
     def _refuse_overlaps(self) -> None:
         """Two parameters that share some of their memory, but not all: an update of one would change the other."""

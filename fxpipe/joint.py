@@ -16,7 +16,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.utils import _pytree as pytree
 
 from fxpipe import origin
-from fxpipe.aten import true_value
+from fxpipe.aten import true_value, viewed
 from fxpipe.errors import CaptureError
 from fxpipe.held import HeldTensors
 from fxpipe.plan import Phase
@@ -40,13 +40,15 @@ class Traced(NamedTuple):
     """The joint graph, and what became of the tensors the step has replaced.
 
     `replaced`: their rows, in the order of the outputs behind the loss; `lost`: rows whose new value has another shape
-    or dtype, or is no tensor.
+    or dtype, or is no tensor. `metrics`: of an evaluation, which has no loss and keeps no new values: the names of its
+    outputs.
     """
 
     graph_module: fx.GraphModule
     replaced: tuple[int, ...]
     lost: tuple[int, ...]
     warnings: tuple[str, ...]
+    metrics: tuple[str, ...] | None = None
 
 
 class Reader:
@@ -58,6 +60,7 @@ class Reader:
         self.traced = traced.graph_module
         self.replaced = traced.replaced
         self.lost = traced.lost
+        self.metrics = traced.metrics
         self.tensors = tensors
         self.leaves = leaves
         self.inputs = inputs
@@ -96,9 +99,14 @@ class Reader:
             if i >= self.tensors.registered and not placeholder.users:
                 self.graph.erase_node(placeholder)  # an attribute that the step does not read
                 del self.values[node_name]
+            elif i >= self.tensors.registered and self.tensors.values[i].is_meta:
+                raise CaptureError(
+                    f"the step reads {names[0]}, which was made from a parameter that has no value (--meta)",
+                    hint="compute it in forward",
+                )
             elif i < self.tensors.parameters:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
-                if self.tensors.values[i].requires_grad and not trained:
+                if self.tensors.values[i].requires_grad and not trained and self.metrics is None:
                     self.warnings.append(f"parameter {names[0]} gets no gradient: it is kept as it is")
                 parameters.append(Parameter(node_name, names, trained))
             else:
@@ -236,11 +244,21 @@ class Reader:
                 f"the step uses {node.target}, a {type(found).__name__} inside the graph (a higher-order operator)",
                 hint="torch.cond, scan, flex_attention and their like cannot be cut; use plain attention and loops",
             )
+        if found.is_meta:
+            raise CaptureError(
+                f"the step makes a constant of {self._named(found)}, which has no value (--meta)",
+                hint="reach parameters through the model that loss(model, batch) is given",
+            )
         made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
         made.meta["val"] = node.meta.get("val", found)
         self.values[made.name] = found.detach()
         self.constants.append(Buffer(made.name, (made.name,), persistent=False, constant=True))
         self.mapped[node] = made
+
+    def _named(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor of the model, as far as it has one."""
+        pairs = zip(self.tensors.names, self.tensors.values, strict=True)
+        return next((f"parameter {n[0]}" for n, v in pairs if v is tensor), "a parameter")
 
     def _outputs(self, node: fx.Node, slots: Sequence[fx.Node]) -> list[Output]:
         outputs: list[Output] = []
@@ -250,7 +268,12 @@ class Reader:
             kind = type(desc).__name__
             if made is None or not isinstance(made, fx.Node) or kind in _EFFECTS:
                 continue
-            if kind == "PlainAOTOutput" and desc.idx == 0:
+            if kind == "PlainAOTOutput" and self.metrics is not None:
+                computed = _without_copies(made)
+                if viewed(computed).op == "call_function":  # not in a weight's memory
+                    made = computed
+                outputs.append(Output("metric", self.metrics[desc.idx]))
+            elif kind == "PlainAOTOutput" and desc.idx == 0:
                 outputs.append(Output("loss"))
             elif kind == "PlainAOTOutput":
                 row = self.replaced[desc.idx - 1]
@@ -278,8 +301,12 @@ class Reader:
                 if index < self.tensors.parameters:
                     raise CaptureError(
                         f"the step changes parameter {self.tensors.names[index][0]} in place",
-                        hint="only the optimizer may change parameters; keep such a value in a buffer",
+                        hint="only the optimizer may change parameters (nn.Embedding does so with max_norm); keep "
+                        "such a value in a buffer",
                     )
+                if self.metrics is not None:
+                    self.warnings.append(f"it changes buffer {self.tensors.names[index][0]}: the change is not kept")
+                    continue
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
                 if info(self.mapped[made]).region is not None:
                     self.warnings.append(

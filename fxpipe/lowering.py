@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,11 +14,13 @@ import fxpipe
 from fxpipe.backend.choose import choose_engines
 from fxpipe.batch import split, tensor_spec
 from fxpipe.build import Build
-from fxpipe.errors import CutError, near
+from fxpipe.errors import BackendError, CutError, near
+from fxpipe.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.folder import ENGINES, WEIGHTS
 from fxpipe.measured_costs import MeasuredCosts
+from fxpipe.meta import are_on_meta
 from fxpipe.optimizer_costs import optimizer_costs
-from fxpipe.plan import BufferSpec, EdgeSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
+from fxpipe.plan import BufferSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 from fxpipe.planner.setting import Setting
@@ -31,14 +33,21 @@ from fxpipe.simulator.timings import edge_timings
 from fxpipe.summary import summarize
 from fxpipe.task import default_optimizer
 from fxpipe.threads import threads as worker_threads
-from fxpipe.tracing import Loss, capture
+from fxpipe.tracing import Loss, Metrics, capture
 from fxpipe.transform import Observer, run_passes
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 
 
 def compile(
-    model: nn.Module, loss: Loss, batch: Any, *, microbatches: int = 1, autocast: str | None = None, **options: Any
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    microbatches: int = 1,
+    autocast: str | None = None,
+    evaluation: tuple[Metrics, Iterable[Any]] | None = None,
+    **options: Any,
 ) -> Build:
     """Capture the training step, cut it, and emit each worker's stage.
 
@@ -46,13 +55,16 @@ def compile(
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
         microbatches: how many each minibatch is cut into.
         autocast: 'bf16' for torch.autocast.
+        evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
+            ones, that runs will evaluate on: read once here, for their shapes.
         options: workers, schedule, policy, forward_at, backward_at, cost, backend, threads, …: those of `lower`.
 
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
     program = capture(model, loss, split(batch, microbatches)[0], autocast=autocast)
-    return lower(program, microbatches=microbatches, **options)
+    evaluations = None if evaluation is None else capture_evaluations(model, *evaluation, program.device)
+    return lower(program, microbatches=microbatches, evaluations=evaluations, **options)
 
 
 def lower(
@@ -66,7 +78,7 @@ def lower(
     backward_at: Sequence[str] = (),
     cuts: Cuts | CutsMode = "auto",
     split_backward: bool = False,
-    cost: Literal["measured", "analytic"] = "measured",
+    cost: Literal["measured", "analytic"] | None = None,
     device: Device | None = None,
     links: Links | None = None,
     speeds: Sequence[float] = (),
@@ -77,6 +89,7 @@ def lower(
     backend: str = "eager",
     say: Callable[[str], None] = lambda text: None,
     command: str = "fxpipe.compile(...)",
+    evaluations: Evaluations | None = None,
     observers: Sequence[Observer] = (),
 ) -> Build:
     """Cut a captured program for `workers` and emit each worker's stage.
@@ -91,7 +104,7 @@ def lower(
             themselves, as unit numbers, instead of all choosing.
         split_backward: let operators that make input and weight gradients in one call make them in two, so that
             cuts of weight gradients can part them; three-way planning does so anyway.
-        cost: 'measured' on this machine or 'analytic' from shapes.
+        cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
         device: what 'analytic' computes for; one core of a server where None.
         links: between the workers; what this kind of device usually has where None.
         speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
@@ -102,11 +115,13 @@ def lower(
         backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
         say: is told which part is being put onto engines.
         command: what is written into the stages' headers.
+        evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will lie.
 
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
-        BackendError: the engine asked for is not there, cannot run a part, or computes something else.
+        BackendError: the engine asked for is not there, cannot run a part, or computes something else; or costs or
+            engines are to be measured where parameters have no values (`fxpipe.meta`).
     """
     from fxpipe import policy as policies
     from fxpipe import schedule as schedules
@@ -115,7 +130,11 @@ def lower(
     chosen = schedules.make(schedule, workers, microbatches)
     chosen_policy = policies.make(policy or policies.default_for(chosen))
     chosen_policy.check(chosen)
+    meta = are_on_meta([program.values[p.node] for p in program.parameters])
+    cost = cost or ("analytic" if meta else "measured")
     _check_choices(cuts, bool(forward_at or backward_at), cost)
+    if meta:
+        _check_needs_no_values(cost, backend)
     links = links or (NCCL_NODE if program.device == "cuda" else GLOO_LOOPBACK)
     kept: list[MeasuredCosts] = []
     given = cuts if isinstance(cuts, Cuts) else None
@@ -146,7 +165,7 @@ def lower(
     plan = _plan(program, chosen.name, str(chosen_policy), microbatches)
     held, demand = in_flight(chosen), Demand(plan, chosen, chosen_policy)
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
-    tensors = {row.names[0]: program.values[row.node] for row in rows}
+    tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
     build = Build(
         plan=plan,
         files=program.files,
@@ -166,6 +185,8 @@ def lower(
             *(_idle(plan) if planned else ()),
         ),
     )
+    if evaluations is not None:
+        build = with_evaluations(build, evaluations, command)
     if backend == "eager":
         return build
     leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
@@ -182,6 +203,17 @@ def _check_choices(cuts: Any, pinned: bool, cost: str) -> None:
         raise CutError("cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at=")
     if cost not in ("measured", "analytic"):
         raise CutError(f"cost={cost!r} is neither 'measured' nor 'analytic'")
+
+
+def _check_needs_no_values(cost: str, backend: str) -> None:
+    without = "parameters on the meta device have no values"
+    if cost == "measured":
+        raise BackendError(f"cost='measured' runs the step, but {without}", hint="use cost='analytic'")
+    if backend != "eager":
+        raise BackendError(
+            f"backend={backend!r} is tried on the stages, but {without}",
+            hint="compile with backend='eager'; a run of the build can take another engine",
+        )
 
 
 def trained(program: Program) -> list[tuple[str, torch.Tensor]]:
@@ -234,16 +266,12 @@ def _plan(program: Program, schedule: str, policy: str, microbatches: int) -> Pl
         loss_worker=loss_worker,
         parameters=_parameters(program, stages),
         buffers=_buffers(program, stages),
-        edges=_edges(program),
+        edges=program.edges,
         stages=stages,
         weights_file=WEIGHTS,
         weights_digest="",
+        meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     )
-
-
-def _edges(program: Program) -> tuple[EdgeSpec, ...]:
-    """Every edge once, in the order in which they are sent."""
-    return tuple(dict.fromkeys(program.wires[n.name] for n in program if n.name in program.wires))
 
 
 def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[ParameterSpec, ...]:

@@ -127,7 +127,7 @@ def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> l
     """Parameters under the same names, of no more elements than said (but one each), with gradients."""
     made = []
     for (name, tensor), numel in zip(parameters, numels, strict=True):
-        place = device or tensor.device
+        place = device or ("cpu" if tensor.is_meta else tensor.device)
         parameter = nn.Parameter(torch.zeros(_shrunk(tuple(tensor.shape), numel), dtype=tensor.dtype, device=place))
         parameter.grad = torch.full_like(parameter, 1e-3)
         made.append((name, parameter))

@@ -3,18 +3,21 @@
 While a step is traced, module hooks keep the path, a TorchFunctionMode finds the user's line at each torch call, and
 `torch.utils.checkpoint` is taken over: its regions run as plain code (so either form captures), marked for
 `rematerialize` to recompute. The record rides in `current_meta["custom"]`, which the tracer copies to each node.
+The same mode hands every torch call to `repeats`, and refuses those that tracing would not see.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,13 +25,22 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.repeats import Repeats
 
 KEY = "fxpipe_origin"
-_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _HERE, "<")
+_TRACING = _HERE + "tracing.py"  # what called the step
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
 
 
 class Origin(NamedTuple):
@@ -46,17 +58,65 @@ def of(meta: dict[str, Any]) -> Origin:
     return origin
 
 
+class Watch:
+    """What is known of a step while it is traced, from all of its calls.
+
+    Attributes:
+        repeats: whether it does the same at every call.
+        lines: by line that calls torch, that line and the user's own that led to it, as text.
+        operators: by name of a torch function or operator, the line that called it last.
+        higher: the line that called a higher-order operator last.
+        failed: the error of the last torch call that raised one, and the function's name.
+        unknown: the error of the last torch call that asked for a value: it fails the trace even if the step caught it,
+            as the step would go another way with values.
+    """
+
+    def __init__(self) -> None:
+        self.repeats = Repeats()
+        self.lines: dict[tuple[str, int], str] = {}
+        self.operators: dict[str, tuple[str, int]] = {}
+        self.higher: tuple[str, int] = ("", 0)
+        self.failed: tuple[Exception | None, str] = (None, "")
+        self.unknown: Exception | None = None
+
+    def where(self, line: tuple[str, int]) -> str | None:
+        return self.lines.get(line)
+
+    def raised_by(self, error: Exception) -> str:
+        """The name of the torch function that raised an error; '' where none did."""
+        return self.failed[1] if self.failed[0] is error else ""
+
+
 @contextlib.contextmanager
-def recording(model: nn.Module) -> Iterator[None]:
-    """Give every node traced inside, from calls of `model` or beside it, its origin."""
-    recorder = _Recorder()
+def recording(model: nn.Module, watch: Watch | None = None, given: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    """Give every node traced inside, from calls of `model` or beside it, its origin.
+
+    Args:
+        watch: one for all calls of a step.
+        given: the tensors that the step is called with.
+
+    Raises:
+        CaptureError: the step does something else than at its first call.
+    """
+    recorder = _Recorder(watch or Watch())
+    repeats = recorder.watch.repeats
+    repeats.begin(given)
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        with recorder, recorder.checkpoints():
+        with recorder, recorder.checkpoints(), _seeding_refused():
             yield
+        if recorder.watch.unknown is not None:
+            raise recorder.watch.unknown
+        repeats.end(recorder.watch.where)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if repeats.difference is None:
+            raise
+        raise repeats.difference from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -64,8 +124,9 @@ def recording(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
+        self.watch = watch
         self.paths: list[str] = [""]
         self.regions: list[int] = []
         self.numbers = itertools.count()
@@ -81,14 +142,59 @@ class _Recorder(TorchFunctionMode):
         frame = user_frame(sys._getframe(1))
         if frame is not None:
             self.place = (frame.f_code.co_filename, frame.f_lineno)
+            if self.place not in self.watch.lines:
+                self.watch.lines[self.place] = stacked(_outwards(frame)) or place(*self.place)
             self.mark()
-        if func == _SET_DATA:  # the tracer does not see it
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute
+            return func(*args, **kwargs)
+        if func == _SET_DATA and args[0] is args[1]:
+            return None  # what module.to(…) does with the dtype that it has
+        self.refuse(func, name, kwargs)
+        repeats = self.watch.repeats
+        call = repeats.call(name, args, kwargs, self.where)
+        self.watch.operators[name] = self.place
+        if isinstance(func, HigherOrderOperator):
+            self.watch.higher = self.place
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.watch.failed = (error, name)
+            if isinstance(error, _UNKNOWN):
+                self.watch.unknown = error
+            raise
+        repeats.made(call, result, self.place, self.where, self.watch.where)
+        return result
+
+    def where(self) -> str | None:
+        """The line of the call that is being made, and the user's own that led to it."""
+        return stacked(_outwards(user_frame(sys._getframe(1)))) or self.watch.where(self.place)
+
+    def refuse(self, func: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
+        """Refuse what tracing does not see, or sees wrongly."""
+        if func == _SET_DATA:
             raise CaptureError(
                 "the step assigns to the .data of a tensor",
-                where=place(*self.place),
-                hint="write `with torch.no_grad(): tensor.copy_(new)` instead",
+                where=self.where(),
+                hint="compute the new value as a tensor of its own, with .detach() where no gradient shall pass; a "
+                "buffer takes it by copy_",
+                page="tensor-data",
             )
-        return func(*args, **(kwargs or {}))
+        if name == "backward":
+            raise CaptureError(
+                "the step calls backward() itself",
+                where=self.where(),
+                hint="return the loss: the backward pass is captured with it",
+                page="backward",
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise CaptureError(
+                "the step draws from a torch.Generator of its own, whose state no graph can hold",
+                where=self.where(),
+                hint="draw from torch's own generator, which each run seeds: leave out generator=",
+                page="randomness",
+            )
 
     def mark(self) -> None:
         region = self.regions[0] if self.regions else None  # the outermost: nested ones are recomputed with it
@@ -149,30 +255,89 @@ class _Recorder(TorchFunctionMode):
             torch_checkpoint._checkpoint_without_reentrant_generator = saved[1]
 
 
+@contextlib.contextmanager
+def _seeding_refused() -> Iterator[None]:
+    """Refuse torch.manual_seed and its like in the step: tracing would drop them without a word."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any) -> Any:
+            raise CaptureError(
+                f"the step calls torch.{name}, which no graph can hold",
+                where=stacked(_outwards(sys._getframe(1))),
+                hint="leave it out: each run seeds torch's generator; what must be the same at every step belongs in a "
+                "buffer",
+                page="randomness",
+            )
+
+        return refuse
+
+    saved = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in _SEEDING]
+    for module, name, _ in saved:
+        setattr(module, name, refusing(name))
+    try:
+        yield
+    finally:
+        for module, name, function in saved:
+            setattr(module, name, function)
+
+
+@functools.cache
+def _is_hidden(file: str) -> bool:
+    """Whether a file is torch's, fxpipe's or Python's own."""
+    return file.startswith(_HIDDEN) or (file.startswith(_PYTHON) and not _INSTALLED.search(file))
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The first frame, from `frame` outwards, that is neither torch's nor fxpipe's."""
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARY, "<")):
+    """The first frame, from `frame` outwards, that is neither torch's nor fxpipe's nor Python's own."""
+    while frame is not None and _is_hidden(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
+def _outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    """The lines from a frame outwards, as far as to what called the step."""
+    while frame is not None and frame.f_code.co_filename != _TRACING:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def stacked(lines: Iterable[tuple[str, int]]) -> str | None:
+    """The user's own line, as `file.py:12: the line`; where it leads into a library, the line in there as well.
+
+    Args:
+        lines: file and number, the innermost first.
+    """
+    inner = None
+    for file, line in lines:
+        if _is_hidden(file):
+            continue
+        inner = inner or place(file, line)
+        if not _INSTALLED.search(file):
+            own = place(file, line)
+            return own if own == inner else f"{own}\n  in: {inner}"
+    return inner
+
+
 def user_traceback(error: BaseException) -> str | None:
-    """`file.py:12: the line` of the deepest frame of an error that is neither torch's nor fxpipe's."""
-    found = None
+    """Where an error was raised: as `stacked` says it."""
+    lines = []
     traceback = error.__traceback__
     while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith((*_LIBRARY, "<")):
-            found = place(name, traceback.tb_lineno)
+        lines.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return stacked(reversed(lines))
 
 
 def user_stack(stack: str) -> str | None:
     """The same of the innermost frame of a stack as Python prints it: of `stack_trace` in a node's metadata."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
-    own = [(file, int(line)) for file, line in frames if not file.startswith((*_LIBRARY, "<"))]
+    own = [(file, int(line)) for file, line in frames if not _is_hidden(file)]
     return place(*own[-1]) if own else None
+
+
+def is_installed(file: str | None) -> bool:
+    """Whether a file lies in a package that was installed, and is not torch's."""
+    return file is not None and bool(_INSTALLED.search(file)) and not _is_hidden(file)
 
 
 def place(file: str, line: int) -> str:

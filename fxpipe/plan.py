@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fxpipe.errors import BuildError
 
-FORMAT = 3
+FORMAT = 4
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
@@ -110,6 +110,7 @@ class PartSpec:
         gradients: parameter names whose gradients backward returns.
         loss: whether forward returns the loss (else None stands in its place).
         random: whether the code draws random numbers.
+        metrics: of an evaluation: the names of the metrics that its function returns.
     """
 
     weights: tuple[str, ...] = ()
@@ -122,6 +123,7 @@ class PartSpec:
     gradients: tuple[str, ...] = ()
     loss: bool = False
     random: bool = False
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,35 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
+class EvaluationStage:
+    """One worker's share of an evaluation: its file, the file's digest, and its one function, `evaluate`."""
+
+    file: str
+    digest: str
+    part: PartSpec
+
+
+@dataclass(frozen=True)
+class EvaluationSpec:
+    """`metrics(model, batch)` in eval mode, forward only, for batches of one shape.
+
+    Attributes:
+        batch: the leaves of a whole batch of `eval_data()` in pytree order; `batch_spec` is the serialised pytree.
+        metrics: their names, in the order of the user's dictionary.
+        constants: those that are plain numbers, the same for every batch.
+        edges: in the order in which they are sent.
+        stages: one for each worker.
+    """
+
+    batch: tuple[LeafSpec, ...]
+    batch_spec: str
+    metrics: tuple[str, ...]
+    constants: dict[str, float]
+    edges: tuple[EdgeSpec, ...]
+    stages: tuple[EvaluationStage, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module's docstring. Plain data: loads without the model, and (but for TensorSpec.bytes) without torch.
 
@@ -153,6 +184,10 @@ class Plan:
         loss_worker: the worker whose forward returns the loss.
         units: the module path that each unit starts in.
         weights_file, weights_digest: initial parameters and buffers, under the model's own names.
+        meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
+            and a run makes the parameters' initial values.
+        evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
+        not_evaluated: why the validation hooks could not be cut into stages; '' where they were, or are not there.
     """
 
     fxpipe: str
@@ -175,6 +210,14 @@ class Plan:
     stages: tuple[StageSpec, ...]
     weights_file: str
     weights_digest: str
+    meta: bool = False
+    evaluations: tuple[EvaluationSpec, ...] = ()
+    not_evaluated: str = ""
+
+    @property
+    def code(self) -> tuple[StageSpec | EvaluationStage, ...]:
+        """Everything of the build that stands in a file of its own: the stages, then the evaluations' shares."""
+        return (*self.stages, *(share for e in self.evaluations for share in e.stages))
 
     def owned(self, worker: int) -> tuple[ParameterSpec, ...]:
         """The parameters whose master weights live on `worker`."""
@@ -227,10 +270,27 @@ def _part(body: dict[str, Any]) -> PartSpec:
     return PartSpec(**fields)
 
 
-def _decode(body: dict[str, Any]) -> Plan:
-    body["batch"] = tuple(
-        LeafSpec(b["name"], _tensor(b["tensor"]) if b["tensor"] else None, b["constant"]) for b in body["batch"]
+def _batch(rows: list[dict[str, Any]]) -> tuple[LeafSpec, ...]:
+    return tuple(LeafSpec(b["name"], _tensor(b["tensor"]) if b["tensor"] else None, b["constant"]) for b in rows)
+
+
+def _edges(rows: list[dict[str, Any]]) -> tuple[EdgeSpec, ...]:
+    return tuple(EdgeSpec(**{**e, "tensor": _tensor(e["tensor"])}) for e in rows)
+
+
+def _evaluation(body: dict[str, Any]) -> EvaluationSpec:
+    return EvaluationSpec(
+        _batch(body["batch"]),
+        body["batch_spec"],
+        tuple(body["metrics"]),
+        body["constants"],
+        _edges(body["edges"]),
+        tuple(EvaluationStage(s["file"], s["digest"], _part(s["part"])) for s in body["stages"]),
     )
+
+
+def _decode(body: dict[str, Any]) -> Plan:
+    body["batch"] = _batch(body["batch"])
     body["units"] = tuple(body["units"])
     body["parameters"] = tuple(
         ParameterSpec(
@@ -246,7 +306,8 @@ def _decode(body: dict[str, Any]) -> Plan:
         BufferSpec(tuple(b["names"]), _tensor(b["tensor"]), b["persistent"], b["home"], tuple(b["workers"]))
         for b in body["buffers"]
     )
-    body["edges"] = tuple(EdgeSpec(**{**e, "tensor": _tensor(e["tensor"])}) for e in body["edges"])
+    body["edges"] = _edges(body["edges"])
+    body["evaluations"] = tuple(_evaluation(e) for e in body["evaluations"])
     body["stages"] = tuple(
         StageSpec(
             s["file"],

@@ -1,13 +1,13 @@
 """The program: one torch.fx graph that holds forward, loss and backward, with its tables.
 
 Placeholders are parameters, buffers (constants of the model among them) and the batch's tensors; the single output
-is a flat tuple of the loss, the buffers' new values and the parameters' gradients. Every other node is an ATen call.
+is a flat tuple of the loss, the buffers' new values and the parameters' gradients; of an evaluation, of its metrics.
+Every other node is an ATen call.
 A program runs at every level (`run`), so a pass can be tested by what it computes.
 """
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from fxpipe.errors import CutError
 from fxpipe.plan import EdgeSpec, LeafSpec, Phase
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
-from fxpipe.stage import Stage
+from fxpipe.stage import Part, Stage
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 
@@ -63,6 +63,13 @@ class NodeInfo:
     worker: int | None = None
     weight: bool = False
 
+    def copy(self) -> NodeInfo:
+        """A record of its own; `copy.copy` takes ten times as long."""
+        return NodeInfo(
+            self.phase, self.module, self.source, self.text, self.region, self.unit, self.bytes, self.seconds,
+            self.worker, self.weight,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -91,14 +98,14 @@ class BatchInput:
     leaf: LeafSpec
 
 
-OutputKind = Literal["loss", "buffer", "gradient"]
+OutputKind = Literal["loss", "buffer", "gradient", "metric"]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one element of the output tuple is: the loss, a buffer's new value or a parameter's gradient.
+    """What one element of the output tuple is: the loss, a buffer's new value, a parameter's gradient or a metric.
 
-    `target` is the placeholder's name of that buffer or parameter ('' for the loss).
+    `target` is the placeholder's name of that buffer or parameter, or the metric's name ('' for the loss).
     """
 
     kind: OutputKind
@@ -175,7 +182,8 @@ class Program:
         profile: what every unit costs, once `cut` has read it.
         partitions: what the planner compared, the chosen one last; empty where the cuts were given.
         wires: the edge each Send/Recv node stands for, by node name, once `comm` has run.
-        stages: each worker's two graphs, once `split` has run.
+        stages: each worker's two graphs, once `split` has run; empty for an evaluation.
+        shares: each worker's graph of an evaluation, once `split` has run.
         files: the emitted source by file name, once `codegen` has run.
     """
 
@@ -196,6 +204,7 @@ class Program:
     partitions: tuple[Partition, ...] = ()
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
+    shares: tuple[Part, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -219,6 +228,20 @@ class Program:
     @property
     def loss_node(self) -> fx.Node:
         return next(n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
+
+    @property
+    def edges(self) -> tuple[EdgeSpec, ...]:
+        """Every edge once, in the order in which they are sent."""
+        return tuple(dict.fromkeys(self.wires[n.name] for n in self if n.name in self.wires))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation: forward only, and its outputs are metrics."""
+        return any(o.kind == "metric" for o in self.outputs)
+
+    def metrics(self) -> dict[str, fx.Node]:
+        """Node by metric; empty for a training step."""
+        return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "metric"}
 
     def gradients(self) -> dict[str, fx.Node]:
         """Gradient node by its parameter's placeholder name."""
@@ -272,5 +295,5 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         mapped[node] = new.node_copy(node, lambda n: mapped[n])
         if INFO in node.meta:
-            mapped[node].meta[INFO] = copy.copy(node.meta[INFO])
+            mapped[node].meta[INFO] = node.meta[INFO].copy()
     return new

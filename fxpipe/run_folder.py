@@ -29,11 +29,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "workers": list,
     "time_losses": list,
     "evaluation": dict,
+    "evaluations": list,
     "trace": str,
     "steps": int,
     "samples": int,
     "microbatches": int,
-    **dict.fromkeys(("seconds", "samples_per_second", "bubble", "efficiency"), (int, float)),
+    **dict.fromkeys(("seconds", "evaluation_seconds", "samples_per_second", "bubble", "efficiency"), (int, float)),
 }
 
 
@@ -45,6 +46,7 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
         folder      as it was given
         problems    what is missing or wrong, a sentence each
         metrics     columns of one length: step, loss, lr, grad_norm, seconds, samples_per_second; null where absent
+        evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
         staleness   for each worker and group of its optimizer: {worker, group, step, stale, ahead, rmse, rms}: columns
         timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:
                     of the first minibatches, at least of one; spans of a worker do not overlap, times are seconds
@@ -63,10 +65,11 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
     run = _summary(folder, problems)
     if digest is not None:
         _check_build(folder, run, digest, problems)
-    metrics = _metrics(folder, run, problems)
+    metrics, evaluations = _metrics(folder, run, problems)
+    evaluations = run.get("evaluations") or evaluations
     staleness = _staleness(folder, run, problems)
     timeline = _timeline(folder, run, problems)
-    found = {"metrics": metrics, "staleness": staleness, "timeline": timeline}
+    found = {"metrics": metrics, "evaluations": evaluations, "staleness": staleness, "timeline": timeline}
     return {**run, "folder": str(folder), "problems": problems, **found}
 
 
@@ -93,7 +96,7 @@ def _summary(folder: Path, problems: list[str]) -> dict[str, Any]:
         if run.get(key) is not None and not isinstance(run[key], kind):
             problems.append(f"{RUN}: what stands under '{key}' is of the wrong kind: left out")
             del run[key]
-    for key, needed in (("workers", "rank"), ("workers", "busy"), ("time_losses", "text")):
+    for key, needed in (("workers", "rank"), ("workers", "busy"), ("time_losses", "text"), ("evaluations", "metrics")):
         rows = run.get(key) or ()
         if not all(isinstance(row, dict) and needed in row for row in rows):
             problems.append(f"{RUN}: a row of '{key}' has no '{needed}': all are left out")
@@ -115,16 +118,24 @@ def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[
         )
 
 
-def _metrics(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[str, list[Any]]:
+def _metrics(
+    folder: Path, run: dict[str, Any], problems: list[str]
+) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+    """The steps by column, and the evaluations among them."""
     columns: dict[str, list[Any]] = {name: [] for name in _METRICS}
-    rows = _rows(folder / METRICS, ("step",), "step", "loss and throughput over time are missing", problems)
-    for row in rows:
+    evaluations: list[dict[str, Any]] = []
+    lost = "loss and throughput over time are missing"
+    for row in _rows(folder / METRICS, ("step",), "step", lost, problems, besides="eval"):
+        if isinstance(row.get("eval"), dict):
+            values = {name: _number(value) for name, value in row["eval"].items()}
+            evaluations.append({"step": row["step"], "metrics": values})
+            continue
         for name, column in columns.items():
             column.append(_number(row.get(name)))
     shown, steps = len(columns["step"]), run.get("steps")
     if steps is not None and steps > shown and (folder / METRICS).is_file():
         problems.append(f"{METRICS} holds {shown} of the run's {steps} steps")
-    return columns
+    return columns, evaluations
 
 
 def _staleness(folder: Path, run: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
@@ -142,8 +153,14 @@ def _staleness(folder: Path, run: dict[str, Any], problems: list[str]) -> list[d
     return [series for _, series in sorted(found.items())]
 
 
-def _rows(path: Path, needed: Sequence[str], what: str, lost: str, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a JSON lines file that are objects with the `needed` numbers; says which are not."""
+def _rows(
+    path: Path, needed: Sequence[str], what: str, lost: str, problems: list[str], besides: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The lines of a JSON lines file that are objects with the `needed` numbers; says which are not.
+
+    Args:
+        what: a line is, but for those with the key `besides`, which are not counted.
+    """
     wrong: list[int] = []
     number = shown = 0
     whole = True
@@ -153,7 +170,7 @@ def _rows(path: Path, needed: Sequence[str], what: str, lost: str, problems: lis
                 whole = line.endswith("\n")
                 row = _object(line)
                 if row is not None and all(_number(row.get(name)) is not None for name in needed):
-                    shown += 1
+                    shown += besides not in row
                     yield row
                 elif line.strip():
                     wrong.append(number)

@@ -15,7 +15,7 @@ class Part:
 
     `graph` has a placeholder for every weight, buffer and batch leaf or saved value (in the order of `spec`), ATen
     calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: forward
-    `(loss or None, updates, saved)`, backward `gradients`.
+    `(loss or None, updates, saved)`, backward `gradients`, a worker's share of an evaluation `metrics`.
     """
 
     graph: fx.Graph

@@ -16,7 +16,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -74,14 +74,17 @@ class Task:
 
     def train_data(self) -> Iterable[Any]:
         """A fresh iterable of batches: one epoch."""
-        data: Iterable[Any] = self._call("train_data")
-        if not hasattr(data, "__iter__"):
-            raise TaskError(
-                f"train_data() returned {type(data).__name__}, which cannot be iterated",
-                where=self._place("train_data"),
-                hint="return a list of batches, a generator or a DataLoader",
-            )
-        return data
+        return self._data("train_data")
+
+    def eval_data(self) -> Iterable[Any]:
+        """A fresh iterable of the batches that are evaluated; only where `validates`."""
+        return self._data("eval_data")
+
+    @property
+    def metrics(self) -> Callable[[nn.Module, Any], Mapping[str, Any]]:
+        """The user's own function, like `loss`; only where `validates`."""
+        function: Callable[[nn.Module, Any], Mapping[str, Any]] = self.module.metrics
+        return function
 
     def example(self) -> Any:
         """The first batch of the training data."""
@@ -108,7 +111,17 @@ class Task:
     @property
     def validates(self) -> bool:
         """Whether the file defines validation: both eval_data and metrics."""
-        return hasattr(self.module, "eval_data") and hasattr(self.module, "metrics")
+        return all(callable(getattr(self.module, hook, None)) for hook in ("eval_data", "metrics"))
+
+    def _data(self, hook: str) -> Iterable[Any]:
+        data: Iterable[Any] = self._call(hook)
+        if not hasattr(data, "__iter__"):
+            raise TaskError(
+                f"{hook}() returned {type(data).__name__}, which cannot be iterated",
+                where=self._place(hook),
+                hint="return a list of batches, a generator or a DataLoader",
+            )
+        return data
 
     def _place(self, hook: str) -> str:
         function = getattr(self.module, hook, None)

@@ -36,8 +36,8 @@ class TensorboardLog:
     """Writes one run into `folder`, beside the event files that are there.
 
     Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, and one of each value
-    told of a worker, like `busy/worker_0`. Texts at the end: `settings`, `results` and `time_losses`. TensorBoard's
-    relative time is that since this object was made.
+    told of a worker, like `busy/worker_0`; `eval/NAME` where the run was evaluated. Texts at the end: `settings`,
+    `results` and `time_losses`. TensorBoard's relative time is that since this object was made.
 
     Raises:
         RunError: the package cannot be imported, or the folder cannot be written.
@@ -74,10 +74,14 @@ class TensorboardLog:
             for name, value in row.items():
                 self._scalar(f"{name}/worker_{rank}", value)
 
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The state after so many steps was evaluated."""
+        self._step = step
+        for name, value in metrics.items():
+            self._scalar(f"eval/{name}", value)
+
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """End the file; with a run's summary (`run.json`), say it in words and numbers."""
-        for name, value in ((summary or {}).get("evaluation") or {}).items():
-            self._scalar(f"evaluation/{name}", value)
         if summary is not None:
             self._text("settings", [f"{key}: {summary[key]}" for key in _SETTINGS if summary.get(key) is not None])
             self._text("results", [f"{key}: {summary[key]:.6g}" for key in _RESULTS if summary.get(key) is not None])

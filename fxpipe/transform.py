@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fxpipe.errors import VerifyError
+from fxpipe.garbage import rarely_collected
 from fxpipe.printer import print_program
 from fxpipe.program import Level, Program
 from fxpipe.verify import verify
@@ -35,16 +36,20 @@ class Pass(ABC):
 Observer = Callable[[int, Pass, Program, float], None]
 
 
-def run_passes(program: Program, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> Program:
+@rarely_collected()
+def run_passes(
+    program: Program, passes: Sequence[Pass], observers: Sequence[Observer] = (), dumped_as: str = ""
+) -> Program:
     """Apply the passes in order; after each, verify the law of its level and tell the observers.
 
     Args:
         observers: called as (number, pass, program, seconds) after every pass.
+        dumped_as: what the names of dumped files begin with.
 
     Raises:
         VerifyError: a pass was given a program below the level it requires, or broke the law of the one it provides.
     """
-    observers = (*observers, *_dumping())
+    observers = (*observers, *_dumping(dumped_as))
     verify(program)
     for number, step in enumerate(passes, start=1):
         if program.level < step.requires:
@@ -64,7 +69,7 @@ def run_passes(program: Program, passes: Sequence[Pass], observers: Sequence[Obs
     return program
 
 
-def _dumping() -> tuple[Observer, ...]:
+def _dumping(prefix: str) -> tuple[Observer, ...]:
     """FXPIPE_DUMP=dir writes NN_pass-name.py after every pass."""
     folder = os.environ.get("FXPIPE_DUMP")
     if not folder:
@@ -72,6 +77,6 @@ def _dumping() -> tuple[Observer, ...]:
     Path(folder).mkdir(parents=True, exist_ok=True)
 
     def dump(number: int, step: Pass, program: Program, seconds: float) -> None:
-        Path(folder, f"{number:02}_{step.name}.py").write_text(print_program(program))
+        Path(folder, f"{prefix}{number:02}_{step.name}.py").write_text(print_program(program))
 
     return (dump,)

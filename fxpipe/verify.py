@@ -1,13 +1,14 @@
 """The law of the program, per level; run between passes.
 
-CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value; every placeholder stands
-          in a table; forward never reads backward.
+CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value, or all are metrics;
+          every placeholder stands in a table; forward never reads backward, and an evaluation has no backward.
 COSTED    every node has a unit, bytes and time; what makes weight gradients alone is backward, and nothing else of
           backward reads it.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
           buffer that is updated only on the worker that updates it.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker is kept behind
-          F of the worker before, B behind B of the worker behind.
+          F of the worker before, B behind B of the worker behind; but in an evaluation, whose workers are kept in
+          step by who runs it.
 
 Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.
 """
@@ -51,7 +52,9 @@ def _captured(program: Program) -> None:
         raise VerifyError(f"placeholders and tables differ: {sorted(known ^ set(inputs))}")
     if len(program.output_nodes) != len(program.outputs):
         raise VerifyError("the output tuple and its table differ in length")
-    if sum(o.kind == "loss" for o in program.outputs) != 1:
+    if program.evaluates:
+        _forward_only(program)
+    elif sum(o.kind == "loss" for o in program.outputs) != 1:
         raise VerifyError("a program has exactly one loss")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
@@ -66,6 +69,14 @@ def _captured(program: Program) -> None:
             seen_backward = True
         elif seen_backward:
             _fail(program, node, f"{node} is forward, but stands after backward began")
+
+
+def _forward_only(program: Program) -> None:
+    if any(o.kind != "metric" for o in program.outputs):
+        raise VerifyError("an evaluation gives metrics and nothing else")
+    for node in program:
+        if INFO in node.meta and info(node).phase != "F":
+            _fail(program, node, f"{node} is backward, in an evaluation")
 
 
 def _costed(program: Program) -> None:
@@ -137,7 +148,7 @@ def _wired(program: Program) -> None:
                 crosses = info(source).worker != record.worker
             if crosses:
                 _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")
-    phases: tuple[Phase, Phase] = ("F", "B")
+    phases: tuple[Phase, ...] = () if program.evaluates else ("F", "B")
     for phase in phases:
         if gap := first_gap(program, phase):
             raise VerifyError(f"nothing keeps {phase} of worker {gap.dst} behind {phase} of worker {gap.src}")

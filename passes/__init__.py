@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,38 @@ class Options:
     known: Path | None = None
     keep: Callable[[MeasuredCosts], None] | None = None
     command: str = "fxpipe.compile(...)"
+
+
+def evaluation_passes(workers: int, owners: Mapping[str, int], shape: int, command: str) -> list[Pass]:
+    """Captured evaluation in, the files of its workers out.
+
+    Args:
+        owners: the worker that holds a parameter or an updated buffer, by its first name.
+        shape: the number of its batches' shape.
+    """
+    from fxpipe.passes.codegen import Codegen
+    from fxpipe.passes.comm import Comm
+    from fxpipe.passes.cost import Cost
+    from fxpipe.passes.fold import Fold
+    from fxpipe.passes.merge_equal import MergeEqual
+    from fxpipe.passes.order_evaluation import OrderEvaluation
+    from fxpipe.passes.place_evaluation import PlaceEvaluation
+    from fxpipe.passes.rematerialize import Rematerialize
+    from fxpipe.passes.split import Split
+    from fxpipe.passes.units import Units
+
+    return [
+        Fold(),
+        MergeEqual(),  # metrics often call the model several times on the same batch
+        OrderEvaluation(owners),  # before units: these number what cuts can part, in order
+        Units(),
+        Cost("analytic"),  # bytes; nothing is chosen by its times
+        PlaceEvaluation(workers, owners),  # where the weights are
+        Rematerialize(),  # masks and positions are made where they are read
+        Comm(prefix=f"evaluate.{shape}:"),  # edges of their own beside those of training
+        Split(),
+        Codegen(command, shape),
+    ]
 
 
 def default_passes(options: Options) -> list[Pass]:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.aten import is_getitem
 from fxpipe.errors import CaptureError
 from fxpipe.plan import Phase
-from fxpipe.printer import heading
+from fxpipe.printer import call_text, heading
 from fxpipe.program import Program, info
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
@@ -119,16 +120,29 @@ class _Code:
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ticks)]
 
     def _compiled(self, results: list[fx.Node], used: list[fx.Node], ticks: bool) -> Any:
-        graph = fx.Graph()
-        clock, taken = graph.placeholder("ticks"), graph.placeholder("taken")
-        made = {n: graph.placeholder(n.name) for n in used if n.op == "placeholder"}
-        made |= {n: graph.call_method("pop", (taken,)) for n in used if n.op != "placeholder"}
+        """`run(ticks, taken, *arguments)`: written as text, like a stage, since an fx.GraphModule takes far longer."""
+        names = {n: f"v{i}" for i, n in enumerate((*used, *self.nodes))}
+        last = {n: reader for reader in self.nodes for n in (reader, *reader.all_input_nodes)}
+        dying: dict[fx.Node, list[str]] = {}
+        for node in last.keys() - set(results):
+            dying.setdefault(last[node], []).append(names[node])
+        arguments = [names[n] for n in used if n.op == "placeholder"]
+        scope: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "tick": self.tick}
+        lines = [f"def run({', '.join(['ticks', 'taken', *arguments])}):"]
+        lines += [f"    {names[n]} = taken.pop()" for n in used if n.op != "placeholder"]
         for i, node in enumerate(self.nodes):
             if ticks and i:  # the first and the last tick are the caller's
-                graph.call_function(self.tick, (clock,))
-            made[node] = graph.node_copy(node, made.__getitem__)
-        graph.output(tuple(made[n] for n in results))
-        return fx.GraphModule(torch.nn.Module(), graph).forward
+                lines.append("    tick(ticks)")
+            call = call_text(node, names.__getitem__)
+            if not isinstance(node.target, torch._ops.OpOverload) and not is_getitem(node):
+                scope[f"f{i}"] = node.target
+                call = f"f{i}({call.partition('(')[2]}"
+            lines.append(f"    {names[node]} = {call}")
+            if node in dying:
+                lines.append(f"    del {', '.join(dying[node])}")
+        lines.append(f"    return [{', '.join(names[n] for n in results)}]")
+        exec(compile("\n".join(lines), f"<{self.phase} under the clock>", "exec"), scope)
+        return scope["run"]
 
     def _failed(self, error: Exception, position: int) -> CaptureError:
         node = self.nodes[min(max(position, 0), len(self.nodes) - 1)]

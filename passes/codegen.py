@@ -1,4 +1,7 @@
-"""codegen: write each stage as a Python file that a person can read, debug, edit and run again."""
+"""codegen: write each stage as a Python file that a person can read, debug, edit and run again.
+
+Of an evaluation, each worker's share of it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from fxpipe.operators import registering
 from fxpipe.plan import EdgeSpec
 from fxpipe.printer import argument_text, call_text, heading, type_text
 from fxpipe.program import Level, Program, info, size_of, unit_name, value
@@ -22,10 +26,11 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Codegen(Pass):
-    """Emit `stage_k.py` for every stage.
+    """Emit `stage_k.py` for every stage; of an evaluation, `evaluate_k.py` for every worker.
 
     Fields:
         command: what made the build, for the header.
+        shape: of an evaluation: the number of its batches' shape; from 1 on it stands in the files' names.
     """
 
     name: ClassVar[str] = "codegen"
@@ -33,11 +38,59 @@ class Codegen(Pass):
     provides: ClassVar[Level] = Level.WIRED
 
     command: str = "fxpipe.compile(...)"
+    shape: int = 0
 
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
+        if program.evaluates:
+            files = {
+                evaluation_file(worker, self.shape): _share(program, worker, part, edges, self.command)
+                for worker, part in enumerate(program.shares)
+            }
+            return replace(program, files=files)
         files = {f"stage_{stage.worker}.py": _file(program, stage, edges, self.command) for stage in program.stages}
         return replace(program, files=files)
+
+
+def evaluation_file(worker: int, shape: int) -> str:
+    """The name of the file with a worker's share of an evaluation."""
+    return f"evaluate_{worker}_{shape}.py" if shape else f"evaluate_{worker}.py"
+
+
+def _share(program: Program, worker: int, part: Part, edges: dict[str, EdgeSpec], command: str) -> str:
+    lines = [
+        *_share_header(program, worker, part, edges, command),
+        "",
+        "import torch",
+        *_imports(part),
+        "",
+        "aten = torch.ops.aten",
+        "",
+        "",
+        *_Function(part, edges, "evaluate", "batch").lines(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _imports(*parts: Part) -> Iterator[str]:
+    for module in registering(part.graph for part in parts):
+        yield f"import {module}  # defines operators that are called below"
+
+
+def _share_header(program: Program, worker: int, part: Part, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
+    assert program.cuts is not None
+    arriving, leaving = (sum(edges[n].tensor.bytes for n in names) for names in (part.spec.receives, part.spec.sends))
+    yield f'"""Evaluation on worker {worker} of {program.cuts.workers}, made by: {command}'
+    yield ""
+    yield f"computes  {_units(program, program.cuts.forward[worker : worker + 2])}"
+    yield f"metrics   {', '.join(part.spec.metrics) or 'none'}"
+    yield f"receives  {arriving:,} bytes a batch"
+    yield f"sends     {leaving:,} bytes a batch"
+    yield ""
+    yield "metrics(model, batch) in eval mode, without gradients. Weights and buffers are the worker's own;"
+    yield "what another worker holds is sent here before the first batch of an evaluation."
+    yield "It may be edited: `fxpipe run` warns and runs it, as long as sends, receives and arguments stay the same."
+    yield '"""'
 
 
 def _file(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> str:
@@ -45,6 +98,7 @@ def _file(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: s
         *_header(program, stage, edges, command),
         "",
         "import torch",
+        *_imports(stage.forward, stage.backward),
         "",
         "aten = torch.ops.aten",
         "",
@@ -106,7 +160,7 @@ class _Function:
         self.function = function
         self.third = third
         self.names: dict[fx.Node, str] = {}
-        self.taken = {"torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward"}
+        self.taken = {"torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward", function}
         for node in part.graph.nodes:
             if not is_send(node):
                 self.names[node] = self._unique(node.name)
@@ -169,7 +223,7 @@ class _Function:
 
     def _result(self) -> Iterator[str]:
         result: Any = self.part.graph.output_node().args[0]
-        if self.function == "backward":
+        if self.function != "forward":
             yield f"    return {self._tuple(result)}"
             return
         loss, updates, saved = result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,8 +11,9 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fxpipe import wire
-from fxpipe.aten import is_view
+from fxpipe.aten import is_sparse, is_view
 from fxpipe.batch import tensor_spec
+from fxpipe.errors import CutError
 from fxpipe.pace import Gap, first_gap
 from fxpipe.plan import EdgeKind, EdgeSpec, Phase
 from fxpipe.program import INFO, Level, NodeInfo, Program, info, size_of, value
@@ -24,11 +26,15 @@ class Comm(Pass):
 
     A value goes straight to each worker that reads it, once: sent as soon as it exists, but for saved values, which
     leave behind the activations on the same way; received where it is first needed. If that worker's forward reads it,
-    its backward keeps what forward received. A value without a dense layout (expanded, sliced) is copied by its sender;
-    a view of a weight is copied.
+    its backward keeps what forward received. A value without a dense layout (sliced) is copied by its sender; of an
+    expanded one the memory alone travels, and the receiver expands it again; a view of a weight is copied.
 
     Neighbours that exchange no value in a phase get a token, one byte that says nothing: without it the second would
-    run ahead of the first without bound (`fxpipe/pace.py`). It leaves as soon as the first is in step itself.
+    run ahead of the first without bound (`fxpipe/pace.py`). It leaves as soon as the first is in step itself. An
+    evaluation needs none.
+
+    Fields:
+        prefix: what every edge's name begins with.
 
     Before:  y = aten.mm.default(h, w2)  # w1       After:  h_send = send(h, to=1)  # w0
                                                             h_recv = recv(h_send, peer=0)  # w1
@@ -39,14 +45,16 @@ class Comm(Pass):
     requires: ClassVar[Level] = Level.PLACED
     provides: ClassVar[Level] = Level.WIRED
 
+    prefix: str = ""
+
     def __call__(self, program: Program) -> Program:
         program = program.copy(level=Level.WIRED)
-        wiring = _Wiring(program)
+        wiring = _Wiring(program, self.prefix)
         for node in list(program.graph.nodes):
             wiring.wire(node)
         wiring.postpone()
         program = replace(program, wires=wiring.edges)
-        phases: tuple[Phase, Phase] = ("F", "B")
+        phases: tuple[Phase, ...] = () if program.evaluates else ("F", "B")
         for phase in phases:
             while gap := first_gap(program, phase):
                 wiring.pace(gap, program.device)
@@ -54,8 +62,9 @@ class Comm(Pass):
 
 
 class _Wiring:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, prefix: str) -> None:
         self.graph = program.graph
+        self.prefix = prefix
         self.edges: dict[str, EdgeSpec] = {}
         self.patient: list[fx.Node] = []  # sends that need not go as soon as they could
         self.inputs = {b.node for b in program.batch if b.node}
@@ -93,9 +102,15 @@ class _Wiring:
     def _edge(self, node: fx.Node, home: tuple[int, Phase], dst: int, users: list[fx.Node], alone: bool) -> None:
         src, src_phase = home
         dst_phase: Phase = info(users[0]).phase
-        sent = self._dense(node, home)
+        if is_sparse(node):
+            raise CutError(
+                f"worker {src} would send worker {dst} the sparse tensor {node.name}, and only dense ones can be sent",
+                where=f"{info(node).source}: {info(node).text}" if node.op == "call_function" else None,
+                hint="make it dense where it is made (.to_dense()), or cut the model elsewhere",
+            )
+        sent = self._dense(self._unexpanded(node, home), home)
         spec = EdgeSpec(
-            name=node.name if alone else f"{node.name}:{dst}",
+            name=self.prefix + (node.name if alone else f"{node.name}:{dst}"),
             kind=self._kind(node, src_phase, dst_phase),
             src=src,
             src_phase=src_phase,
@@ -113,8 +128,9 @@ class _Wiring:
         recv.meta[INFO].weight = all(info(user).weight for user in users)
         recv.meta["val"] = send.meta["val"] = value(sent)
         recv.meta[INFO].bytes = size_of(value(sent))
+        arrived = recv if value(sent).shape == value(node).shape else self._expand(recv, node)
         for user in users:
-            user.replace_input_with(node, recv)
+            user.replace_input_with(node, arrived)
         self.edges[send.name] = self.edges[recv.name] = spec
 
     def postpone(self) -> None:
@@ -165,6 +181,36 @@ class _Wiring:
             return "gradient"
         return "activation" if dst_phase == "F" else "saved"
 
+    def _unexpanded(self, node: fx.Node, home: tuple[int, Phase]) -> fx.Node:
+        """One element of every dimension that repeats the same memory; made once.
+
+        A dense copy would do as a value, but not as a layout: operators that find a dimension expanded choose their
+        output's layout by their other inputs, and a view that was captured behind them may need just that layout.
+        """
+        for user in node.users:
+            if user.meta.get("made_unexpanded"):
+                return self._unexpanded(user, home)
+        shown = value(node)
+        sizes = zip(shown.shape, shown.stride(), strict=True)
+        repeated = [d for d, (size, step) in enumerate(sizes) if size > 1 and step == 0]
+        if not repeated:
+            return node
+        args = (node, repeated[0], 0, 1)
+        made = self._insert_after(node, torch.ops.aten.slice.Tensor, args, f"{node.name}_row")
+        made.meta["val"] = torch.ops.aten.slice.Tensor(shown, *args[1:])
+        made.meta["made_unexpanded"] = True
+        made.meta[INFO] = self._record(node, home[1], home[0])
+        return self._unexpanded(made, home)
+
+    def _expand(self, recv: fx.Node, node: fx.Node) -> fx.Node:
+        """A received value as large as `node` is."""
+        args = (recv, list(value(node).shape))
+        made = self._insert_after(recv, torch.ops.aten.expand.default, args, f"{recv.name}_expanded")
+        made.meta["val"] = torch.ops.aten.expand.default(value(recv), args[1])
+        made.meta[INFO] = copy.copy(info(recv))
+        made.meta[INFO].bytes = size_of(value(made))
+        return made
+
     def _dense(self, node: fx.Node, home: tuple[int, Phase]) -> fx.Node:
         """The value in a layout that can travel as one run of memory, and in memory of its own; made once."""
         if is_non_overlapping_and_dense_or_false(value(node)) and not self._is_weight(node):
@@ -190,7 +236,7 @@ class _Wiring:
         self,
         node: fx.Node,
         target: object,
-        args: tuple[fx.Node, ...],
+        args: tuple[Any, ...],
         name: str,
         **kwargs: object,
     ) -> fx.Node:

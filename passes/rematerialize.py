@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -216,7 +215,7 @@ class _Copier:
             made._rename(f"{node.name}_again")
             if _forgets_statistics(made):
                 _forget_statistics(made)
-            record = copy.copy(node.meta[INFO])
+            record = info(node).copy()
             record.phase, record.worker, record.region = phase, worker, None
             made.meta[INFO] = record
             self.made[node, worker, phase] = made

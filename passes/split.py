@@ -1,4 +1,4 @@
-"""split: one F graph and one B graph per worker, with an explicit interface."""
+"""split: one F graph and one B graph per worker, with an explicit interface; of an evaluation, one graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Split(Pass):
     """Give the program its stages; the graph itself stays as it is.
 
     A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss, the buffers' new values
-    and the saved values. Its backward takes weights, buffers and the saved values, and returns gradients.
+    and the saved values. Its backward takes weights, buffers and the saved values, and returns gradients. A worker's
+    share of an evaluation takes what forward takes, and returns metrics.
     """
 
     name: ClassVar[str] = "split"
@@ -36,6 +37,11 @@ class Split(Pass):
             assert worker is not None
             calls.setdefault((worker, info(node).phase), []).append(node)
         tables = _Tables(program)
+        if program.evaluates:
+            every = range(program.cuts.workers)
+            return replace(
+                program, shares=tuple(_part(program, tables, k, "F", calls.get((k, "F"), []), []) for k in every)
+            )
         stages = []
         for worker in range(program.cuts.workers):
             forward, backward = calls.get((worker, "F"), []), calls.get((worker, "B"), [])
@@ -59,7 +65,8 @@ class _Tables:
         self.batch = {b.node: b.leaf.name for b in program.batch if b.node}
         self.updates = program.updates()
         self.gradients = program.gradients()
-        self.loss = program.loss_node
+        self.metrics = program.metrics()
+        self.loss = None if program.evaluates else program.loss_node
 
     def home(self, node: fx.Node) -> int:
         """The worker where an output is made."""
@@ -87,11 +94,12 @@ def _part(
         read.update(dict.fromkeys(saved))
         updates = [(name, n) for name, n in tables.updates.items() if tables.home(n) == worker]
         gradients = []
-        loss = tables.loss if tables.home(tables.loss) == worker else None
+        metrics = [(name, n) for name, n in tables.metrics.items() if tables.home(n) == worker]
+        loss = tables.loss if tables.loss is not None and tables.home(tables.loss) == worker else None
     else:
-        updates, loss = [], None
+        updates, metrics, loss = [], [], None
         gradients = [(name, n) for name, n in tables.gradients.items() if tables.home(n) == worker]
-    results = [n for _, n in (*updates, *gradients)]
+    results = [n for _, n in (*updates, *metrics, *gradients)]
     read.update(dict.fromkeys(results))
     order = list(program.placeholders)
     names = {n.name for n in read if n.op == "placeholder"}
@@ -117,7 +125,9 @@ def _part(
         mapped[node].meta = dict(node.meta)
         if node.name in program.wires:
             edges[mapped[node].name] = program.wires[node.name].name
-    if phase == "F":
+    if program.evaluates:
+        graph.output(tuple(mapped[n] for _, n in metrics))
+    elif phase == "F":
         graph.output(
             (
                 mapped[loss] if loss else None,
@@ -138,6 +148,7 @@ def _part(
         gradients=tuple(tables.parameters[name] for name, _ in gradients),
         loss=loss is not None,
         random=any(is_random(n) for n in calls),
+        metrics=tuple(name for name, _ in metrics),
     )
     return Part(graph, spec, edges)
 

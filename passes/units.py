@@ -34,7 +34,8 @@ class Units(Pass):
         placeholders = program.placeholders
         buffers = {new: placeholders[name] for name, new in program.updates().items()}
         units = _forward([n for n in nodes if info(n).phase == "F"], buffers)
-        _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
+        if not program.evaluates:
+            _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
         for node in nodes:
             record = info(node)
             if record.phase == "B" and not record.module:

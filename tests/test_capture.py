@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -387,8 +388,9 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         import random
 
+        random.random()  # drawn, but not used
         self.calls += 1
-        return x * self.calls * (1 + random.random())
+        return x * self.calls
 
 
 def test_what_capture_freezes_is_said() -> None:
@@ -413,6 +415,57 @@ class AssignsData(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.code.data = self.code.data * 0.9 + x.mean(0)
         return x + self.code
+
+
+class CastsToItsOwnDtype(nn.Module):
+    """Module.to assigns each parameter to its own .data where nothing changes; Switch Transformers' router does so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner = self.inner.to(x.dtype)
+        return self.inner(x)
+
+
+class ChecksValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check_tensor_all(x.isfinite(), lambda: "not finite")
+        return x
+
+
+class DrawsFromDistribution(nn.Module):
+    """A variational bottleneck; torch.distributions check that no parameter is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = self.inner(x).chunk(2, -1)
+        drawn = torch.distributions.Normal(mean, F.softplus(spread) + 0.1)
+        return drawn.rsample() * drawn.log_prob(x).exp()
+
+
+class RecordsItsLayers(nn.Module):
+    """Hooks of its own from its first step on, as models of transformers that return hidden states have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "hooked"):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            self.hooked = True
+        self.seen.clear()
+        for layer in self.layers:
+            x = layer(x)
+        assert len(self.seen) == 2
+        return self.seen[0] + x
 
 
 class GrowsBuffer(nn.Module):
@@ -452,6 +505,37 @@ class Sparse(nn.Module):
         return x + self.table(torch.arange(8))
 
 
+def test_hooks_that_a_model_registers_in_its_first_step_are_registered_once() -> None:
+    torch.manual_seed(0)
+    model = Around(RecordsItsLayers())
+    build = fxpipe.compile(model, squared, batch(), cost="analytic", cuts="same")
+    assert not any(module._forward_hooks for module in model.modules())
+    assert compare_with_eager(build, model, squared, batch()).largest < 1e-6
+    assert squared(model, batch()).isfinite()
+
+
+def test_distributions_are_captured_without_their_checks() -> None:
+    torch.manual_seed(0)
+    validates = torch.distributions.Distribution._validate_args  # False once torch._dynamo is imported
+    model = Around(DrawsFromDistribution())
+    build = fxpipe.compile(model, squared, batch(), cost="analytic", cuts="same")
+    assert compare_with_eager(build, model, squared, batch()).largest < 1e-6
+    assert torch.distributions.Distribution._validate_args is validates
+
+
+def test_torchs_checks_of_values_are_left_out_with_a_note() -> None:
+    program = fxpipe.capture(Around(ChecksValues()), squared, batch())
+    (note,) = program.warnings
+    assert re.search(r"checks values, .* does not \(.*test_capture.py:\d+: torch._check_tensor_all", note)
+
+
+def test_casting_a_module_to_the_dtype_it_has_changes_nothing() -> None:
+    model = Around(CastsToItsOwnDtype())
+    program = fxpipe.capture(model, squared, batch())
+    assert {p.names[0] for p in program.parameters if p.trained} == dict(model.named_parameters()).keys()
+    assert not program.warnings
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -468,3 +552,19 @@ def test_what_cannot_be_captured_is_explained(module: Callable[[], nn.Module], m
     with pytest.raises(CaptureError, match=message) as caught:
         fxpipe.capture(Around(module()), squared, batch())
     assert caught.value.hint
+
+
+class Grows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH)
+        return self.late(x)
+
+
+def test_parameters_that_the_step_makes_are_refused() -> None:
+    """They were drawn again at every step, and never trained."""
+    with pytest.raises(CaptureError, match=r"the step makes parameters: middle\.late\.weight, middle\.late\.bias"):
+        fxpipe.capture(Around(Grows()), squared, batch())
+    model = Around(Grows())
+    model(batch()[0])
+    assert len(fxpipe.capture(model, squared, batch()).parameters) == 10

@@ -29,7 +29,7 @@ from fxpipe.task import load_task
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONCEPTS, PICTURES = DOCS / "concepts", DOCS / "pictures"
-PAGES = sorted([*CONCEPTS.glob("*.md"), *DOCS.glob("*.md"), DOCS / "tutorial" / "README.md"])
+PAGES = sorted([*DOCS.glob("*.md"), *(p for d in ("concepts", "errors", "tutorial") for p in (DOCS / d).glob("*.md"))])
 
 
 def page(name: str) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,8 @@ from typing import Any
 import pytest
 from cached import cuts, lowered
 from random_cuts import numbered
+from several_runs import one_after_the_other
 from small_models import CASES
-from torch.distributed import TCPStore
 
 from fxpipe.build import Build
 from fxpipe.program import Cuts
@@ -48,19 +45,6 @@ OPTIMIZERS = {
     "plain": "torch.optim.SGD([p for _, p in named_parameters], lr=0.05)",
 }
 STEPS = 7  # more than an epoch, and enough for prediction to set in on every worker
-WORKER = """
-import json, os, sys
-from pathlib import Path
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.worker import end_process, join
-
-for number, (port, text) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-    os.environ["MASTER_PORT"] = str(port)
-    summary = join(RunOptions.from_json(text))
-    if summary is not None:
-        Path(sys.argv[1]).with_name(f"summary_{number}.json").write_text(json.dumps(summary))
-end_process(0)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -189,36 +173,3 @@ def check(build: Build, model_file: Path, tmp_path: Path) -> None:
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real")]
     assert weights[0] == weights[1]
     assert weights[0] != (tmp_path / "build" / "weights.safetensors").read_bytes()
-
-
-def one_after_the_other(runs: Sequence[RunOptions], workers: int, folder: Path) -> list[dict[str, Any]]:
-    """The summaries of runs that the same processes make in turn: starting them is what takes long.
-
-    For each run they meet at a store of this process, as under torchrun.
-    """
-    (folder / "worker.py").write_text(WORKER)
-    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
-    listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
-    (folder / "runs.json").write_text(json.dumps(listed))
-    shared = {
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "localhost",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, str(folder / "worker.py"), str(folder / "runs.json")]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(workers)
-    ]
-    try:
-        for process in processes:
-            _, err = process.communicate(timeout=60)
-            # The study's warnings (fxpipe.policy.experience) are no errors.
-            errors = [line for line in err.splitlines() if not line.startswith("warning: policy ")]
-            assert (process.returncode, errors) == (0, [])
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((folder / f"summary_{number}.json").read_text()) for number in range(len(runs))]

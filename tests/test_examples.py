@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from commands import fxpipe
+from families.entry import define_torchvision_ops
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -29,6 +30,17 @@ def test_gpt_compiles_for_four_workers_with_distinct_cuts(tmp_path: Path) -> Non
     verified = compiled("gpt.py", tmp_path / "build", "-n", "4", "--cost", "analytic", *pins)
     assert verified["loss"] < 1e-6
     assert max(verified["gradients"].values()) < 1e-5
+
+
+@pytest.mark.multiproc
+def test_an_unmodified_llama_trains_on_four_workers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    define_torchvision_ops()
+    verified = compiled("hf_llama.py", tmp_path / "build", "-n", "4", "--cost", "analytic")
+    assert verified["loss"] < 1e-6
+    assert max(verified["gradients"].values()) < 1e-5
+    summary = fxpipe("run", tmp_path / "build", "--steps", "20", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["loss"] < 5.0  # a uniform guess of 256 bytes has 5.55
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"fxpipe": "fxpipe", "passes": "fxpipe.passes", "cli": "fxpipe.cli"}  # folder: installed name
+DATA = {"fxpipe.pages": "docs/errors"}  # installed name: folder without code
 ENTRY = "fxpipe/__main__.py"  # `python -m fxpipe` is the command line: the one file below the arrow that starts it
 PATH = re.compile(r"`((?:fxpipe|passes|cli|tests|examples|benchmarks|docs)/[\w./]*)`")
 
@@ -36,11 +37,11 @@ def test_every_mentioned_path_exists() -> None:
 
 def test_the_wheel_has_every_package() -> None:
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert configuration["package-dir"] == {name: folder for folder, name in PACKAGES.items()}
+    assert configuration["package-dir"] == {name: folder for folder, name in PACKAGES.items()} | DATA
     folders = {Path(source).parent for source in sources()}
     assert [str(f) for f in sorted(folders) if not (ROOT / f / "__init__.py").is_file()] == []
     expected = {".".join((PACKAGES[f.parts[0]], *f.parts[1:])) for f in folders}
-    assert sorted(configuration["packages"]) == sorted(expected)
+    assert sorted(configuration["packages"]) == sorted(expected | set(DATA))
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:

@@ -31,13 +31,13 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     log.step(1, 2.5, 0.1, None, 100.0, 0.5)
     log.step(2, 2.25, 0.05, None, 120.0, 0.75)
     log.workers(2, [{"busy": 0.75, "waiting": 0.25}, {"busy": 0.5, "waiting": 0.5}])
+    log.evaluated(2, {"accuracy": 0.5})
     log.close(
         {
             "schedule": "async",
             "clip_norm": None,
             "samples_per_second": 110.5,
             "time_losses": [{"text": "worker 1 waits 50%"}],
-            "evaluation": {"accuracy": 0.5},
         }
     )
     events = read(tmp_path / "tb" / "run")
@@ -46,7 +46,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert values(events, "train/samples_per_second") == {1: 100.0, 2: 120.0}
     assert values(events, "busy/worker_0") == {2: 0.75}
     assert values(events, "waiting/worker_1") == {2: 0.5}
-    assert values(events, "evaluation/accuracy") == {2: 0.5}
+    assert values(events, "eval/accuracy") == {2: 0.5}
     assert "train/grad_norm" not in events.Tags()["scalars"]
     first, second = events.Scalars("train/loss")
     assert second.wall_time - first.wall_time == pytest.approx(0.25, abs=1e-3)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy: building leaves its traces in the source
-    tracked = ("fxpipe", "passes", "cli", "pyproject.toml", "README.md", "LICENSE")
+    tracked = ("fxpipe", "passes", "cli", "docs/errors", "pyproject.toml", "README.md", "LICENSE")
     for name in tracked:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -37,6 +37,8 @@ def test_every_module_is_in_the_wheel(wheel: Path) -> None:
         for file in (ROOT / folder).rglob("*.py"):
             assert f"{package}/{file.relative_to(ROOT / folder).as_posix()}" in packed
     assert "fxpipe/py.typed" in packed
+    for page in (ROOT / "docs" / "errors").glob("*.md"):
+        assert f"fxpipe/pages/{page.name}" in packed
 
 
 def test_help_works_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
@@ -45,7 +47,7 @@ def test_help_works_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
     shutil.copytree(Path(click.__file__).parent, tmp_path / "click")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     environment["PYTHONPATH"] = str(tmp_path)
-    for arguments in (["--help"], ["compile", "--help"], ["run", "--help"], ["--version"]):
+    for arguments in (["--help"], ["compile", "--help"], ["run", "--help"], ["explain", "item"], ["--version"]):
         command = [sys.executable, "-S", "-m", "fxpipe", *arguments]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -104,7 +104,7 @@ def run(build: Path, steps: int) -> float:
     out = build.parent / "out"
     command = [sys.executable, "-m", "fxpipe", "run", str(build), "--steps", str(steps), "--threads", "1", "--json"]
     subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
     skip = len(lines) // 5
     plan = json.loads((build / "plan.json").read_text())
     batch = next(leaf["tensor"]["shape"][0] for leaf in plan["batch"] if leaf["tensor"]) * plan["microbatches"]

@@ -36,7 +36,7 @@ def pipeline(folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "fxpipe", "run", str(folder), "--steps", str(steps), "--out", str(out), "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder.parent)
     summary: dict[str, Any] = json.loads(done.stdout)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
     skip = len(lines) // 5
     seconds = lines[-1]["seconds"] - lines[skip - 1]["seconds"]
     summary["rate"] = (len(lines) - skip) * batch_size() / seconds

@@ -19,7 +19,7 @@ def compile_build(model: Path, folder: Path, *options: str) -> Path:
 def rate(build: Path, policy: str, steps: int) -> float:
     """Minibatches a second, without the first fifth: there the pipeline fills and memory is first touched."""
     out = _run(build, policy, steps)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
     skip = max(1, len(lines) // 5)
     return (len(lines) - skip) / (lines[-1]["seconds"] - lines[skip - 1]["seconds"])
 

@@ -90,7 +90,7 @@ def compare(name: str, build: Path, rounds: int, steps: int) -> dict[str, Any]:
 
 def minibatch_seconds(out: Path) -> float:
     """Without the first fifth: there the pipeline fills and memory is first touched."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
     skip = max(1, len(rows) // 5)
     return (rows[-1]["seconds"] - rows[skip - 1]["seconds"]) / (len(rows) - skip)
 

@@ -53,6 +53,8 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
 
 def print_header(facts: Facts, console: Console) -> None:
     """What it is, and what it promises."""
+    from fxpipe.inspection.evaluation import evaluation_text
+
     build, forecast = facts["build"], facts["forecast"]
     count, parts = build["workers"], build["microbatches"]
     names = [name for name in (build["folder"], build["model"]) if name]
@@ -65,6 +67,8 @@ def print_header(facts: Facts, console: Console) -> None:
     if build["costs"] is not None:
         speeds = [f"speeds {', '.join(f'{speed:g}' for speed in build['speeds'])}"] if build["speeds"] else []
         _line(console, [f"cuts {build['cuts']}{efficiency}", f"times {build['costs']}", *speeds])
+    if evaluation := evaluation_text(build["evaluation"]):
+        print_text(console, evaluation)
     changed = [f"edited: {', '.join(build['edited'])}"] if build["edited"] else []
     changed += [f"stale: {', '.join(build['stale'])}"] if build["stale"] else []
     if changed:

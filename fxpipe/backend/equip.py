@@ -19,6 +19,7 @@ from fxpipe.backend.engine import EnginePart
 from fxpipe.backend.pure import trace_stage
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan import Plan
+from fxpipe.random_state import random_state, set_random_state
 from fxpipe.runtime.loaded_stage import LoadedStage
 
 USE_EAGER = "run with --backend eager, or compile with --backend auto, which leaves out what does not work"
@@ -83,8 +84,7 @@ class CheckedPart:
             return self.part(weights, buffers, third, comm)
         emitted, self._emitted = self._emitted, None
         heard = Heard(comm)
-        device = torch.device(self.part.part.device)
-        state = _random_state(device)
+        state = random_state()
         first = list(third)
         try:
             result = self.part(weights, buffers, third, heard)
@@ -95,17 +95,17 @@ class CheckedPart:
                 f"{self.part.engine} fails on {self.part.part.name}: {type(error).__name__}: {first_line(error)}",
                 hint=USE_EAGER,
             ) from error
-        after = _random_state(device)
-        _set_random_state(device, state)
+        after = random_state()
+        set_random_state(state)
         part, call = self.part.part, PartCall(tuple(weights), tuple(buffers), first, heard.received)
         expected = run_part(part, emitted, call)
 
         def exact() -> list[Tensor]:
-            _set_random_state(device, state)
+            set_random_state(state)
             return run_exactly(part, call)
 
         check_outputs(self.part, expected, flat(part, result, heard.sent), exact)
-        _set_random_state(device, after)
+        set_random_state(after)
         for name, value in heard.sent.items():
             comm.send(name, value)
         return result
@@ -164,13 +164,3 @@ def check_outputs(
             hint=USE_EAGER,
         )
     return max((d.error for d in differences if d.error <= limit), default=0.0)
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if device.type == "cuda" else None
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

@@ -97,6 +97,11 @@ def export(
     plan = build.plan
     if weights not in get_args(WeightsForm):
         raise ExportError(f"weights as {weights!r}", hint=f"choose one of {', '.join(get_args(WeightsForm))}")
+    if any(p.name not in build.tensors for p in plan.parameters):
+        raise ExportError(
+            "the build has no values of its parameters (--meta)",
+            hint="give those of a run: --trained model.safetensors",
+        )
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise ExportError("the build is for CUDA, and torch sees no CUDA device to run its stages on")
     if weights == "initializers":

@@ -59,6 +59,7 @@ def after(
     schedule: str = "async",
     autocast: str | None = None,
     seed: int = 0,
+    meta: bool = False,
     say: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] | None = None,
     **options: Any,
@@ -68,7 +69,7 @@ def after(
     Args:
         target: a build directory, or a model file. Of a build, workers, microbatches, schedule, policy, autocast,
             device and cuts are its own: all that follows is for a model file.
-        workers, microbatches, schedule, autocast, seed: as for `fxpipe compile`.
+        workers, microbatches, schedule, autocast, seed, meta: as for `fxpipe compile`.
         say: is told what is being done.
         warn: is told what makes the text doubtful; on stderr by default.
         options: more of `fxpipe.lowering.lower`: policy, forward_at, backward_at, cuts, cost, device, links, …
@@ -80,7 +81,8 @@ def after(
     check_pass(pass_name)
     warn = warn or _on_stderr
     if target.suffix == ".py":
-        return _of_model(target, pass_name, workers, microbatches, schedule, autocast, seed, say, warn, dict(options))
+        given = (workers, microbatches, schedule, autocast, seed, meta)
+        return _of_model(target, pass_name, *given, say, warn, dict(options))
     return _of_build(target, pass_name, say, warn)
 
 
@@ -104,7 +106,7 @@ def _of_build(folder: Path, pass_name: str, say: Callable[[str], None], warn: Ca
         for kind in zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
     )
     say("capturing")
-    program = _captured(load_task(model), plan.microbatches, plan.autocast, plan.device, seed=0)
+    program = _captured(load_task(model), plan.microbatches, plan.autocast, plan.device, seed=0, meta=plan.meta)
     if pass_name == CAPTURE:
         return print_program(program)
     say("running the passes")
@@ -138,6 +140,7 @@ def _of_model(
     schedule: str,
     autocast: str | None,
     seed: int,
+    meta: bool,
     say: Callable[[str], None],
     warn: Callable[[str], None],
     options: dict[str, Any],
@@ -153,7 +156,7 @@ def _of_model(
     if microbatches is None:
         microbatches = 1 if schedule == "async" else default_microbatches(task.example(), workers)
     say("capturing")
-    program = _captured(task, microbatches, autocast, None, seed)
+    program = _captured(task, microbatches, autocast, None, seed, meta)
     if pass_name == CAPTURE:
         return print_program(program)
     names = pass_names()
@@ -167,15 +170,19 @@ def _of_model(
     return watched.text
 
 
-def _captured(task: Task, microbatches: int, autocast: str | None, device: str | None, seed: int) -> Program:
+def _captured(
+    task: Task, microbatches: int, autocast: str | None, device: str | None, seed: int, meta: bool
+) -> Program:
     """The program of one microbatch."""
     import torch
 
-    from fxpipe.batch import split, to_device
+    from fxpipe.batch import split
+    from fxpipe.meta import on_meta, to_device
     from fxpipe.tracing import capture
 
     torch.manual_seed(seed)
-    made, example = task.model(), task.example()
+    made = on_meta(task.model).model if meta else task.model()
+    example = task.example()
     if device is not None:
         made, example = to_device(device, made, example)
     return capture(made, task.loss, split(example, microbatches)[0], autocast=autocast)

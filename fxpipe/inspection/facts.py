@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe.errors import PolicyError
 from fxpipe.inspection.balance import PINNED, balance_of
 from fxpipe.inspection.edges import edge_rows
+from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
 from fxpipe.inspection.modules import ModuleTree
 from fxpipe.inspection.nodes import node_table
@@ -138,6 +139,7 @@ def build_facts(subject: Subject) -> Facts:
         "speeds": [] if set(subject.speeds) <= {1.0} else list(subject.speeds),
         "links": None if costs is None else costs.links.to_row(),
         "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
+        "evaluation": evaluation_facts(plan),
         "edited": list(subject.edited),
         "stale": list(subject.stale),
     }

@@ -106,7 +106,7 @@ def read_subject(folder: str | Path) -> Subject:
         raise BuildError(f"there is no {folder}", hint="give a build folder, or a model file that ends in .py")
     plan = read_plan(folder)
     files, edited = {}, []
-    for stage in plan.stages:
+    for stage in plan.code:
         try:
             source = (folder / stage.file).read_bytes()
         except OSError as error:

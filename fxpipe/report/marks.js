@@ -12,6 +12,7 @@ const MARKS = {
   receive: { name: "receive", opacity: 0.15, shape: "\\" },
   wait: { name: "wait", opacity: 0.12 },
   data: { name: "data", opacity: 0.15, shape: "|" },
+  evaluate: { name: "evaluate", opacity: 0.5, shape: "|" },
   other: { name: "other", opacity: 0.15, shape: "." },
 };
 

@@ -24,7 +24,7 @@ function runSection(host) {
 
 function runWords(run) {
   const parts = [["folder", "run.folder", text], ["steps", "run.steps", count], ["samples a step", "run.samples", count], ["seconds", "run.seconds", number], ["transport", "run.transport", text],
-    ["device", "run.device", text], ["threads", "run.threads", count], ["seed", "run.seed", text], ["evaluation loss", "run.evaluation.loss", number]];
+    ["device", "run.device", text], ["threads", "run.threads", count], ["seed", "run.seed", text], ...Object.keys(run.evaluation ?? {}).map((name) => [`held out ${name}`, `run.evaluation.${name}`, number])];
   return h("dl", { class: "settings" }, parts.filter(([, path]) => !missing(at(path))).map(([label, path, format]) => h("div", null, h("dt", null, label), shown("dd", path, format))));
 }
 

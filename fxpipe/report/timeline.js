@@ -1,6 +1,6 @@
 // What every worker does when: the simulated run, and beneath it the measured one, on one axis of time.
 
-const KINDS = ["wait", "data", "receive", "send", "F", "B", "predict", "update"]; // the last are drawn on top
+const KINDS = ["wait", "data", "evaluate", "receive", "send", "F", "B", "predict", "update"]; // the last are drawn on top
 const LABELS = 300; // that are written into spans at once
 
 function timelineSection(host) {
@@ -17,7 +17,7 @@ function timelineSection(host) {
   put(host, h("p", { class: "quiet" }, panels.map((p) => told(p, end)).join(" ")));
   const used = KINDS.filter((kind) => panels.some((p) => p.spans.some((s) => s[1] === kind)));
   const view = new Timeline(panels, used);
-  const kinds = key(["F", "B", "predict", "update", "send", "receive", "wait", "data"].filter((k) => used.includes(k)));
+  const kinds = key(["F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate"].filter((k) => used.includes(k)));
   put(kinds, h("li", null, blank(), "blank (white, on a dark page black): time between actions"));
   put(host, kinds, view.tools, view.host,
     ...panels.map((p) => fold(`The ${p.name} spans as a table`, () => spanTable(p))));

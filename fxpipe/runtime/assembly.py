@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
 from fxpipe.backend.equip import engines_of, equip
-from fxpipe.errors import BuildError
 from fxpipe.folder import ENGINES
-from fxpipe.plan import Plan, TensorSpec
+from fxpipe.plan import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.runtime.clip import make_clip
 from fxpipe.runtime.demand import Demand
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.final_weights import buffer_worker
-from fxpipe.runtime.layout import Layout
+from fxpipe.runtime.initial_weights import Start, initial_weights
 from fxpipe.runtime.loaded_stage import load_stage
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.update import MakeOptimizer, MakeScheduler
 from fxpipe.runtime.weights import WeightStore
 from fxpipe.schedule.base import Schedule
-
-AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
 
 
 @dataclass(frozen=True)
@@ -53,38 +48,6 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
     return Recipe(made, chosen, Demand(plan, made, chosen))
 
 
-def read_tensors(
-    path: str | Path, specs: Iterable[tuple[str, TensorSpec]], device: torch.device | str
-) -> dict[str, torch.Tensor]:
-    """Only the named tensors of a safetensors file, laid out as the specs say, each in memory of its own.
-
-    Raises:
-        BuildError: no such file, or tensors missing or of another shape or dtype (all are listed).
-    """
-    found: dict[str, torch.Tensor] = {}
-    wrong: list[str] = []
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            present = set(file.keys())
-            for name, spec in specs:
-                if name not in present:
-                    wrong.append(f"{name} is missing")
-                    continue
-                tensor = file.get_tensor(name)
-                layout = Layout(spec, name)
-                if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
-                    wrong.append(
-                        f"{name} is {tensor.dtype}{list(tensor.shape)}, not {layout.dtype}{list(layout.shape)}"
-                    )
-                    continue
-                found[name] = layout.empty(device).copy_(tensor)
-    except Exception as error:
-        raise BuildError(f"the weights cannot be read: {error}", where=str(path), hint=AGAIN) from error
-    if wrong:
-        raise BuildError("the weights do not fit the plan: " + "; ".join(wrong), where=str(path), hint=AGAIN)
-    return found
-
-
 def open_worker(
     plan: Plan,
     folder: str | Path,
@@ -98,24 +61,27 @@ def open_worker(
     keep_gradients: bool = False,
     clip_norm: float | None = None,
     backend: str | None = None,
+    start: Start | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
 
     Args:
         clip_norm: the greatest norm of all workers' gradients together that an update uses.
         backend: the engine of both functions; those of the plan where None or 'auto'.
+        start: where the first weights come from; from the build where None.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
+        TaskError: the build has no values of the parameters, and the model does not initialise them.
         BackendError: the engine is not there, or cannot run the stage.
     """
     folder = Path(folder)
     stage = load_stage(folder / plan.stages[worker].file, plan.stages[worker])
     stage = equip(plan, worker, stage, engines_of(plan, worker, backend), folder / ENGINES, str(device))
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
-    parameters = [(p.name, p.tensor) for p in plan.parameters if p.owner == worker or p.name in read]
+    parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
-    tensors = read_tensors(folder / plan.weights_file, [*parameters, *((b.name, b.tensor) for b in buffers)], device)
+    tensors = initial_weights(plan, folder, worker, parameters, buffers, start or Start(seed=seed), device)
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(clip_norm, plan, worker, recipe.schedule, transport)
     store = WeightStore(

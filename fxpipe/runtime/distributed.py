@@ -22,6 +22,7 @@ from torch import Tensor
 from fxpipe.errors import PeerLost, RunError
 from fxpipe.plan import EdgeSpec, Plan
 from fxpipe.runtime.demand import Demand
+from fxpipe.runtime.evaluator import moves
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.transport import Note, Transport
 from fxpipe.runtime.watch import Cause
@@ -82,6 +83,19 @@ class Wires:
                 return dist.irecv(flat, source, group=self._groups[channel]), flat
             return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
 
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
+        """Begin to send a few numbers that lie on the CPU: over gloo, whatever the backend."""
+        with peer_errors(self.worker):
+            return dist.isend(numbers, to, tag=tag), numbers
+
+    def irecv_numbers(
+        self, count: int, dtype: torch.dtype, source: int, tag: int
+    ) -> tuple[tuple[Work, Tensor], Tensor]:
+        """Begin to receive what `isend_numbers` sends; the numbers are there once the pair is `finished`."""
+        numbers = torch.empty(count, dtype=dtype)
+        with peer_errors(self.worker):
+            return (dist.irecv(numbers, source, tag=tag), numbers), numbers
+
     def received(self, pending: tuple[Work, Tensor]) -> Tensor:
         """The tensor of a finished receive, on the device."""
         return pending[1].to(self.device) if self.staged else pending[1]
@@ -108,11 +122,23 @@ class Wires:
 
 
 def channels_of(plan: Plan, demand: Demand) -> list[Channel]:
-    """Every channel of a plan: of its edges, of replicas, of loss reports; sorted, the same everywhere."""
+    """Every channel of a plan: of its edges, of replicas, of loss reports, of evaluations; the same everywhere."""
     edges = sorted({edge_channel(edge) for edge in plan.edges})
     weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
     loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []
-    return [*edges, *weights, *loss]
+    pairs = {(e.src, e.dst) for spec in plan.evaluations for e in spec.edges}
+    pairs |= {(move.source, move.reader) for move in moves(plan)}
+    return [*edges, *weights, *loss, *(evaluation_channel(*pair) for pair in sorted(pairs))]
+
+
+def evaluation_channel(source: int, reader: int) -> Channel:
+    """All that one worker sends another for evaluations: moved tensors, then batch after batch."""
+    return ("evaluate", source, reader)
+
+
+def first_free_tag(plan: Plan, demand: Demand) -> int:
+    """From here on no message of training has a tag."""
+    return 1 + len(channels_of(plan, demand)) + len(plan.edges) + len(NOTES)
 
 
 def edge_channel(edge: EdgeSpec) -> Channel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class Executor:
 
     Attributes:
         watch: where the worker's time goes.
+        evaluates: whether the state after so many updates will be evaluated while the worker trains on.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Executor:
         self._updates = [aliases[name] for name in spec.forward.updates]
         self._saved: dict[tuple[int, int], list[Any]] = {}
         self._loss: Tensor | None = None
+        self.evaluates: Callable[[int], bool] = lambda version: False
+        self._kept: dict[int, dict[str, Tensor]] = {}
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
@@ -120,9 +123,18 @@ class Executor:
         with torch.no_grad():
             self.store.settle()
 
+    def state(self, version: int) -> dict[str, Tensor]:
+        """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
+
+        They are what an evaluation after so many updates reads, and are forgotten here once they are given.
+        """
+        own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
+        return {**own, **self.buffers, **self._kept.pop(version, {})}
+
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
         self._saved.clear()
+        self._kept.clear()
         self._loss = None
 
     def _run_forward(self, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
@@ -140,6 +152,8 @@ class Executor:
             self._check(len(saved), len(part.saved), "saved values")
         for name, value in zip(self._updates, new, strict=True):
             self.buffers[name] = value
+        if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
+            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in self._updates}
         self._saved[action.minibatch, action.microbatch] = saved
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None

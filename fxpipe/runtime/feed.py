@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.random_state import random_state_kept, seed_everything
 
 COUNTING_SECONDS = 30.0
 
@@ -19,11 +19,19 @@ COUNTING_SECONDS = 30.0
 class TrainingTask(Protocol):
     """What a run needs of the user's file; `fxpipe.task.Task` is one."""
 
+    def model(self) -> nn.Module: ...
+
     def train_data(self) -> Iterable[Any]: ...
 
     def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer: ...
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None: ...
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is `eval_data`."""
+
+    def eval_data(self) -> Iterable[Any]: ...
 
 
 class Feed:
@@ -49,7 +57,8 @@ class Feed:
         """
         if steps is not None:
             return steps
-        with self._own_random(keep=False):
+        with random_state_kept():
+            torch.set_rng_state(self._state)
             data = self._task.train_data()
             try:
                 count = len(data)  # type: ignore[arg-type]
@@ -83,41 +92,19 @@ class Feed:
                 raise
             except Exception as error:
                 raise TaskError(
-                    f"train_data() raised {type(error).__name__}: {error}", where=_place(error, self._task)
+                    f"train_data() raised {type(error).__name__}: {error}", where=place_of(error, self._task)
                 ) from error
         raise _empty()
 
     @contextmanager
-    def _own_random(self, keep: bool = True) -> Iterator[None]:
+    def _own_random(self) -> Iterator[None]:
         outside = torch.get_rng_state()
-        others = None if keep else (random.getstate(), _numpy_state())
         torch.set_rng_state(self._state)
         try:
             yield
         finally:
-            if others is None:
-                self._state = torch.get_rng_state()
-            else:
-                random.setstate(others[0])
-                _set_numpy_state(others[1])
+            self._state = torch.get_rng_state()
             torch.set_rng_state(outside)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch, `random` and numpy (if it is loaded)."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def _numpy_state() -> Any:
-    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-
-
-def _set_numpy_state(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)
 
 
 def _count(data: Iterable[Any]) -> int:
@@ -138,7 +125,8 @@ def _empty() -> TaskError:
     )
 
 
-def _place(error: Exception, task: TrainingTask) -> str | None:
+def place_of(error: Exception, task: object) -> str | None:
+    """Where in the file of the user's hooks an error came up, if they are from a file."""
     from fxpipe.task import place_in
 
     path = getattr(task, "path", None)

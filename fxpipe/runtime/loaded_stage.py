@@ -1,22 +1,27 @@
-"""Loads one emitted stage and checks that its functions still fit the plan."""
+"""Loads an emitted stage, or a worker's share of an evaluation, and checks that its functions still fit the plan."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import itertools
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fxpipe.errors import BuildError
-from fxpipe.plan import PartSpec, StageSpec
+from fxpipe.plan import EvaluationStage, PartSpec, StageSpec
 
-ARGUMENTS = {"forward": 4, "backward": 4}
+ARGUMENTS = {
+    "forward": ("weights", "buffers", "batch", "comm"),
+    "backward": ("weights", "buffers", "saved", "comm"),
+    "evaluate": ("weights", "buffers", "batch", "comm"),
+}
 COMPILE_AGAIN = "undo the edit, or compile the model again: fxpipe compile MODEL -o BUILD"
 _serial = itertools.count()
 
@@ -32,6 +37,15 @@ class LoadedStage:
     engines: tuple[str, str] = ("eager", "eager")
 
 
+@dataclass(frozen=True)
+class LoadedEvaluation:
+    """A worker's share of an evaluation, ready to run: its function, its file, and whether someone edited that."""
+
+    path: Path
+    evaluate: Callable[..., Any]
+    edited: bool
+
+
 def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
     """Import an emitted stage under its real file name (tracebacks and debuggers show it); writes no bytecode.
 
@@ -40,6 +54,22 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
             plan's; every difference is listed.
     """
     path = Path(path).resolve()
+    source, module = _load(path, lambda tree: interface_differences(tree, spec))
+    return LoadedStage(path, module.forward, module.backward, is_edited(source, spec))
+
+
+def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation:
+    """Import a worker's share of an evaluation, as `load_stage` does a stage.
+
+    Raises:
+        BuildError: as `load_stage`.
+    """
+    path = Path(path).resolve()
+    source, module = _load(path, lambda tree: _differences(tree, {"evaluate": spec.part}))
+    return LoadedEvaluation(path, module.evaluate, is_edited(source, spec))
+
+
+def _load(path: Path, differences: Callable[[ast.Module], list[str]]) -> tuple[bytes, ModuleType]:
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -51,19 +81,20 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise BuildError(f"syntax error: {error.msg}", where=f"{path}:{error.lineno}: {line}") from error
-    differences = interface_differences(tree, spec)
-    if differences:
+    found = differences(tree)
+    if found:
         raise BuildError(
-            f"{path.name} does not match its plan: " + "; ".join(differences),
+            f"{path.name} does not match its plan: " + "; ".join(found),
             where=str(path),
             hint=COMPILE_AGAIN,
         )
-    module = _execute(tree, path)
-    return LoadedStage(path, module.forward, module.backward, is_edited(source, spec))
+    module = _execute(tree, path)  # which imports what installed packages register
+    _refuse_unknown_operators(source, path)
+    return source, module
 
 
-def is_edited(source: bytes, spec: StageSpec) -> bool:
-    """Whether someone changed a stage's source since it was emitted."""
+def is_edited(source: bytes, spec: StageSpec | EvaluationStage) -> bool:
+    """Whether someone changed a file's source since it was emitted."""
     return hashlib.sha256(source).hexdigest() != spec.digest
 
 
@@ -74,6 +105,21 @@ def stage_line(error: BaseException, path: Path) -> str | None:
         if frame.filename == str(path):
             found = f"{path}:{frame.lineno}: {frame.line}"
     return found
+
+
+def _refuse_unknown_operators(source: bytes, path: Path) -> None:
+    """Raise BuildError for a call of an operator that nobody has registered in this process."""
+    import torch
+
+    for number, line in enumerate(source.decode().splitlines(), start=1):
+        for library, operator in re.findall(r"\btorch\.ops\.(\w+)\.(\w+)\.\w+\(", line):
+            if not hasattr(getattr(torch.ops, library), operator):
+                raise BuildError(
+                    f"the stage calls the operator {library}::{operator}, which is not registered in this process",
+                    where=f"{path}:{number}: {line.strip()}",
+                    hint="import what registers it at the top of model.py: workers import that file, but call no "
+                    "model(); with the Python API import it before the build is run",
+                )
 
 
 def _execute(tree: ast.Module, path: Path) -> ModuleType:
@@ -94,9 +140,13 @@ def _execute(tree: ast.Module, path: Path) -> ModuleType:
 
 def interface_differences(tree: ast.Module, spec: StageSpec) -> list[str]:
     """Each way in which the functions of a stage's file differ from the plan's, in words; empty if they fit."""
+    return _differences(tree, {"forward": spec.forward, "backward": spec.backward})
+
+
+def _differences(tree: ast.Module, parts: Mapping[str, PartSpec]) -> list[str]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found: list[str] = []
-    for name, part in (("forward", spec.forward), ("backward", spec.backward)):
+    for name, part in parts.items():
         if name not in functions:
             found.append(f"there is no function {name}")
             continue
@@ -106,9 +156,8 @@ def interface_differences(tree: ast.Module, spec: StageSpec) -> list[str]:
 
 def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
     arguments = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
-    if len(arguments) != ARGUMENTS[name]:
-        third = "batch" if name == "forward" else "saved"
-        return [f"takes ({', '.join(arguments)}), not (weights, buffers, {third}, comm)"]
+    if len(arguments) != len(ARGUMENTS[name]):
+        return [f"takes ({', '.join(arguments)}), not ({', '.join(ARGUMENTS[name])})"]
     found: list[str] = []
     for verb, expected in (("recv", part.receives), ("send", part.sends)):
         names = _message_names(function, arguments[3], verb)
@@ -121,7 +170,7 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
             found.append(f"{verbs} {', '.join(extra)}, which the plan does not know")
         if twice:
             found.append(f"{verbs} {', '.join(twice)} more than once")
-    third_names = part.batch if name == "forward" else part.saved
+    third_names = part.saved if name == "backward" else part.batch
     lengths = zip(arguments[:3], (len(part.weights), len(part.buffers), len(third_names)), strict=True)
     for argument, length in lengths:
         for count in _unpacked(function, argument):
@@ -167,9 +216,10 @@ def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) ->
         values = node.value.elts
         if any(isinstance(v, ast.Starred) for v in values):
             continue
-        if name == "backward":
-            if len(values) != len(part.gradients):
-                found.append(f"returns {len(values)} gradients, the plan has {len(part.gradients)}")
+        if name != "forward":
+            word, names = ("gradients", part.gradients) if name == "backward" else ("metrics", part.metrics)
+            if len(values) != len(names):
+                found.append(f"returns {len(values)} {word}, the plan has {len(names)}")
             continue
         if len(values) != 3:
             found.append(f"returns {len(values)} values, not (loss, buffers, saved)")

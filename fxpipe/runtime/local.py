@@ -6,8 +6,10 @@ Gives the same bits as the distributed run: the same actions, versions, seeds an
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +20,14 @@ from fxpipe.errors import RunError
 from fxpipe.folder import read_plan
 from fxpipe.policy.base import Policy
 from fxpipe.runtime.assembly import Recipe, choose, open_worker
+from fxpipe.runtime.evaluation_data import EvaluationData
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.final_weights import buffer_worker
+from fxpipe.runtime.hooks import check_evaluation
+from fxpipe.runtime.initial_weights import Start
+from fxpipe.runtime.local_evaluation import LocalEvaluation
 from fxpipe.runtime.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.record import OnStep
+from fxpipe.runtime.record import OnEvaluation, OnStep
 from fxpipe.runtime.staleness import watch_staleness
 from fxpipe.runtime.update import MakeOptimizer, MakeScheduler
 from fxpipe.schedule.action import Action
@@ -51,6 +57,7 @@ class LocalPipeline:
         clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
         log_staleness: compare the weights that forwards use with those that their updates meet; see `staleness()`.
         backend: the engine of all stages: 'eager', 'onnxruntime', 'inductor'; those of the plan where None or 'auto'.
+        start: where the first weights come from; from the build where None.
 
     Raises:
         BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `choose`.
@@ -69,6 +76,7 @@ class LocalPipeline:
         clip_norm: float | None = None,
         log_staleness: bool = False,
         backend: str | None = None,
+        start: Start | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
@@ -93,6 +101,7 @@ class LocalPipeline:
                 keep_gradients=keep_gradients and self._synchronous,
                 clip_norm=clip_norm,
                 backend=backend,
+                start=start,
             )
             for w, transport in enumerate(self.transports)
         ]
@@ -106,6 +115,11 @@ class LocalPipeline:
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
         self._rows: list[Iterator[Action]] = []
         self._broken = False
+        self._seed = seed
+        self._evaluation: LocalEvaluation | None = None
+        self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
+        self._evaluated = 0  # the newest version that was due and is evaluated
+        self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @staticmethod
     def of(
@@ -118,6 +132,7 @@ class LocalPipeline:
         clip_norm: float | None = None,
         log_staleness: bool = False,
         backend: str | None = None,
+        start: Start | None = None,
     ) -> LocalPipeline:
         """A pipeline of a build in memory or on disk; `optimizer` defaults to SGD(lr=0.01, momentum=0.9).
 
@@ -132,7 +147,7 @@ class LocalPipeline:
             build.save(folder)
         pipeline = LocalPipeline(
             folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed,
-            clip_norm=clip_norm, log_staleness=log_staleness, backend=backend,
+            clip_norm=clip_norm, log_staleness=log_staleness, backend=backend, start=start,
         )  # fmt: skip
         pipeline._temporary = temporary
         return pipeline
@@ -185,6 +200,38 @@ class LocalPipeline:
         self.flush()
         return [float(loss) for loss in losses]
 
+    def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
+        """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
+
+        Raises:
+            RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
+            BatchError: a batch is of no shape that the build was compiled for.
+            TaskError: there is no batch.
+        """
+        self._whole()
+        self._settled("evaluate")
+        check_evaluation(self.plan, "evaluate()")
+        if isinstance(batches, EvaluationData):
+            return self._evaluate(batches, self.fed)
+        given = batches
+        return self._evaluate(EvaluationData(self.plan, lambda: given, self._seed), self.fed)
+
+    def evaluate_while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
+        """From now on, evaluate after so many steps as are `due`, and `report` it.
+
+        Workers may be ahead by then: the weights that they had are kept until the last one has come so far.
+        """
+        self._while_training = (data, report)
+        for executor in self.executors:
+            executor.evaluates = due
+
+    @property
+    def evaluation(self) -> LocalEvaluation:
+        """What evaluates, loaded when it is first asked for."""
+        if self._evaluation is None:
+            self._evaluation = LocalEvaluation(self.plan, self.folder, self._seed)
+        return self._evaluation
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all parameters and persistent buffers, under every name the model has for them.
 
@@ -236,16 +283,19 @@ class LocalPipeline:
 
     def _pump(self) -> None:
         """Let the workers act in turn, one action each, until none can."""
-        random = any(p.random for s in self.plan.stages for p in (s.forward, s.backward))
-        devices = [self.device] if self.device.type == "cuda" else []
         self._broken = True
-        with torch.random.fork_rng(devices, enabled=random):
+        with self._random_apart(any(p.random for s in self.plan.stages for p in (s.forward, s.backward))):
             acted = True
             while acted:
                 acted = False
                 for worker in range(self.plan.workers):
                     acted |= self._act(worker)
         self._broken = False
+
+    def _random_apart(self, random: bool) -> AbstractContextManager[None]:
+        """Leave the process's own random state alone."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=random)
 
     def _act(self, worker: int) -> bool:
         if self.executors[worker].unsettled is not None:
@@ -260,6 +310,7 @@ class LocalPipeline:
         key = (action.minibatch, action.microbatch)
         leaves = self._leaves.pop(key) if worker == 0 and action.phase == "F" else None
         executor = self.executors[worker]
+        self._keep_evaluated(worker, action)
         lr = executor.store.updater.lr
         loss = executor.execute(action, leaves)
         if loss is not None:
@@ -270,6 +321,7 @@ class LocalPipeline:
             reported = self._losses.pop(action.minibatch)
             if self.report:
                 self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
+        self._evaluate_due()
         return True
 
     def _settle(self, worker: int) -> bool:
@@ -278,7 +330,41 @@ class LocalPipeline:
         if not executor.can_settle:
             return False
         executor.settle()
+        self._evaluate_due()
         return True
+
+    def _keep_evaluated(self, worker: int, action: Action) -> None:
+        """Copy the weights that the action's update changes, if they have yet to be evaluated."""
+        executor = self.executors[worker]
+        version = executor.store.version
+        updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
+        if updates and version > self._evaluated and executor.evaluates(version):
+            trained = executor.store.trained
+            state = executor.state(version)
+            self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}
+
+    def _evaluate_due(self) -> None:
+        """Evaluate, once all workers have come to a version that is due."""
+        version = min(executor.store.version for executor in self.executors)
+        if self._while_training is None or version <= self._evaluated or not self.executors[0].evaluates(version):
+            return
+        self._evaluated = version
+        data, report = self._while_training
+        for executor in self.executors:
+            executor.watch.open("evaluate")
+        begin = perf_counter()
+        metrics = self._evaluate(data, version)
+        for executor in self.executors:
+            executor.watch.close()
+        report(version, metrics, perf_counter() - begin)
+
+    def _evaluate(self, data: EvaluationData, version: int) -> dict[str, float]:
+        states = [self._state(worker, version) for worker in range(self.plan.workers)]
+        return self.evaluation.run(data, states)
+
+    def _state(self, worker: int, version: int) -> dict[str, Tensor]:
+        passed = (worker, version) in self._passed
+        return self._passed.pop((worker, version)) if passed else self.executors[worker].state(version)
 
     def _ready(self, worker: int, action: Action) -> bool:
         if action.minibatch >= self.fed:

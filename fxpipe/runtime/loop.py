@@ -25,12 +25,14 @@ def train(
     actions: Iterator[Action],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
+    between: Callable[[int], None] | None = None,
 ) -> None:
     """Run all actions of one worker.
 
     Args:
         feed: on worker 0, the microbatches of a minibatch.
         report: on worker 0, called when it ends a minibatch (see `OnStep`).
+        between: called between actions, when an update that waited is made, with the number of updates made.
     """
     last = plan.microbatches - 1
     window: deque[Action] = deque()
@@ -44,6 +46,8 @@ def train(
                 transport.expect_loss(action.minibatch)
             window.append(action)
         executor.settle()
+        if between is not None:
+            between(executor.store.version)
         if not window:
             return
         action = window.popleft()

@@ -15,7 +15,9 @@ class RunOptions:
         build: the build directory.
         model_file: the user's file; None means the one the plan names.
         steps, epochs: how long; one epoch if neither is given.
+        eval_every: evaluate after every so many steps, too; None evaluates the trained weights alone.
         schedule, policy: names; None means the plan's. A policy's options stand behind its name: `pipeoptim+keep`.
+        weights: a checkpoint to start from; None means the build's values, or model()'s where it has none.
         backend: the engine of all stages; None or 'auto' means those of the plan.
         clip_norm: the greatest norm of all workers' gradients together that an update uses; None does not clip.
         log_staleness: compare the weights that forwards use with those that their updates meet.
@@ -32,8 +34,10 @@ class RunOptions:
     model_file: str | None = None
     steps: int | None = None
     epochs: int | None = None
+    eval_every: int | None = None
     schedule: str | None = None
     policy: str | None = None
+    weights: str | None = None
     backend: str | None = None
     clip_norm: float | None = None
     log_staleness: bool = False

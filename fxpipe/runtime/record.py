@@ -21,6 +21,8 @@ from fxpipe.tensorboard import TensorboardLog
 OnStep = Callable[[int, float, "float | None", "float | None"], None]
 """Told of a minibatch that is through: its number, its loss, worker 0's learning rate if it trains, and the norm of all
 gradients if they are clipped."""
+OnEvaluation = Callable[[int, "dict[str, float]", float], None]
+"""Told of an evaluation: after how many steps, the means of all metrics, the seconds that it took worker 0."""
 FINAL_WEIGHTS = "model.safetensors"
 LOOK = 5.0
 """Seconds between two words on the workers in TensorBoard's file."""
@@ -33,9 +35,14 @@ class Record:
     """Collects a run's steps on worker 0.
 
     A line of `metrics.jsonl` is `{"step", "loss", "lr", "grad_norm", "seconds", "samples_per_second"}`: steps count
-    from 1, `seconds` since training began, `samples_per_second` of this step alone; `loss` and `grad_norm` are null
-    when they are no finite numbers. `lr` (of worker 0's optimizer, used in this step) stands there only if worker 0
-    trains parameters, `grad_norm` (of all workers' gradients, before they were clipped) only with clipping.
+    from 1, `seconds` since training began and `samples_per_second` of this step alone, both without evaluations; `loss`
+    and `grad_norm` are null when they are no finite numbers. `lr` (of worker 0's optimizer, used in this step) stands
+    there only if worker 0 trains parameters, `grad_norm` (of all workers' gradients, before they were clipped) only
+    with clipping. An evaluation has a line of its own, behind that of its step: `{"step", "eval": {name: mean}}`.
+
+    Attributes:
+        evaluations: `{"step", "metrics"}` each.
+        evaluation_seconds: worker 0's, of those before the last step.
     """
 
     def __init__(
@@ -50,6 +57,9 @@ class Record:
         self.samples = samples
         self.total = total
         self.losses: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.evaluation_seconds = 0.0
+        self._evaluating = 0.0  # of these, those since the last step
         self._ends: list[float] = []
         self._progress = progress
         self._tensorboard = None if tensorboard is None else TensorboardLog(tensorboard)
@@ -78,11 +88,13 @@ class Record:
     def step(self, minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
         """A minibatch is through."""
         now = perf_counter()
-        rate = self.samples / max(now - self._last, 1e-9)
+        rate = self.samples / max(now - self._last - self._evaluating, 1e-9)
         self._last = now
+        self.evaluation_seconds += self._evaluating
+        self._evaluating = 0.0
         self._ends.append(now)
         self.losses.append(loss)
-        seconds = now - self._begin
+        seconds = self.seconds
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
             if lr is not None:
@@ -99,6 +111,18 @@ class Record:
                 self._tensorboard.workers(minibatch + 1, found)
         if self._progress is not None:
             self._progress(minibatch + 1, self.total, loss, rate)
+
+    def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """The state after so many steps was evaluated, which took worker 0 so long."""
+        self._evaluating += seconds
+        self.evaluations.append({"step": step, "metrics": metrics})
+        if self._file is not None:
+            shown = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self._file.write(json.dumps({"step": step, "eval": shown}) + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.evaluated(step, metrics)
+        if self._progress is not None:
+            self._progress.evaluated(step, metrics)
 
     def close(self) -> None:
         """End the display and the file, on an error TensorBoard's, too."""
@@ -117,8 +141,8 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of training to the last step."""
-        return self._last - self._begin
+        """From the beginning of training to the last step, without evaluations."""
+        return self._last - self._begin - self.evaluation_seconds
 
     @property
     def samples_per_second(self) -> float:
@@ -126,11 +150,16 @@ class Record:
         return len(self.losses) * self.samples / max(self.seconds, 1e-9)
 
     def steady_samples_per_second(self, workers: int) -> float | None:
-        """Between the filling and the emptying of the pipeline; None where little lies between them."""
+        """Between the filling and the emptying of the pipeline; None where little lies between them.
+
+        Steps with an evaluation before them do not count: after it the workers have to come into step again.
+        """
         first, last = workers, len(self._ends) - workers - 1
-        if last - first < STEADY:
+        disturbed = {evaluation["step"] for evaluation in self.evaluations}  # its own end is the next one's beginning
+        steps = [end for end in range(first + 1, last + 1) if end not in disturbed]
+        if len(steps) < STEADY:
             return None
-        return (last - first) * self.samples / max(self._ends[last] - self._ends[first], 1e-9)
+        return len(steps) * self.samples / max(sum(self._ends[end] - self._ends[end - 1] for end in steps), 1e-9)
 
 
 def samples_of(plan: Plan) -> int:

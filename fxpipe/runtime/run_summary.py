@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fxpipe.stage_times import StageTime
     from fxpipe.summary import WorkerSummary
 
-_OWN: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "wait")
+_OWN: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in ("wait", "evaluate"))
 _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
 _PLANNED: tuple[Kind, ...] = ("F", "B", "update")
 
@@ -37,11 +37,11 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     """What a worker did.
 
     `engines` run its forward and its backward; `forward_ms` and `backward_ms` (with its update) are means over actions
-    without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is the worker's whole run, `spent` its
-    parts: they add up to it. `took` is what its forwards, its backwards without updates, and its updates took with all
-    that lies in them but waits and receives: what the plan calls so (see `fxpipe.stage_times.StageTime`). `waits` says
-    what was waited for and from whom, `fill` how much of it before the first backward. `staleness` is there if it was
-    logged (see `StalenessLog.summary`).
+    without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is all of the worker's training, `spent`
+    its parts: they add up to it; `evaluate` is what evaluations took besides, while it trained. `took` is what its
+    forwards, its backwards without updates, and its updates took with all that lies in them but waits and receives:
+    what the plan calls so (see `fxpipe.stage_times.StageTime`). `waits` says what was waited for and from whom, `fill`
+    how much of it before the first backward. `staleness` is there if it was logged (see `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
     if log is not None:
@@ -51,11 +51,12 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     row = {
         "rank": executor.worker,
         "engines": list(executor.stage.engines),
-        "busy": watch.busy / max(watch.elapsed, 1e-9),
+        "busy": watch.busy / max(watch.training, 1e-9),
         "forward_ms": 1000 * forward / max(watch.count("F"), 1),
         "backward_ms": 1000 * backward / max(watch.count("B"), 1),
         "wait_ms": 1000 * watch.seconds("wait") / max(watch.count("B"), 1),
-        "seconds": watch.elapsed,
+        "seconds": watch.training,
+        "evaluate": watch.seconds("evaluate"),
         "spent": watch.spent,
         "took": {whole: watch.seconds(*_COMPUTE, within=whole) for whole in _PLANNED},
         "waits": watch.waits,
@@ -74,6 +75,10 @@ def summarize_run(
     threads: int,
 ) -> dict[str, Any]:
     """The run in one JSON object; all of it but the losses is `run.json`, which is written here. It has no trace yet.
+
+    `seconds` and all that is computed from times are of training; `evaluation_seconds` are those of evaluations before
+    the last step, on worker 0. `evaluations` are `{"step", "metrics"}`, `evaluation` the newest one's metrics if there
+    is any: they are kept up to date by `add_evaluation`.
 
     `busy` of the workers is of the time that the whole run took, since who is ready first waits for the others to end.
     `bubble` is what the workers are not busy, `efficiency` the throughput between the filling and the emptying of the
@@ -98,6 +103,7 @@ def summarize_run(
         "policy": str(recipe.policy),
         "microbatches": plan.microbatches,
         "seed": options.seed,
+        "weights": options.weights,
         "clip_norm": options.clip_norm,
         "threads": threads,
         "transport": transport,
@@ -105,6 +111,7 @@ def summarize_run(
         "steps": steps,
         "samples": record.samples,
         "seconds": record.seconds,
+        "evaluation_seconds": record.evaluation_seconds,
         "samples_per_second": record.samples_per_second,
         "bubble": 1 - sum(row["busy"] for row in rows) / len(rows) if together else None,
         "forecast": forecast,
@@ -115,10 +122,26 @@ def summarize_run(
         "workers": list(rows),
         "trace": None,
         "out": None if record.out is None else str(record.out),
+        "evaluations": [],
+        "losses": record.losses,
     }
+    for evaluation in record.evaluations:
+        add_evaluation(summary, evaluation["step"], evaluation["metrics"])
     write_run(summary)
-    record.end(summary)
-    return summary | {"losses": record.losses}
+    return summary
+
+
+def add_evaluation(summary: dict[str, Any], step: int, metrics: dict[str, float]) -> None:
+    """Put an evaluation into a run's summary, which is to be written again."""
+    summary["evaluations"].append({"step": step, "metrics": metrics})
+    summary["evaluation"] = metrics
+
+
+def evaluated_last(record: Record, summary: dict[str, Any], metrics: dict[str, float], seconds: float) -> None:
+    """The trained weights were evaluated: say so wherever a run says something."""
+    record.evaluated(summary["steps"], metrics, seconds)
+    add_evaluation(summary, summary["steps"], metrics)
+    write_run(summary)
 
 
 def write_run(summary: dict[str, Any]) -> None:

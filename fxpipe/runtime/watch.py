@@ -21,8 +21,8 @@ from fxpipe.schedule.action import Action
 from fxpipe.trace import KINDS, Kind
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_IDLE = ("wait", "data")
-_WHOLES = ("F", "B", "update", "data")
+_IDLE: tuple[Kind, ...] = ("wait", "data", "evaluate")
+_WHOLES = ("F", "B", "update", "data", "evaluate")
 """Kinds that what lies inside them is counted to, too: an update is no part of the backward that it is made in."""
 
 _REBASE = 10**9
@@ -58,13 +58,21 @@ class _Mark(NamedTuple):
 
 
 class Watch:
-    """Measures one worker. Not for several threads, but `status` may be asked by any."""
+    """Measures one worker. Not for several threads, but `status` may be asked by any.
+
+    Evaluation is no part of training: `busy`, `spent` and `waits` leave it out, and `training` is the time without it.
+
+    Attributes:
+        refills: an evaluation brings the workers out of step, since their pipeline does not empty before it: what a
+            worker then waits until its first backward is over belongs to the evaluation.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._clock: _CudaClock | None = None
         self._minibatch = self._microbatch = 0
         self._wholes: list[int] = []  # of what is open
+        self.refills = False
         self._spans: Spans | None = None
         self.begin()
 
@@ -78,6 +86,7 @@ class Watch:
         self._closed = [0] * len(KINDS)
         self._waits: dict[tuple[str, int], int] = {}
         self._fill = 0
+        self._refilling = False
         self.began = self.ended = perf_counter_ns()
         if self._spans is not None:
             self._spans = Spans()
@@ -138,15 +147,20 @@ class Watch:
         return (self.ended - self.began) / 1e9
 
     @property
+    def training(self) -> float:
+        """Seconds from `begin` to `end` without evaluations."""
+        return max(self.elapsed - self.seconds("evaluate"), 0.0)
+
+    @property
     def busy(self) -> float:
-        """Seconds spent in spans, but on waiting and feeding data."""
+        """Seconds spent in spans, but on waiting, feeding data and evaluating."""
         return self.seconds(*(kind for kind in KINDS if kind not in _IDLE))
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds by kind, with what lies between all spans as 'other': they add up to `elapsed`."""
-        found: dict[str, float] = {kind: self.seconds(kind) for kind in KINDS}
-        return {**found, "other": max(self.elapsed - sum(found.values()), 0.0)}
+        """Seconds of training by kind, with what lies between all spans as 'other': they add up to `training`."""
+        found: dict[str, float] = {kind: self.seconds(kind) for kind in KINDS if kind != "evaluate"}
+        return {**found, "other": max(self.training - sum(found.values()), 0.0)}
 
     @property
     def waits(self) -> list[dict[str, Any]]:
@@ -167,7 +181,7 @@ class Watch:
         if self._clock is None and (stack := self._stack[-1:]):
             own[stack[0][0].kind] += max(now - self._since, 0)
         waiting = own[_NUMBER["wait"]]
-        busy = sum(own) - waiting - own[_NUMBER["data"]]
+        busy = sum(own) - sum(own[_NUMBER[kind]] for kind in _IDLE)
         return Status(now - self.began, busy, waiting, self.count("F") - self.count("B"))
 
     @property
@@ -183,15 +197,18 @@ class Watch:
     def _apply(self, now: int, mark: _Mark | None) -> None:
         stack = self._stack
         if stack:
-            top = stack[-1][0]
-            self._own[top.whole * len(KINDS) + top.kind] += now - self._since
+            self._own[self._place(stack[-1][0])] += now - self._since
         self._since = now
         if mark is not None:
             stack.append((mark, now))
             return
         mark, begin = stack.pop()
         kind = KINDS[mark.kind]
-        if kind == "wait" and mark.cause is not None:
+        if kind == "evaluate":
+            self._refilling = self.refills
+        elif kind == "B":
+            self._refilling = False
+        if kind == "wait" and mark.cause is not None and not self._refilling:
             key = (mark.cause.what, mark.cause.worker)
             self._waits[key] = self._waits.get(key, 0) + now - begin
             if not self._closed[_NUMBER["B"]]:
@@ -199,6 +216,12 @@ class Watch:
         self._closed[mark.kind] += 1
         if self._spans is not None:
             self._spans.add(mark, begin, now)
+
+    def _place(self, mark: _Mark) -> int:
+        """Where in `_own` the time of an open span counts."""
+        if self._refilling and mark.kind == _NUMBER["wait"]:
+            return _NUMBER["evaluate"] * (len(KINDS) + 1)
+        return mark.whole * len(KINDS) + mark.kind
 
 
 class Spans:

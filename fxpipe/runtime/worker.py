@@ -13,6 +13,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -23,23 +24,29 @@ from fxpipe.batch import Splitter
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.folder import read_plan
 from fxpipe.plan import Plan
+from fxpipe.random_state import seed_everything
 from fxpipe.runtime.assembly import choose, open_worker
 from fxpipe.runtime.clocks import Reading, read_offset
-from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, peer_errors
+from fxpipe.runtime.distributed import DistTransport, Wires, channels_of, first_free_tag, peer_errors
+from fxpipe.runtime.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.evaluation_data import EvaluationData
+from fxpipe.runtime.evaluator import Evaluator, every
 from fxpipe.runtime.executor import Executor
-from fxpipe.runtime.feed import Feed, TrainingTask, seed_everything
+from fxpipe.runtime.feed import Feed, TrainingTask
 from fxpipe.runtime.final_weights import FinalTensor, final_tensors, held, write_final_weights
-from fxpipe.runtime.hooks import task_of, warn_if_edited, warn_of_staleness
+from fxpipe.runtime.hooks import evaluates, start_of, task_of, warn_if_edited, warn_of_staleness, weights_are_safe
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.live import StoreBoard
 from fxpipe.runtime.loop import train
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.progress import Progress, default_progress
 from fxpipe.runtime.record import FINAL_WEIGHTS, Record, samples_of
-from fxpipe.runtime.run_summary import add_trace, summarize_run, worker_row
+from fxpipe.runtime.run_summary import add_trace, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.staleness import watch_staleness
 from fxpipe.runtime.trace import WorkerTrace, receive_trace, send_trace, write_trace
+from fxpipe.runtime.watch import Cause
 from fxpipe.schedule import check
+from fxpipe.schedule.action import Action
 from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
@@ -110,14 +117,25 @@ class _Worker:
         if self.feed is None:
             seed_everything(options.seed)
         self.total = self._agree_total()
+        evaluating = evaluates(plan, task, options.eval_every)
         self.backend = self._backend()
         wires = Wires(rank, self.backend, channels_of(plan, recipe.demand), device)
         in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
         self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
         self.executor: Executor = open_worker(
             plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device,
-            clip_norm=options.clip_norm, backend=options.backend,
+            clip_norm=options.clip_norm, backend=options.backend, start=start_of(options, task),
         )  # fmt: skip
+        self.evaluation: DistributedEvaluation | None = None
+        self._evaluated = 0
+        self.record: Record | None = None
+        if evaluating:
+            evaluator = Evaluator(plan, rank, options.build, options.seed)
+            data = EvaluationData(plan, task.eval_data, options.seed, task) if rank == 0 else None
+            tag = first_free_tag(plan, recipe.demand)
+            self.evaluation = DistributedEvaluation(plan, evaluator, wires, tag, data)
+            self.executor.evaluates = every(options.eval_every, self.total)
+            self.executor.watch.refills = not recipe.schedule.synchronous
         if options.log_staleness:
             watch_staleness(self.executor.store, options.out)
         if options.trace:
@@ -125,15 +143,44 @@ class _Worker:
         self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
 
     def run(self) -> dict[str, Any] | None:
-        """All actions, then the final weights."""
-        options, plan, watch = self.options, self.plan, self.executor.watch
+        """All actions, then the final weights, and last of all their evaluation: nothing is lost if that fails."""
+        options, plan = self.options, self.plan
         warn_if_edited(self.executor.stage)
-        record = None
+        for loaded in self.evaluation.evaluator.loaded if self.evaluation is not None else ():
+            warn_if_edited(loaded)
         if self.rank == 0:
-            record = Record(options.out, samples_of(plan), self.total, self.progress, options.tensorboard)
+            self.record = Record(options.out, samples_of(plan), self.total, self.progress, options.tensorboard)
             warn_of_staleness(self.recipe, self.executor)
+        record = self.record
+        try:
+            trace = self._train()
+            rows: list[Any] = [None] * plan.workers
+            with peer_errors(self.rank):
+                dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+            if options.out is not None:
+                self._final_weights(Path(options.out) / FINAL_WEIGHTS)
+            summary = None
+            if record is not None:
+                summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+            if options.trace is not None:
+                self._trace(options.trace, trace, summary)
+            if self.evaluation is not None:
+                begin = perf_counter()
+                with weights_are_safe(options.out):
+                    metrics = self.evaluation.run(self.executor.state(self.total))
+                if record is not None and summary is not None and metrics is not None:
+                    evaluated_last(record, summary, metrics, perf_counter() - begin)
+            if record is not None:
+                record.end(summary)
+        finally:
+            if record is not None:
+                record.close()
+        return summary
+
+    def _train(self) -> WorkerTrace:
+        watch, record = self.executor.watch, self.record
         self.executor.store.begin(0, self.total)
-        board = StoreBoard(self.rank, plan.workers, watch)
+        board = StoreBoard(self.rank, self.plan.workers, watch)
         before = self._clock()
         with peer_errors(self.rank):
             dist.barrier()
@@ -144,25 +191,30 @@ class _Worker:
                 record.begin(board)
             actions = self.recipe.schedule.until(self.rank, self.total)
             feed, report = (None, None) if record is None else (self._feed, record.step)
-            train(plan, self.executor, self.transport, actions, feed, report)
+            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due)
             self.transport.finish()
             watch.end()
         finally:
             board.end()
-            if record is not None:
-                record.close()
-        after = self._clock()
-        rows: list[Any] = [None] * plan.workers
-        with peer_errors(self.rank):
-            dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
-        if options.out is not None:
-            self._final_weights(Path(options.out) / FINAL_WEIGHTS)
-        summary = None
-        if record is not None:
-            summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
-        if options.trace is not None:
-            self._trace(options.trace, WorkerTrace(watch.spans, before, after), summary)
-        return summary
+        return WorkerTrace(watch.spans, before, self._clock())
+
+    def _evaluate_if_due(self, version: int) -> None:
+        """Evaluate between two actions, where a version is due that this worker has just reached."""
+        if self.evaluation is None or version == self._evaluated or not self.executor.evaluates(version):
+            return
+        self._evaluated = version
+        watch = self.executor.watch
+        watch.at(Action("B", version - 1))
+        if self.rank and self.recipe.schedule.synchronous:  # it would wait as long for the next minibatch
+            watch.open("wait", Cause("token", "evaluation", self.rank - 1))
+            self.evaluation.await_start()
+            watch.close()
+        begin = perf_counter()
+        watch.open("evaluate")
+        metrics = self.evaluation.run(self.executor.state(version))
+        watch.close()
+        if self.record is not None and metrics is not None:
+            self.record.evaluated(version, metrics, perf_counter() - begin)
 
     def _clock(self) -> Reading:
         """This process's clock against worker 0's; only a trace needs it."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data"]
+Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate"]
 """Of an event: an action's phase, or what goes on inside it and between actions."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

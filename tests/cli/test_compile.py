@@ -54,6 +54,66 @@ def test_the_table(model: Path) -> None:
     assert set(files(model.parent / "build")) == BUILD
 
 
+HOOKS = """
+
+def eval_data():
+    yield from train_data()[:2]
+    yield {"x": torch.randn(3, 6), "y": torch.randint(0, 3, (3,))}
+
+
+def metrics(model, batch):
+    logits = model(batch["x"])
+    return {"accuracy": (logits.argmax(1) == batch["y"]).float().mean(), "loss": F.cross_entropy(logits, batch["y"])}
+"""
+
+
+def test_validation_hooks_are_compiled(model: Path) -> None:
+    without = fxpipe("compile", "model.py", *QUICK, *DISTINCT)
+    weights = (model.parent / "build" / "weights.safetensors").read_bytes()
+    model.write_text(model.read_text() + HOOKS)
+    result = fxpipe("compile", "model.py", *QUICK, *DISTINCT)
+    assert result.code == 0
+    assert "warning" not in result.err
+    *said, evaluation, wrote = result.out.rstrip().splitlines()
+    assert said == without.out.rstrip().splitlines()[:-1]
+    assert evaluation == "evaluation: accuracy, loss in evaluate_0.py, evaluate_1.py, and for one more shape of batches"
+    assert wrote.startswith("wrote build: stage_0.py, stage_1.py, ")
+    shares = {f"evaluate_{name}.py" for name in ("0", "1", "0_1", "1_1")}
+    assert set(files(model.parent / "build")) == BUILD | shares
+    assert (model.parent / "build" / "weights.safetensors").read_bytes() == weights
+    shown = fxpipe("inspect", "build")
+    assert evaluation in " ".join(shown.out.split())
+    facts = fxpipe("inspect", "build", "--json").json["build"]["evaluation"]
+    assert facts == fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--json").json["evaluation"]
+    assert facts["shapes"][1]["batch"] == {"batch['x']": [3, 6], "batch['y']": [3]}
+    model.write_text(model.read_text().split("def eval_data")[0])
+    assert fxpipe("compile", "model.py", *QUICK, *DISTINCT).code == 0  # over the build with more files
+    assert set(files(model.parent / "build")) == BUILD
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (".float().mean(),", ".float().mean().item(),", "return tensors from metrics()"),
+        ("(3, 6)", "(3, 6) / None", "eval_data() raised TypeError"),
+    ],
+)
+def test_validation_that_cannot_be_compiled_is_a_warning(model: Path, old: str, new: str, said: str) -> None:
+    hooks = HOOKS.replace(old, new)
+    assert hooks != HOOKS
+    model.write_text(model.read_text() + hooks)
+    result = fxpipe("compile", "model.py", *QUICK, *DISTINCT)
+    assert result.code == 0
+    assert "warning: runs evaluate the final weights only, in one process: " in result.err
+    assert said in result.err
+    assert "model.py:" in result.err
+    assert "evaluation:" not in result.out
+    assert set(files(model.parent / "build")) == BUILD
+    reason = fxpipe("inspect", "build", "--json").json["build"]["evaluation"]["reason"]
+    assert said in reason
+    assert "evaluation: of the final weights only" in fxpipe("inspect", "build").out
+
+
 def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     fine, slow = StageTime(0.010, 0.020, 0.0, (0.010, 0.019)), StageTime(0.020, 0.040, 0.0, (0.010, 0.020))
@@ -79,6 +139,7 @@ def test_json(model: Path) -> None:
         "partitions",
         "cuts",
         "forecast",
+        "evaluation",
         "workers",
         "times",
         "engines",

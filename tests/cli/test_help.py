@@ -17,7 +17,7 @@ HEAVY = {"torch", "numpy", "safetensors", "rich", "networkx", "sympy"}
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["compare", "compile", "diff", "doctor", "export", "inspect", "plan", "run"]
+    assert COMMANDS == ["compare", "compile", "diff", "doctor", "explain", "export", "inspect", "plan", "run"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])

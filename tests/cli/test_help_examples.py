@@ -62,6 +62,14 @@ def loss(model, ids):
 
 def train_data():
     return list(torch.randint(0, 32, (64, 8, 9)))
+
+
+def eval_data():
+    return train_data()[:4]
+
+
+def metrics(model, ids):
+    return {"loss": loss(model, ids)}
 """
 PIPEDREAM = "".join(
     f"node{i} -- Layer{i} -- forward_compute_time=1.0, backward_compute_time=2.0, "

@@ -238,3 +238,58 @@ class Older(Policy):
     assert older.code == latest.code == 0, older.err
     assert older.json["losses"][0] == latest.json["losses"][0]
     assert older.json["losses"] != latest.json["losses"]
+
+
+HOOKS = """
+
+def eval_data():
+    return train_data()[:2]
+
+def metrics(model, batch):
+    return {"loss": loss(model, batch), "doubled": 2 * loss(model, batch)ITEM}
+"""
+
+
+def with_hooks(folder: Path, item: str) -> Path:
+    """A build of the model with validation hooks; the model file stands beside it."""
+    path = write_model(folder)
+    path.write_text(path.read_text() + HOOKS.replace("ITEM", item))
+    result = fxpipe("compile", path, "-o", folder / "build", *QUICK)
+    assert result.code == 0, result.err
+    return folder / "build"
+
+
+def test_evaluation(tmp_path: Path) -> None:
+    build = with_hooks(tmp_path, "")
+    arguments = ("run", build, "--local", "--steps", TRAINED, "--eval-every", 3, "--out", tmp_path / "out")
+    result = fxpipe(*arguments)
+    assert result.code == 0, result.err
+    shown = re.findall(r"^step (\d+)  held out loss (\S+), doubled (\S+)$", result.err, re.M)
+    assert [int(step) for step, *_ in shown] == [3, 6, 7]
+    assert f"held out loss {shown[-1][1]}, doubled {shown[-1][2]}\n" in result.out
+    said = fxpipe(*arguments, "--json").json
+    assert [evaluation["step"] for evaluation in said["evaluations"]] == [3, 6, 7]
+    for (_, loss, _), evaluation in zip(shown, said["evaluations"], strict=True):
+        assert f"{evaluation['metrics']['loss']:.4f}" == loss
+        assert evaluation["metrics"]["doubled"] == pytest.approx(2 * evaluation["metrics"]["loss"])
+    assert said["evaluation"] == said["evaluations"][-1]["metrics"]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["evaluations"] == said["evaluations"]
+
+
+def test_metrics_that_cannot_be_captured_are_evaluated_in_the_end(tmp_path: Path) -> None:
+    build = with_hooks(tmp_path, ".item()")
+    result = fxpipe("run", build, "--local", "--eval-every", 3, "--out", tmp_path / "out")
+    assert result.code == 1
+    assert "--eval-every needs a build with evaluation, and this one has none: " in result.err
+    assert "return tensors from metrics()" in result.err
+    assert not (tmp_path / "out").exists()
+    said = fxpipe("run", build, "--local", "--steps", 3, "--out", tmp_path / "out", "--json").json
+    assert said["evaluations"] == [{"step": 3, "metrics": said["evaluation"]}]
+    assert set(said["evaluation"]) == {"loss", "doubled"}
+
+
+def test_a_build_without_validation_hooks_cannot_be_evaluated(folder: Path, tmp_path: Path) -> None:
+    result = fxpipe("run", folder / "build", "--local", "--eval-every", 3, "--out", tmp_path / "out")
+    assert result.code == 1
+    assert "--eval-every needs a build with evaluation, and this one has none" in result.err
+    assert "define eval_data() and metrics(model, batch)" in result.err

@@ -12,6 +12,7 @@ from commands import QUICK, fxpipe
 from model_files import write_model
 
 from fxpipe.folder import read_plan
+from fxpipe.run_folder import read_run
 from fxpipe.runtime.assembly import choose
 from fxpipe.runtime.record import Record
 from fxpipe.runtime.run_summary import _forecast, write_run
@@ -79,3 +80,31 @@ def test_the_steady_rate_is_between_filling_and_emptying(
         now[0] += 5.0 if step in (0, steps - 1) else 1.0
         record.step(step, 1.0, None, None)
     assert record.steady_samples_per_second(2) == steady
+
+
+def test_evaluation_slows_no_rate_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each takes 7 s, and 2 s more until the workers are in step again."""
+    now = [0.0]
+    monkeypatch.setattr("fxpipe.runtime.record.perf_counter", lambda: now[0])
+    record = Record(tmp_path, 10, 20)
+    for step in range(1, 21):
+        now[0] += 1.0 + 2.0 * (step > 1 and step % 5 == 1)
+        record.step(step - 1, 1.0, None, None)
+        if step % 5 == 0:
+            now[0] += 7.0
+            record.evaluated(step, {"accuracy": step / 20, "loss": float("nan")}, 7.0)
+    record.close()
+    assert record.evaluation_seconds == 21.0  # the last one is after the last step
+    assert record.seconds == 26.0
+    assert record.samples_per_second == pytest.approx(200 / 26)
+    assert record.steady_samples_per_second(2) == pytest.approx(10.0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    rates = {line["step"]: line["samples_per_second"] for line in lines if "loss" in line}
+    assert set(rates.values()) == {10.0, 3.333}
+    assert [step for step, rate in rates.items() if rate < 10] == [6, 11, 16]
+    assert lines[5] == {"step": 5, "eval": {"accuracy": 0.25, "loss": None}}
+    found = read_run(tmp_path)
+    assert found["metrics"]["step"] == list(range(1, 21))
+    assert found["evaluations"][0] == {"step": 5, "metrics": {"accuracy": 0.25, "loss": None}}
+    assert [e["step"] for e in found["evaluations"]] == [5, 10, 15, 20]
+    assert found["problems"] == ["run.json is missing: the run did not end, its settings and its timeline are unknown"]

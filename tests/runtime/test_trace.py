@@ -68,8 +68,9 @@ def test_the_trace_says_what_the_summary_says(runs: Any, tmp_path: Path) -> None
     for rank, kinds in busy(trace).items():
         mine = sum(seconds for kind, seconds in kinds.items() if kind not in ("wait", "data"))
         assert mine == pytest.approx(spent(summary, rank), rel=0.01)
+        row = summary["workers"][rank]
         for kind, seconds in kinds.items():
-            assert seconds == pytest.approx(summary["workers"][rank]["spent"][kind], rel=0.01, abs=1e-5)
+            assert seconds == pytest.approx({**row["spent"], **row}[kind], rel=0.01, abs=1e-5)
     schedule = {(e.worker, e.kind, e.minibatch, e.microbatch) for e in trace.events if e.kind in ("F", "B")}
     wanted = [(w, k, m, q) for w in range(3) for k in "FB" for m in range(STEPS) for q in range(plan.microbatches)]
     assert schedule == set(wanted)

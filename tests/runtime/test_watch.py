@@ -187,3 +187,31 @@ def test_spans_are_kept_when_asked_for(clock: Clock) -> None:
     assert (spans.begins[forward] - begin, spans.ends[forward] - begin) == (4.5 * SECOND, 11.5 * SECOND)
     watch.begin()
     assert len(watch.spans.kinds) == 0
+
+
+def test_evaluation_is_no_part_of_training(clock: Clock) -> None:
+    """Nor is what a worker waits after it until its first backward, where the pipeline did not empty before it."""
+    for refills in (False, True):
+        watch = Watch()
+        watch.refills = refills
+        watch.begin()
+        for kind, seconds in (("F", 1.0), ("B", 2.0), ("evaluate", 10.0), ("F", 1.0), ("B", 2.0), ("B", 2.0)):
+            watch.open(kind)  # type: ignore[arg-type]
+            clock.pass_seconds(seconds)
+            if kind == "B":
+                watch.open("wait", Cause("gradient", "g", 1))
+                clock.pass_seconds(0.5)
+                watch.close()
+            watch.close()
+        watch.end()
+        waited = 1.0 if refills else 1.5
+        assert watch.elapsed == pytest.approx(19.5)
+        assert watch.seconds("evaluate") == pytest.approx(11.5 - waited)
+        assert watch.training == pytest.approx(8 + waited)
+        assert watch.busy == pytest.approx(8)
+        assert watch.spent["wait"] == pytest.approx(waited)
+        assert "evaluate" not in watch.spent
+        assert sum(watch.spent.values()) == pytest.approx(watch.training)
+        assert watch.waits == [{"what": "gradient", "from": 1, "seconds": pytest.approx(waited)}]
+        assert watch.status.busy == 8 * SECOND
+        assert watch.status.waiting == round(waited * SECOND)

@@ -17,7 +17,10 @@ from torch import Tensor
 from fxpipe.batch import Splitter
 from fxpipe.folder import read_plan
 from fxpipe.runtime.assembly import choose, open_worker
-from fxpipe.runtime.distributed import DistTransport
+from fxpipe.runtime.distributed import DistTransport, first_free_tag
+from fxpipe.runtime.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.evaluation_data import EvaluationData
+from fxpipe.runtime.evaluator import Evaluator
 from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.loop import train
 from fxpipe.schedule import check
@@ -69,6 +72,13 @@ class StrictWires:
         key = self.key(source, self.worker, channel, tag)
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Message:
+        return self.hub.put(self.hub.sends, (self.worker, to, "numbers", tag), numbers)
+
+    def irecv_numbers(self, count: int, dtype: torch.dtype, source: int, tag: int) -> tuple[Message, Tensor]:
+        numbers = torch.empty(count, dtype=dtype)
+        return self.hub.put(self.hub.receives, (source, self.worker, "numbers", tag), numbers), numbers
+
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
         return (source, target, channel if self.ordered or tag is None else tag)
 
@@ -86,6 +96,7 @@ class ThreadedRun:
     losses: list[float] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def check(self, losses: list[float], state: dict[str, Tensor]) -> None:
         """Assert that it is the local run, bit for bit, and that nothing is left over."""
@@ -96,18 +107,45 @@ class ThreadedRun:
                 assert torch.equal(value, state[name]), name
             assert not executor.store._copies
             assert not executor.transport._posted  # type: ignore[attr-defined]
+            assert not executor._kept
+
+
+class _Evaluating:
+    """Evaluates where it is due, once."""
+
+    def __init__(self, run: ThreadedRun, executor: Executor, evaluation: DistributedEvaluation) -> None:
+        self.run, self.executor, self.evaluation, self.last = run, executor, evaluation, 0
+
+    def __call__(self, version: int) -> None:
+        if version == self.last or not self.executor.evaluates(version):
+            return
+        self.last = version
+        found = self.evaluation.run(self.executor.state(version))
+        assert not self.evaluation._posted
+        if found is not None:
+            self.run.evaluations.append((version, found))
 
 
 def run_in_threads(
-    folder: Path, data: list[Any], optimizer: Callable[[Any], torch.optim.Optimizer], by_channel: bool
+    folder: Path,
+    data: list[Any],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    by_channel: bool,
+    schedule: str | None = None,
+    evaluated: list[Any] | None = None,
 ) -> ThreadedRun:
-    """Train a build on `data`, a thread a worker; every message that was sent was received."""
+    """Train a build on `data`, a thread a worker; every message that was sent was received.
+
+    Args:
+        evaluated: batches for an evaluation after every step but the last.
+    """
     plan = read_plan(folder)
-    recipe = choose(plan)
+    recipe = choose(plan, schedule)
     hub = Hub()
     run = ThreadedRun()
     split = Splitter(plan.batch, plan.batch_spec, plan.microbatches)
     threads = []
+    evaluations: list[_Evaluating | None] = []
     computing = torch.get_num_threads()
 
     def work(worker: int) -> None:
@@ -123,6 +161,7 @@ def run_in_threads(
                 recipe.schedule.until(worker, len(data)),
                 (lambda m: split(data[m], m)) if first else None,
                 (lambda m, loss, lr, norm: run.losses.append(loss)) if first else None,
+                evaluations[worker],
             )
             transport.finish()
         except BaseException as error:
@@ -133,6 +172,13 @@ def run_in_threads(
         wires: Any = StrictWires(hub, worker, by_channel)
         transport = DistTransport(plan, worker, wires, recipe.demand, in_flight)
         run.executors.append(open_worker(plan, folder, worker, recipe, transport, optimizer))
+        evaluations.append(None)
+        if evaluated is not None:
+            run.executors[-1].evaluates = lambda version: 0 < version < len(data)
+            source = EvaluationData(plan, lambda: evaluated, 0) if worker == 0 else None
+            tag = first_free_tag(plan, recipe.demand)
+            evaluation = DistributedEvaluation(plan, Evaluator(plan, worker, folder, 0), wires, tag, source)
+            evaluations[-1] = _Evaluating(run, run.executors[-1], evaluation)
         run.executors[-1].store.begin(0, len(data))
         threads.append(threading.Thread(target=work, args=(worker,)))
     for thread in threads:

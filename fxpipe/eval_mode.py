@@ -1,0 +1,96 @@
+"""A model in eval mode for a while, and then as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import CaptureError
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; then every submodule in the mode in which it was.
+
+    Raises:
+        CaptureError: eval() changes weights, as some modules do that merge others into them: what is evaluated would
+            not be what is trained. All values are then as they were.
+    """
+    modes, before = {module: module.training for module in model.modules()}, model.training
+    changed: list[str] = []
+    tensors = _tensors(model)
+    memories = {name: tensor.detach() for name, tensor in tensors.items()}
+    writes = _Writes([*tensors.values()])
+    try:
+        with writes:
+            model.eval()
+        now = _tensors(model)
+        changed = [
+            name
+            for name, old in memories.items()
+            if _memory(old) in writes.values or now.get(name) is not tensors[name] or _memory(now[name]) != _memory(old)
+        ]
+        if changed:
+            raise CaptureError(
+                f"the model's eval() changes {', '.join(changed[:5])}{' and more' if changed[5:] else ''}",
+                hint="let forward() do by self.training what train() and eval() do to the weights",
+            )
+        yield
+    finally:
+        if changed:
+            model.train(before)  # what it has undone, in attributes, too; the values are then the exact ones again
+        for module, mode in modes.items():
+            module.training = mode
+        for name, old in memories.items():
+            if _memory(tensors[name]) != _memory(old):
+                tensors[name].data = old
+        writes.undo()
+
+
+class _Writes(TorchDispatchMode):
+    """Keeps what is written over of some tensors.
+
+    Attributes:
+        values: by memory, the tensors in it, each with what it held before.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._watched: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._watched.setdefault(_memory(tensor), []).append(tensor.detach())
+        self.values: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's compiler takes seconds to load
+
+    def undo(self) -> None:
+        """Give all of them the values back that they had."""
+        for pairs in self.values.values():
+            for tensor, value in pairs:
+                tensor.copy_(value)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in pytree.tree_leaves(given):
+                    memory = _memory(tensor) if isinstance(tensor, Tensor) else None
+                    if memory in self._watched and memory not in self.values:
+                        self.values[memory] = [(watched, watched.clone()) for watched in self._watched[memory]]
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,43 @@
+"""What a build knows about evaluating in its pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxpipe.plan import Plan
+from fxpipe.runtime.evaluator import moves
+
+
+def evaluation_facts(plan: Plan) -> dict[str, Any] | None:
+    """The metrics, every shape of batch with its files, and why there are none; None without validation hooks.
+
+    Before the batches of an evaluation `moved_bytes` of weights and buffers go to workers that do not hold them; with
+    every batch, `crossing_bytes` of values.
+    """
+    if not plan.evaluations and not plan.not_evaluated:
+        return None
+    return {
+        "metrics": list(dict.fromkeys(name for e in plan.evaluations for name in e.metrics)),
+        "shapes": [
+            {
+                "files": [stage.file for stage in evaluation.stages],
+                "batch": {leaf.name: list(leaf.tensor.shape) for leaf in evaluation.batch if leaf.tensor},
+                "crossing_bytes": sum(edge.tensor.bytes for edge in evaluation.edges),
+            }
+            for evaluation in plan.evaluations
+        ],
+        "moved_bytes": sum(move.spec.bytes for move in moves(plan)),
+        "reason": plan.not_evaluated or None,
+    }
+
+
+def evaluation_text(facts: dict[str, Any] | None) -> str:
+    """One line: the metrics and their files, or why the pipeline does not evaluate; empty without validation hooks."""
+    if facts is None:
+        return ""
+    if facts["reason"]:
+        return f"evaluation: of the final weights only, in one process: {facts['reason']}"
+    shapes = facts["shapes"]
+    many = f", and for {len(shapes) - 1} more shapes of batches" if len(shapes) > 2 else ""
+    many = ", and for one more shape of batches" if len(shapes) == 2 else many
+    return f"evaluation: {', '.join(facts['metrics'])} in {', '.join(shapes[0]['files'])}{many}"

@@ -1,0 +1,66 @@
+"""The process's random generators: torch's, Python's, and numpy's where it is loaded."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class RandomState(NamedTuple):
+    """All generators' states: `cuda` is that of the current device, None where CUDA is not in use; `numpy` likewise."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    python: Any
+    numpy: Any
+
+
+def random_state() -> RandomState:
+    """The state now."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return RandomState(torch.get_rng_state(), cuda, random.getstate(), numpy)
+
+
+def set_random_state(state: RandomState) -> None:
+    """Go on from there; what was not in use then goes on as it is."""
+    torch.set_rng_state(state.cpu)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda)
+    random.setstate(state.python)
+    if state.numpy is not None:
+        sys.modules["numpy"].random.set_state(state.numpy)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Afterwards all generators are as they were before."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, `random` and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def drew_without_torch(before: RandomState) -> bool:
+    """Whether Python's or numpy's generator has been used since."""
+    now = random_state()
+    if now.python != before.python:
+        return True
+    if before.numpy is None:
+        return False
+    (_, key, *rest), (_, key_before, *rest_before) = now.numpy, before.numpy
+    return rest != rest_before or bool((key != key_before).any())

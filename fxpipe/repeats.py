@@ -1,0 +1,225 @@
+"""Is the step the same at every call? What Python decides by chance, by the clock or by a count, capture would freeze.
+
+Tracing calls the step at least twice: to learn about its outputs, then to record it. The torch calls of both are
+compared, one after the other, with their numbers, the identity of their tensors, and the values of constants. A
+difference is what the graph would hold as it happened to be the second time; unless it was a matter of the first call
+alone, and the next ones are all as the second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from fxpipe.errors import CaptureError
+
+Place = tuple[str, int]
+Call = tuple[str, Any, Any]  # of a torch function: its name, and what stands for its arguments
+
+_MARK = "_fxpipe_made"  # on a tensor: which call of the step computed it, and as which of its calls
+_PLAIN = (torch.Tensor, nn.Parameter)
+_READ = 1 << 14  # bytes of a constant that are compared
+_TENSORS = ("given", "made", "constant", "tensor")  # what the tokens of tensors begin with
+_LONG = 64  # arguments beyond which a list is compared by its hash
+_RUNS = itertools.count(1)
+
+
+class Repeats:
+    """The torch calls of a step, call of the step by call.
+
+    Attributes:
+        runs: how often the step has been called.
+        difference: the error that says where a later call was not the first; None as long as all are equal.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.difference: CaptureError | None = None
+        self._run = 0
+        self._first: list[tuple[Place, Call]] = []
+        self._calls: list[tuple[Place, Call]] = []  # of this run
+        self._known: dict[int, int] = {}
+        self._settled = self._ended = False
+
+    def begin(self, given: Sequence[torch.Tensor]) -> None:
+        """The step is called: with tensors that are the same at every call."""
+        self.runs += 1
+        self._run = next(_RUNS)
+        self._calls = []
+        self._known = {id(tensor): i for i, tensor in enumerate(given)}
+
+    def end(self, where: Callable[[Place], str | None]) -> None:
+        """It has returned.
+
+        Raises:
+            CaptureError: it was not what it was the first time.
+        """
+        if self.runs == 1:
+            self._first = self._calls
+        elif self.difference is None and len(self._calls) < len(self._first):
+            place, call = self._first[len(self._calls)]
+            self.difference = _differs(where(place), call, None)
+        if self.difference is not None:
+            self._ended = True
+            raise self.difference
+
+    def settle(self) -> bool:
+        """Whether to trace once more, as what differed may have been done at the first call only: a cache filled.
+
+        From now on the step must do what it did when it was called last.
+        """
+        if self.difference is None or self._settled or not self._ended:
+            return False
+        self._settled, self.difference, self._first = True, None, self._calls
+        return True
+
+    def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
+        """What stands for a torch call, before it is made.
+
+        Raises:
+            CaptureError: one of the tensors was computed by an earlier call of the step.
+        """
+        try:
+            return (name, self._token(args), self._token(kwargs) if kwargs else None)
+        except _Stale:
+            raise CaptureError(
+                "the step meets a tensor that an earlier call of it computed, and kept outside the model: in a global, "
+                "a functools.lru_cache or an object of your own",
+                where=where(),
+                hint="keep it in a buffer of the model (register_buffer); or fill a cache of constants before capture, "
+                "by calling the model once in model()",
+                page="kept-tensors",
+            ) from None
+
+    def made(
+        self,
+        call: Call,
+        result: Any,
+        place: Place,
+        where: Callable[[], str | None],
+        lines: Callable[[Place], str | None],
+    ) -> None:
+        """A torch call has given `result`.
+
+        Args:
+            where: says the line of this call, and the user's own that led to it.
+            lines: says the same of a place.
+        """
+        if not self._marked(result) and call[0] not in ("lift_fresh.default", "__setitem__"):
+            return  # a size, a flag: what is done by it shows in later calls
+        count = len(self._calls)
+        self._calls.append((place, call))
+        if self.runs > 1 and self.difference is None:
+            old, before = self._first[count] if count < len(self._first) else (place, None)
+            if before != call:
+                left_out = old != place and any(later == place for later, _ in self._first[count + 1 :])
+                self.difference = _differs(lines(old) if left_out else where(), before, call)
+        if isinstance(result, torch.Tensor) and result.layout != torch.strided and result.requires_grad:
+            raise CaptureError(
+                "the step makes a sparse tensor on the way to a gradient, which would be lost",
+                where=where(),
+                hint="use dense tensors where a gradient is needed",
+                page="tensor-kinds",
+            )
+
+    def _marked(self, result: Any) -> bool:
+        """Mark the tensors of a result as made by this call; whether there are any."""
+        if isinstance(result, FunctionalTensor):
+            setattr(result, _MARK, (self._run, len(self._calls)))
+            return True
+        if isinstance(result, (tuple, list)):
+            return any([self._marked(part) for part in result])
+        return False
+
+    def _token(self, value: Any) -> Any:
+        """What stands for an argument: equal if and only if the call would be the same."""
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, float):
+            return value if value == value else "nan"
+        if value is None or isinstance(value, (bool, int, str, complex, torch.dtype, torch.device, torch.layout)):
+            return value
+        if isinstance(value, (tuple, list)):
+            tokens = tuple(map(self._token, value))
+            return tokens if len(tokens) <= _LONG else (len(tokens), hash(tokens))
+        if isinstance(value, dict):
+            return tuple((key, self._token(v)) for key, v in value.items())
+        if isinstance(value, slice):
+            return ("slice", self._token(value.start), self._token(value.stop), self._token(value.step))
+        if type(value).__module__ == "numpy":
+            return _of_numpy(value)
+        return type(value).__qualname__
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        if id(tensor) in self._known:
+            return ("given", self._known[id(tensor)])
+        run, number = getattr(tensor, _MARK, (self._run, None))
+        if run != self._run:
+            raise _Stale
+        if number is not None:
+            return ("made", number)
+        return ("constant", _sum(tensor)) if _is_readable(tensor) else ("tensor", tensor.dtype)
+
+
+class _Stale(Exception):
+    """A tensor of an earlier call of the step."""
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but values in this process's memory."""
+    return (
+        type(tensor) in _PLAIN
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_nested
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.data_ptr() != 0
+    )
+
+
+def _sum(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's first bytes, read from memory: no mode of torch sees it."""
+    held = int(tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size())
+    return hex(zlib.crc32(ctypes.string_at(tensor.data_ptr(), min(held, _READ))))
+
+
+def _of_numpy(value: Any) -> Any:
+    if getattr(value, "ndim", 0) == 0 and hasattr(value, "item"):
+        found = value.item()
+        return found if found == found else "nan"
+    if hasattr(value, "flat"):
+        return (str(value.dtype), tuple(value.shape), hex(zlib.crc32(repr(value.flat[:1024].tolist()).encode())))
+    return type(value).__qualname__
+
+
+def _differs(where: str | None, before: Call | None, now: Call | None) -> CaptureError:
+    what = "the step is not the same twice: called again, it does something else from here on"
+    if before and now and before[0] == now[0]:
+        old, new = next(_unequal(before[1:], now[1:]), (None, None))
+        if isinstance(old, (bool, int, float)) and isinstance(new, (bool, int, float)):
+            what += f" ({before[0]} with {old!r}, then with {new!r})"
+    return CaptureError(
+        f"{what}: capture would freeze what Python drew (random, numpy.random), counted or read from the clock",
+        where=where,
+        hint="draw with torch (torch.rand, F.dropout, torch.where over a drawn mask), or draw in train_data() and hand "
+        "it over in the batch",
+        page="randomness",
+    )
+
+
+def _unequal(old: Any, new: Any) -> Any:
+    """Pairs of parts that differ, from the first on; a tensor is one part."""
+    parts = isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new)
+    if parts and not (old and old[0] in _TENSORS):
+        for a, b in zip(old, new, strict=True):
+            yield from _unequal(a, b)
+    elif old != new:
+        yield old, new

@@ -1,0 +1,95 @@
+"""Right which strides torch's fake tensors foretell for operators whose kernels lay their results out otherwise.
+
+Fake tensors take the results of these operators from Python decompositions, which combine the arguments in another
+order than the kernel reads them: where arguments lie in memory differently, the result is foretold in the layout of the
+one and computed in that of the other (torch 2.11 to 2.13). A graph traced so holds views that the real values do not
+allow. When torch has mended them, this computes the same and can go.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+Layout = Callable[..., torch.Tensor]  # of an operator's arguments: a tensor that lies as its (first) result
+
+
+def _in_order(*places: int) -> Layout:
+    """As a kernel lays out what it computes element by element: the first of the arguments decides, where any can."""
+    return lambda *args: functools.reduce(torch.mul, [args[i] for i in places])
+
+
+def _contiguous(*args: Any) -> torch.Tensor:
+    return torch.empty(args[1].shape)  # the gradient of a loss may be one number
+
+
+def _like(place: int) -> Layout:
+    return lambda *args: torch.empty_like(args[place])
+
+
+def _channels_last_like(place: int) -> Layout:
+    """Channels last as that argument is, or contiguous."""
+
+    def layout(*args: Any) -> torch.Tensor:
+        given = args[place]
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.dim())
+        if last is None or torch._prims_common.suggest_memory_format(given) != last:
+            last = torch.contiguous_format
+        return torch.empty_like(given, memory_format=last)
+
+    return layout
+
+
+_LAYOUTS: dict[Any, Layout] = {
+    aten._log_softmax_backward_data.default: _contiguous,
+    aten.binary_cross_entropy_backward.default: _like(1),
+    aten.copysign.Tensor: _in_order(0, 1),
+    aten.elu_backward.default: _in_order(0, 5),
+    aten.floor_divide.default: _in_order(0, 1),
+    aten.hardsigmoid_backward.default: _in_order(0, 1),
+    aten.hardswish_backward.default: _in_order(0, 1),
+    aten.hardtanh_backward.default: _in_order(0, 1),
+    aten.huber_loss_backward.default: _contiguous,
+    aten.leaky_relu_backward.default: _in_order(1, 0),
+    aten.logit_backward.default: _in_order(0, 1),
+    aten.mse_loss_backward.default: _contiguous,
+    aten.native_batch_norm_backward.default: _channels_last_like(1),
+    aten.smooth_l1_loss_backward.default: _contiguous,
+    aten.soft_margin_loss_backward.default: _like(2),
+    aten.softplus_backward.default: _in_order(0, 1),
+    aten.threshold_backward.default: _in_order(1, 0),
+    aten.xlogy.Tensor: _in_order(0, 1),
+}
+_CPU_LAYOUTS: dict[Any, Layout] = {
+    aten.native_dropout_backward.default: _in_order(0, 1),
+    aten.roll.default: _channels_last_like(0),
+}
+
+
+class KernelStrides(FakeTensorMode):
+    """Fake tensors with the strides that the operators' kernels give their results."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        layout = _LAYOUTS.get(func)
+        if layout is None and func in _CPU_LAYOUTS and args[0].device.type == "cpu":
+            layout = _CPU_LAYOUTS[func]
+        if layout is None:
+            return made
+        with self:
+            if isinstance(made, tuple):
+                return (_laid_out(made[0], layout(*args)), *made[1:])
+            return _laid_out(made, layout(*args))
+
+
+def _laid_out(made: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    if made is None or made.stride() == like.stride():
+        return made
+    return torch.empty_strided(made.shape, like.stride(), dtype=made.dtype, device=made.device)

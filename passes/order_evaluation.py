@@ -1,0 +1,58 @@
+"""order_evaluation: what reads a worker's weights stands behind what reads the weights of those before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpipe.program import Buffer, Level, Parameter, Program
+from fxpipe.transform import Pass
+
+
+@dataclass(frozen=True)
+class OrderEvaluation(Pass):
+    """Stand the calls of an evaluation in the order of the workers, which cuts can then follow.
+
+    A call belongs to the first worker that has all it needs: behind its inputs, and behind the owners of the weights it
+    reads. What is made of the batch alone belongs to its first reader. Within a worker the order stays.
+
+    Fields:
+        owners: the worker that holds a parameter or an updated buffer, by its first name; others are everywhere.
+
+    Before (the model is called on both images):     After:
+        h = mm(left, w0)                                 h = mm(left, w0)
+        y = mm(h, w1)                                    g = mm(right, w0)
+        g = mm(right, w0)                                y = mm(h, w1)
+        z = mm(g, w1)                                    z = mm(g, w1)
+    """
+
+    name: ClassVar[str] = "order_evaluation"
+    requires: ClassVar[Level] = Level.CAPTURED
+    provides: ClassVar[Level] = Level.CAPTURED
+
+    owners: Mapping[str, int]
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy()
+        workers = self._workers(program)
+        output = program.graph.output_node()
+        for node in sorted(program, key=workers.__getitem__):
+            output.prepend(node)
+        return program
+
+    def _workers(self, program: Program) -> dict[fx.Node, int]:
+        placeholders = program.placeholders
+        rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
+        found = {placeholders[r.node]: self.owners[r.names[0]] for r in rows if r.names[0] in self.owners}
+        nodes = list(program)
+        for node in nodes:
+            inputs = [found[n] for n in node.all_input_nodes if n in found]
+            if inputs:
+                found[node] = max(inputs)
+        for node in reversed(nodes):
+            if node not in found:
+                found[node] = min((found[n] for n in node.users if n.op == "call_function"), default=0)
+        return found

@@ -1,0 +1,312 @@
+"""Evaluation in the pipeline is that of `model.eval()` in eager, changes no bit of training, and never hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from evaluated import build_of, write_evaluated
+from safetensors.torch import load_file
+from several_runs import one_after_the_other
+from strict_wires import run_in_threads
+
+from fxpipe import load
+from fxpipe.build import Build
+from fxpipe.errors import BatchError, BuildError, RunError, TaskError
+from fxpipe.runtime.evaluation_data import EvaluationData
+from fxpipe.runtime.evaluator import means, moves
+from fxpipe.runtime.hooks import check_evaluation
+from fxpipe.runtime.launch import launch
+from fxpipe.runtime.local_evaluation import LocalEvaluation
+from fxpipe.runtime.local_run import run_local
+from fxpipe.runtime.options import RunOptions
+from fxpipe.task import Task
+
+STEPS, EVERY = 7, 2
+RUNS: list[dict[str, Any]] = [
+    {"policy": "stash"},
+    {"policy": "spectrain"},
+    {"policy": "spectrain", "clip_norm": 0.5},
+    {"schedule": "1f1b", "clip_norm": 0.5},
+    {"schedule": "gpipe"},
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("evaluated")
+
+
+@pytest.fixture(scope="module")
+def built(home: Path) -> tuple[Task, Build]:
+    """Workers that own other weights than they run forward, and tie some: all kinds of tensors have to be moved."""
+    path = write_evaluated(home)
+    task, build = build_of(path, microbatches=2, schedule="async", policy="stash")
+    return task, build.save(home / "build", model_file=path)
+
+
+@pytest.fixture(scope="module")
+def still(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, Build]:
+    """Without dropout: threads of one process share their random numbers."""
+    path = write_evaluated(tmp_path_factory.mktemp("still"), ("nn.Dropout(0.4)", "nn.Dropout(0.0)"))
+    task, build = build_of(path, schedule="async", policy="stash")
+    return task, build.save(path.parent / "build", model_file=path)
+
+
+def options(home: Path, out: Path | None = None, **more: Any) -> RunOptions:
+    steps = more.pop("steps", STEPS)
+    return RunOptions(str(home / "build"), steps=steps, out=None if out is None else str(out), threads=1, **more)
+
+
+def test_what_is_moved(built: tuple[Task, Build]) -> None:
+    plan = built[1].plan
+    assert len(plan.evaluations) == 2
+    found = {(move.name, move.once) for move in moves(plan)}
+    norms = {(f"blocks.{k}.norm.running_{what}", False) for k in (1, 3) for what in ("mean", "var")}
+    assert found == {("embed.weight", False), ("scale", True), *norms}
+    assert all(move.source != move.reader for move in moves(plan))
+
+
+@pytest.mark.multiproc
+def test_it_is_eager_on_the_state_after_the_step(built: tuple[Task, Build], home: Path, tmp_path: Path) -> None:
+    """Local and over processes, for every kind of schedule; and training is the same without it."""
+    task, _ = built
+    local, plain = [], []
+    for number, more in enumerate(RUNS):
+        plain.append(run_local(options(home, tmp_path / f"plain_{number}", **more)))
+        local.append(run_local(options(home, tmp_path / f"local_{number}", eval_every=EVERY, **more)))
+        weights = {STEPS: tmp_path / f"plain_{number}" / "model.safetensors"}
+        # With async, clipping makes a run that ends sooner another one: fewer forwards bring fewer norms.
+        if "clip_norm" not in more or "schedule" in more:
+            for step in (EVERY, 2 * EVERY):
+                run_local(options(home, tmp_path / "short", steps=step, **more))
+                weights[step] = (tmp_path / "short" / "model.safetensors").rename(tmp_path / f"{number}_{step}")
+        found = {evaluation["step"]: evaluation["metrics"] for evaluation in local[-1]["evaluations"]}
+        assert list(found) == [2, 4, 6, 7]
+        for step, path in weights.items():
+            torch.manual_seed(0)  # the run's
+            batches = list(task.eval_data())
+            model = task.model()
+            model.load_state_dict(load_file(path))
+            assert found[step] == eager(task, model, batches), (more, step)
+        assert local[-1]["evaluation"] == found[STEPS]
+        assert len({tuple(metrics.values()) for metrics in found.values()}) == 4
+    wanted = [options(home, tmp_path / f"real_{i}", eval_every=EVERY, **more) for i, more in enumerate(RUNS)]
+    real = one_after_the_other(wanted, 3, tmp_path)
+    for number, (one, other, without) in enumerate(zip(real, local, plain, strict=True)):
+        assert one["evaluations"] == other["evaluations"]
+        assert one["losses"] == other["losses"] == without["losses"]
+        files = [tmp_path / f"{kind}_{number}" / "model.safetensors" for kind in ("real", "local", "plain")]
+        assert len({file.read_bytes() for file in files}) == 1
+        lines = [json.loads(line) for line in (tmp_path / f"real_{number}" / "metrics.jsonl").open()]
+        assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 7]
+        shown = [{"step": line["step"], "metrics": line["eval"]} for line in lines if "eval" in line]
+        assert shown == one["evaluations"]
+        rows = one["workers"]
+        assert one["evaluation_seconds"] > 0
+        assert all(row["evaluate"] > 0 for row in rows)
+        assert all(sum(row["spent"].values()) == pytest.approx(row["seconds"], rel=1e-6) for row in rows)
+        assert without["evaluation_seconds"] == 0
+        assert without["workers"][1]["evaluate"] == 0
+        assert [e["step"] for e in without["evaluations"]] == [STEPS]
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+def test_strict_wires(still: tuple[Task, Build], by_channel: bool, schedule: str) -> None:
+    """Messages that are taken as late as may be, and in the order that NCCL asks for."""
+    task, build = still
+    assert build.folder is not None
+    torch.manual_seed(5)
+    data = list(task.train_data())
+    batches = list(task.eval_data()) * 3
+    torch.manual_seed(0)
+    pipeline = build.local(optimizer=task.optimizer, schedule=schedule)
+    expected = []
+    pipeline.evaluate_while_training(
+        lambda version: version in (1, 2, 3),
+        EvaluationData(build.plan, lambda: batches, 0),
+        lambda step, metrics, seconds: expected.append((step, metrics)),
+    )
+    losses = pipeline.run(data)
+    assert len(expected) == 3
+    run = run_in_threads(build.folder, data, task.optimizer, by_channel, schedule, batches)
+    run.check(losses, pipeline.state_dict())
+    assert run.evaluations == expected
+
+
+def test_the_pipeline_evaluates_when_asked(built: tuple[Task, Build]) -> None:
+    task, build = built
+    pipeline = build.local(optimizer=task.optimizer, policy="stash")
+    batches = list(task.eval_data())
+    before = torch.get_rng_state()
+    first = pipeline.evaluate(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    model = task.model()
+    model.load_state_dict(pipeline.state_dict())
+    assert first == eager(task, model, batches)
+    for batch in task.train_data():
+        pipeline.step(batch)
+    with pytest.raises(RunError, match="call flush"):
+        pipeline.evaluate(batches)
+    pipeline.flush()
+    model.load_state_dict(pipeline.state_dict())
+    assert pipeline.evaluate(iter(batches)) == eager(task, model, batches) != first
+
+
+def eager(task: Task, model: torch.nn.Module, batches: list[Any]) -> dict[str, float]:
+    model.eval()
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        rows = [dict(task.metrics(model, batch)) for batch in batches]
+    return {name: sum(float(row[name]) for row in rows) / len(rows) for name in rows[0]}
+
+
+def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
+    """An optimizer may draw random numbers too: training stays the same."""
+    path = write_evaluated(tmp_path, ('"norm": model.scale.norm()', '"norm": torch.rand(()) + model.scale.norm()'))
+    task, build = build_of(path)
+    plan = build.save(tmp_path / "build", model_file=path).plan
+    evaluation = LocalEvaluation(plan, tmp_path / "build", 0)
+    states = [executor.state(0) for executor in build.local().executors]
+    random_workers = [stage.part.random for stage in plan.evaluations[0].stages]
+    assert any(random_workers)
+    before = torch.get_rng_state()
+    found = evaluation.run(EvaluationData(plan, task.eval_data, 0), states)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found == evaluation.run(EvaluationData(plan, task.eval_data, 0), states)
+
+
+def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> None:
+    """As the plain loop does it, wherever a metric is made."""
+    plan = built[1].plan
+    shapes, values = [0, 1, 0], [0.1, 1e16, -1e16]
+    made: list[list[float]] = [[] for _ in range(plan.workers)]
+    for shape, value in zip(shapes, values, strict=True):
+        for worker, stage in enumerate(plan.evaluations[shape].stages):
+            made[worker] += [value] * len(stage.part.metrics)
+    found = means(plan, shapes, made)
+    assert found["size"] == (12 + 5 + 12) / 3
+    assert found["accuracy"] == (((0.0 + 0.1) + 1e16) + -1e16) / 3 != 0.1 / 3
+
+
+def test_evaluation_data_are_the_same_every_time(built: tuple[Task, Build]) -> None:
+    plan = built[1].plan
+
+    def batches() -> Iterator[Any]:
+        for size in (12, 5):
+            high = 1 + random.randrange(10) * numpy.random.randint(1, 2)
+            yield torch.randint(0, high, (size,)), torch.randint(0, 11, (size,))
+
+    data = EvaluationData(plan, batches, seed=3)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    first = list(data())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
+    torch.rand(3), random.random(), numpy.random.rand()
+    again = list(data())
+    assert [shape for shape, _ in first] == [0, 1]
+    for (_, one), (_, other) in zip(first, again, strict=True):
+        assert all(map(torch.equal, one, other))
+    other = list(EvaluationData(plan, batches, seed=4)())
+    assert not torch.equal(first[0][1][1], other[0][1][1])
+
+
+def pair(*shape: int, dtype: torch.dtype = torch.int64) -> Any:
+    return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (pair(3), r"batch 2 .* is of no shape .*: batch\[0\] is int64\[3\], captured as int64\[12\]; .*2 shapes"),
+        (pair(12, dtype=torch.float32), r"batch\[0\] is float32\[12\], captured as int64\[12\] \(of 2 shapes"),
+        (list(pair(12)), "batch 2 .* is built differently"),
+        ((*pair(12), 1), "batch 2 .* is built differently"),
+    ],
+)
+def test_a_batch_of_an_unknown_shape(built: tuple[Task, Build], batch: Any, said: str) -> None:
+    with pytest.raises(BatchError, match=said) as caught:
+        list(EvaluationData(built[1].plan, lambda: [pair(12), batch], 0)())
+    assert "compile again" in str(caught.value)
+    assert "drop_last" in str(caught.value)
+
+
+def test_errors_of_the_data(built: tuple[Task, Build]) -> None:
+    plan = built[1].plan
+
+    def broken() -> Iterable[Any]:
+        yield pair(12)
+        raise ValueError("no such file")
+
+    with pytest.raises(TaskError, match=r"eval_data\(\) raised ValueError: no such file"):
+        list(EvaluationData(plan, broken, 0)())
+    exhausted = iter([pair(12)])
+    data = EvaluationData(plan, lambda: exhausted, 0)
+    assert len(list(data())) == 1
+    with pytest.raises(TaskError, match=r"eval_data\(\) gave no batch\n.*hint: return a new iterable"):
+        list(data())
+
+
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=[pytest.mark.multiproc, pytest.mark.slow])])
+@pytest.mark.usefixtures("built")
+def test_the_last_evaluation_fails_and_the_trained_weights_are_safe(
+    home: Path, tmp_path: Path, processes: bool
+) -> None:
+    count = "COUNT = [0]\n\n\ndef eval_data():\n    COUNT[0] += 1\n    assert COUNT[0] < 2, 'gone'"
+    path = write_evaluated(tmp_path, ("def eval_data():", count))
+    found = options(home, tmp_path / "out", model_file=str(path), eval_every=STEPS - 1)
+    with pytest.raises(TaskError) as caught:
+        launch(found, 3) if processes else run_local(found)
+    assert "eval_data() raised AssertionError: gone" in str(caught.value)
+    assert "at: evaluated.py:" in str(caught.value)
+    assert f"the trained weights are safe in {tmp_path / 'out' / 'model.safetensors'}" in str(caught.value)
+    assert load_file(tmp_path / "out" / "model.safetensors")
+    assert [e["step"] for e in json.loads((tmp_path / "out" / "run.json").read_text())["evaluations"]] == [STEPS - 1]
+
+
+@pytest.mark.multiproc
+def test_a_batch_of_an_unknown_shape_ends_the_run(built: tuple[Task, Build], home: Path, tmp_path: Path) -> None:
+    """While others are on their way through the pipeline; nobody is left waiting."""
+    path = write_evaluated(tmp_path, ("(12, 5, 12, 12)", "(12, 5, 12, 12, 3)"))
+    found = options(home, tmp_path / "out", model_file=str(path), eval_every=2)
+    with pytest.raises(BatchError) as caught:
+        launch(found, 3)
+    assert "batch 5 of eval_data() is of no shape" in str(caught.value)
+    assert "hint: compile again" in str(caught.value)
+    assert "weights are safe" not in str(caught.value)
+
+
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=[pytest.mark.multiproc, pytest.mark.slow])])
+def test_an_edited_file(home: Path, built: tuple[Task, Build], tmp_path: Path, capfd: Any, processes: bool) -> None:
+    build = load(home / "build").save(tmp_path / "build", model_file=home / "evaluated.py")
+    file = tmp_path / "build" / "evaluate_1.py"
+    text = file.read_text()
+    file.write_text(text.replace("(weights, buffers, batch, comm):", "(weights, buffers, batch, comm):\n    1 / 0", 1))
+    found = dataclasses.replace(options(home, tmp_path / "out", eval_every=1), build=str(build.folder))
+    with pytest.raises(RunError) as caught:
+        launch(found, 3) if processes else run_local(found)
+    assert "evaluating batch 1 of eval_data() failed on worker 1: ZeroDivisionError" in str(caught.value)
+    assert f"{file}:" in str(caught.value)
+    assert f"{file} was edited" in capfd.readouterr().err
+    file.write_text(text.replace("comm.recv(", "print("))
+    with pytest.raises(BuildError, match=r"evaluate_1.py does not match its plan: evaluate no longer receives"):
+        run_local(found)
+
+
+def test_a_build_without_evaluation_says_why(built: tuple[Task, Build], home: Path) -> None:
+    plan = dataclasses.replace(built[1].plan, evaluations=())
+    with pytest.raises(RunError, match=r"--eval-every needs a build with evaluation.*\n.*define eval_data\(\)"):
+        check_evaluation(plan, "--eval-every")
+    with pytest.raises(RunError, match=r"this one has none: metrics\(\) is strange\n.*compile again"):
+        check_evaluation(dataclasses.replace(plan, not_evaluated="metrics() is strange"), "--eval-every")
+    pipeline = dataclasses.replace(built[1], plan=plan, folder=None).local()
+    with pytest.raises(RunError, match=r"evaluate\(\) needs a build with evaluation"):
+        pipeline.evaluate([])

@@ -1,0 +1,62 @@
+"""Runs that the same worker processes make in turn: starting them is what takes long."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from fxpipe.runtime.options import RunOptions
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.worker import end_process, join
+
+for number, (port, text) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    os.environ["MASTER_PORT"] = str(port)
+    summary = join(RunOptions.from_json(text))
+    if summary is not None:
+        Path(sys.argv[1]).with_name(f"summary_{number}.json").write_text(json.dumps(summary))
+end_process(0)
+"""
+
+
+def one_after_the_other(runs: Sequence[RunOptions], workers: int, folder: Path) -> list[dict[str, Any]]:
+    """The summaries of runs that the same processes make in turn: starting them is what takes long.
+
+    For each run they meet at a store of this process, as under torchrun.
+    """
+    (folder / "worker.py").write_text(WORKER)
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
+    (folder / "runs.json").write_text(json.dumps(listed))
+    shared = {
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, str(folder / "worker.py"), str(folder / "runs.json")]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(workers)
+    ]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=60)
+            # The study's warnings (fxpipe.policy.experience) are no errors.
+            errors = [line for line in err.splitlines() if not line.startswith("warning: policy ")]
+            assert (process.returncode, errors) == (0, [])
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"summary_{number}.json").read_text()) for number in range(len(runs))]
