@@ -1,0 +1,191 @@
+"""Features that no pipeline can hold, or not yet: refused with a cause and a cure, never captured wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from features import WIDTH, Around, squared, vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxpipe
+from fxpipe.errors import BatchError, CaptureError, CutError
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Looked(nn.Module):
+    """An embedding with options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH + 1, WIDTH, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x > 0).long().sum(1))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(2, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x > 0).long())
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x.unflatten(1, (2, 3)), torch.tensor([2, 2, 1, 1]), batch_first=True)
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].flatten(1)
+
+
+class Cumulative(nn.Module):
+    """An average over all steps so far reads the number of steps out of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class PostAccumulate(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+class ReplacesWeight(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.Parameter(self.weight * 0.9)
+        return super().forward(x)
+
+
+class ClampsWeight(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class SharedView(nn.Module):
+    """Two buffers that are views of one memory, of which one changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.zeros(2, WIDTH)
+        self.register_buffer("first", both[0])
+        self.register_buffer("both", both)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first += x.detach().mean(0)
+        return x + self.both.sum(0)
+
+
+@dataclass
+class Fields:
+    x: Tensor
+    y: Tensor
+
+
+def a_dataclass(size: int) -> Fields:
+    return Fields(*vectors(size))
+
+
+def of_fields(model: nn.Module, batch: Fields) -> Tensor:
+    return squared(model, (batch.x, batch.y))
+
+
+def alignment(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch[0])[:, None].log_softmax(-1)
+    return F.ctc_loss(out, torch.tensor([[1, 2]]), torch.tensor([len(out)]), torch.tensor([2]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Lazy, "middle.layer.weight is lazy: it has no shape yet"),
+        (lambda: Looked(sparse=True), "the gradient of middle.table.weight is sparse"),
+        (Bag, "the gradient of middle.table.weight is sparse"),
+        (lambda: Looked(max_norm=0.5), "changes parameter middle.table.weight in place"),
+        (Packed, "depends on values"),
+        (Cumulative, "a Python number of a tensor"),
+        (PostAccumulate, "parameter middle.weight has a post-accumulate-grad hook"),
+        (ReplacesWeight, "the step replaces parameter middle.weight"),
+        (ClampsWeight, "the step changes parameter middle.weight in place"),
+        (SharedView, "share memory"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_modules_are_refused_with_cause_and_cure(make: Callable[[], nn.Module], message: str) -> None:
+    refused(Around(make()), squared, vectors(4), message)
+
+
+def test_losses_and_batches_are_refused_with_cause_and_cure() -> None:
+    refused(Around(nn.Tanh()), alignment, vectors(4), "depends on values")
+    refused(Around(nn.Tanh()), of_fields, a_dataclass(4), "Fields")
+
+
+def refused(model: nn.Module, loss: Callable[..., Tensor], batch: Any, message: str) -> None:
+    with pytest.raises((CaptureError, BatchError), match=message) as caught:
+        fxpipe.capture(model, loss, batch)
+    assert caught.value.hint
+
+
+class Graph(nn.Module):
+    """A sparse matrix multiplies the values of every layer."""
+
+    def __init__(self, constant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.register_buffer("places", torch.tensor([[0, 1, 2], [2, 0, 1]]))
+        self.register_buffer("weights", torch.ones(3))
+        self.constant = constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights if self.constant else x.detach()[:3, 0]
+        edges = torch.sparse_coo_tensor(self.places, weights, (4, 4))
+        for layer in self.layers:
+            x = torch.sparse.mm(edges, torch.tanh(layer(x)))
+        return x
+
+
+def test_a_sparse_value_may_not_cross_workers() -> None:
+    program = fxpipe.capture(Graph(constant=False), squared, vectors(4))
+    with pytest.raises(CutError, match="would send worker 1 the sparse tensor") as caught:
+        fxpipe.lower(program, cost="analytic", forward_at=["layers.2"], backward_at=["layers.1"])
+    assert "sparse_coo_tensor(self.places" in str(caught.value.where)
+    assert "to_dense" in str(caught.value.hint)
+
+
+def test_capture_says_what_hooks_see() -> None:
+    model = Around(nn.Linear(WIDTH, WIDTH))
+    model.middle.register_full_backward_hook(lambda module, into, out: None)
+    model.after[0].weight.register_hook(lambda gradient: gradient)
+    (warning,) = fxpipe.capture(model, squared, vectors(4)).warnings
+    assert "hooks see one microbatch's gradient at a time" in warning
+    assert "after.0.weight, middle" in warning
