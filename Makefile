@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 STEPS ?= 1500
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -10,7 +11,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-slow check wheel bench clean
+.PHONY: help venv browser demo test test-slow zoo check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +21,8 @@ venv: $(INSTALLED) ## set up .venv: fxpipe, editable, with the tools of developm
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,onnxruntime,zoo]'
-	$(BIN)/python -m pip install -c constraints.txt --no-deps torchvision timm # whose own needs may replace torch
+	# Their own needs may replace torch, and torchvision may be for another build of it: apart, where only the zoo looks.
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/zoo torchvision timm
 	touch $@
 
 browser: ## install Chromium, Debian's package, for the tests of the report
@@ -42,6 +44,9 @@ test: venv ## run the tests that take seconds
 
 test-slow: venv ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+zoo: venv ## check every model of the zoo, or ONLY='llama|t5', JOBS=2 at a time; writes docs/coverage.md
+	$(BIN)/python tests/zoo/run.py --only '$(ONLY)' --jobs $(JOBS)
 
 # fxpipe/, passes/ and cli/ become one package only when installed, so mypy reads the unpacked wheel.
 check: venv ## lint, formatting, and the types of what a wheel holds

@@ -1,4 +1,4 @@
-"""Captured models of the zoo, and cuts in three whose forward and backward lie apart."""
+"""Captured models of the zoo's core, and cuts in three whose forward and backward lie apart."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from families import CORE
 from fxpipe.passes.cut import glued_positions
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from random_cuts import legal_cuts
 from torch import Tensor, nn
-from zoo import ZOO
 
 import fxpipe
 from fxpipe.batch import split
@@ -25,9 +25,9 @@ Step = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]
 
 
 @functools.lru_cache(maxsize=1)  # one at a time: they are large
-def captured_zoo(name: str, size: int | None = None) -> tuple[Step, Program, Program]:
+def captured_core(name: str, size: int | None = None) -> tuple[Step, Program, Program]:
     """A model's step, its program of one microbatch, and that with its units; `size` samples in a minibatch."""
-    entry = ZOO[name]
+    entry = CORE[name]
     model, loss, batch = dataclasses.replace(entry, size=size or entry.size).make()
     program = fxpipe.capture(model, loss, split(batch, MICROBATCHES)[0])
     return (model, loss, batch), program, run_passes(program, [Fold(), Units()])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from zoo import ZOO, ZooModel, define_torchvision_ops
+from families import CORE, ZooModel, define_torchvision_ops
 
 define_torchvision_ops()
 
 
 @pytest.fixture
-def zoo_model(name: str) -> ZooModel:
-    """The model of that name, or a skip that says which package is missing."""
-    if reason := ZOO[name].missing():
+def core_model(name: str) -> ZooModel:
+    """The core's model of that name, or a skip that says which package is missing."""
+    if reason := CORE[name].missing():
         pytest.skip(reason)
-    return ZOO[name]
+    return CORE[name]

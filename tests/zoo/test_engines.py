@@ -12,11 +12,11 @@ import pytest
 import torch
 from cached import captured
 from engines import needs
+from families import CORE
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from small_models import CASES
-from zoo import ZOO
-from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_zoo, even_cuts
+from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_core, even_cuts
 
 import fxpipe
 from fxpipe import backend
@@ -36,7 +36,7 @@ STEPS = 20
 
 def named(fast: set[str]) -> list[Any]:
     """All models; but for a few, translation takes too long for every run."""
-    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in (*ZOO, *map("case:{}".format, CASES))]
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in (*CORE, *map("case:{}".format, CASES))]
 
 
 def lowered(name: str, choose: Callable[[Program], Cuts], size: int | None = None) -> tuple[Build, list[Any]]:
@@ -48,10 +48,10 @@ def lowered(name: str, choose: Callable[[Program], Cuts], size: int | None = Non
         numbered = run_passes(program, [Fold(), Units()])
         batches = CASES[case].batches(STEPS)
     else:
-        if reason := ZOO[name].missing():
+        if reason := CORE[name].missing():
             pytest.skip(reason)
-        _, program, numbered = captured_zoo(name, size)
-        batches = dataclasses.replace(ZOO[name], size=size or ZOO[name].size).batches(STEPS)
+        _, program, numbered = captured_core(name, size)
+        batches = dataclasses.replace(CORE[name], size=size or CORE[name].size).batches(STEPS)
     cuts = choose(numbered)
     assert cuts.forward != cuts.backward
     options: dict[str, Any] = {"split_backward": cuts.weights != cuts.backward}

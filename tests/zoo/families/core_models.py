@@ -1,39 +1,30 @@
-"""Small models of real architectures: random weights, dropout where they have it, nothing downloaded."""
+"""Nine small models of real architectures, dropout where they have it: every engine is tested on all of them."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CLASSES, VOCABULARY, LENGTH = 10, 199, 16
-
-
-@functools.cache
-def define_torchvision_ops() -> torch.library.Library | None:
-    """Declare what `import torchvision` looks up, where its compiled part is for another build of torch."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None:
-        return None
-    for folder in spec.submodule_search_locations or ():
-        for compiled in Path(folder).glob("_C*.so"):
-            try:
-                torch.ops.load_library(compiled)
-            except OSError:
-                continue
-            return None
-    library = torch.library.Library("torchvision", "DEF")  # what it defines lasts as long as it: the cache keeps it
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+from families.entry import (
+    CLASSES,
+    LENGTH,
+    TIMM,
+    TRANSFORMERS,
+    VISION,
+    VOCABULARY,
+    ZooModel,
+    classify,
+    gaps,
+    images,
+    next_token,
+    own_loss,
+    segmented,
+    text,
+    tokens,
+)
 
 
 def _vgg16() -> nn.Module:
@@ -124,6 +115,8 @@ class ResidualLSTM(nn.Module):
 
 
 class DoubleConv(nn.Sequential):
+    """Two convolutions with batch norm and ReLU."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         for width in (inputs, outputs):
@@ -160,97 +153,17 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def _classify(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
-def _next_token(model: nn.Module, batch: Any) -> Tensor:
-    ids, targets = batch
-    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model of transformers computes itself."""
-    return model(**batch).loss
-
-
-def _images(pixels: int) -> Callable[[int], Any]:
-    return lambda size: (torch.randn(size, 3, pixels, pixels), torch.randint(0, CLASSES, (size,)))
-
-
-def _pixels(size: int) -> Any:
-    return torch.randn(size, 3, 32, 32), torch.randint(0, CLASSES, (size, 32, 32))
-
-
-def _tokens(size: int) -> Any:
-    """Short ones: capture unrolls every step of an LSTM."""
-    ids = torch.randint(0, VOCABULARY, (size, LENGTH // 2 + 1))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def _text(size: int) -> Any:
-    ids = torch.randint(0, VOCABULARY, (size, LENGTH))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _gaps(size: int) -> Any:
-    """Padded texts, of which every third token is to be guessed."""
-    ids = torch.randint(5, VOCABULARY, (size, LENGTH))
-    present = torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (size, 1))
-    hidden = present & (torch.arange(LENGTH) % 3 == 1)
-    return {
-        "input_ids": ids.masked_fill(hidden, 4).masked_fill(~present, 0),
-        "attention_mask": present.long(),
-        "labels": ids.masked_fill(~hidden, -100),
-    }
-
-
-@dataclass(frozen=True)
-class ZooModel:
-    """A model with its step.
-
-    Attributes:
-        size: samples in a minibatch.
-        needs: packages that `make` imports.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], Tensor]
-    batch: Callable[[int], Any]
-    size: int = 4
-    needs: tuple[str, ...] = ()
-
-    def missing(self) -> str | None:
-        """Why the model cannot be made here, if it cannot."""
-        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        return f"{' and '.join(absent)} not installed; `make venv` installs it" if absent else None
-
-    def make(self, seed: int = 0) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]:
-        """The module, the loss function and one minibatch."""
-        define_torchvision_ops()
-        torch.manual_seed(seed)
-        model = self.model()
-        return model, self.loss, self.batches(1)[0]
-
-    def batches(self, count: int) -> list[Any]:
-        torch.manual_seed(1234)
-        return [self.batch(self.size) for _ in range(count)]
-
-
-TIMM = ("timm", "torchvision", "huggingface_hub", "yaml")
-ZOO = {
+CORE = {
     entry.name: entry
     for entry in (
-        ZooModel("vgg16", _vgg16, _classify, _images(32), needs=("torchvision",)),
-        ZooModel("resnet18", _resnet18, _classify, _images(64), needs=("torchvision",)),
-        ZooModel("inception-v4", _inception_v4, _classify, _images(107), needs=TIMM),
-        ZooModel("vit", _vit, _classify, _images(32), needs=TIMM),
-        ZooModel("gpt2", _gpt2, _own_loss, _text, needs=("transformers",)),
-        ZooModel("llama", _llama, _own_loss, _text, needs=("transformers",)),
-        ZooModel("bert", _bert, _own_loss, _gaps, needs=("transformers",)),
-        ZooModel("residual-lstm", ResidualLSTM, _next_token, _tokens),
-        ZooModel("unet", UNet, _classify, _pixels),
+        ZooModel("vgg16", _vgg16, classify, images(32), needs=VISION),
+        ZooModel("resnet18", _resnet18, classify, images(64), needs=VISION),
+        ZooModel("inception-v4", _inception_v4, classify, images(107), needs=TIMM),
+        ZooModel("vit", _vit, classify, images(32), needs=TIMM),
+        ZooModel("gpt2", _gpt2, own_loss, text, needs=TRANSFORMERS),
+        ZooModel("llama", _llama, own_loss, text, needs=TRANSFORMERS),
+        ZooModel("bert", _bert, own_loss, gaps, needs=TRANSFORMERS),
+        ZooModel("residual-lstm", ResidualLSTM, next_token, tokens),
+        ZooModel("unet", UNet, classify, segmented(32)),
     )
 }
