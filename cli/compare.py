@@ -9,14 +9,14 @@ import click
 from fxpipe.cli.output import Column, emit_json, print_columns, print_text, stdout_console, warn
 
 from fxpipe.run_comparison import SMOOTH, compare
-from fxpipe.trace import KINDS
+from fxpipe.trace import OF_TRAINING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Json = dict[str, Any]
 
-SPENT = (*KINDS, "other")
+SPENT = (*OF_TRAINING, "other")
 """Columns of the workers' table."""
 
 

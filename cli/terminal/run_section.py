@@ -27,6 +27,9 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     losses = [loss for loss in run["metrics"]["loss"] if loss is not None]
     if losses:
         console.print(f"loss {losses[0]:.4g} → {losses[-1]:.4g}")
+    for evaluation in run["evaluations"][-1:]:
+        found = ((name, "–" if value is None else f"{value:.4g}") for name, value in evaluation["metrics"].items())
+        print_text(console, "held out " + ", ".join(map(" ".join, found)))
     workers = run.get("workers") or []
     if workers:
         shares = [Text.assemble(mark(w["rank"]), f" {100 * w['busy']:.0f} %") for w in workers]

@@ -20,7 +20,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.record import Record, samples_of
 from fxpipe.simulator.forecast import expect
 from fxpipe.time_losses import time_losses
-from fxpipe.trace import KINDS, Kind
+from fxpipe.trace import OF_TRAINING, Kind
 
 if TYPE_CHECKING:
     from fxpipe.runtime.assembly import Recipe
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fxpipe.stage_times import StageTime
     from fxpipe.summary import WorkerSummary
 
-_OWN: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in ("wait", "evaluate"))
+_OWN: tuple[Kind, ...] = tuple(kind for kind in OF_TRAINING if kind != "wait")
 _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
 _PLANNED: tuple[Kind, ...] = ("F", "B", "update")
 

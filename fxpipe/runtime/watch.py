@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.schedule.action import Action
-from fxpipe.trace import KINDS, Kind
+from fxpipe.trace import KINDS, OF_TRAINING, Kind
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _IDLE: tuple[Kind, ...] = ("wait", "data", "evaluate")
@@ -159,7 +159,7 @@ class Watch:
     @property
     def spent(self) -> dict[str, float]:
         """Seconds of training by kind, with what lies between all spans as 'other': they add up to `training`."""
-        found: dict[str, float] = {kind: self.seconds(kind) for kind in KINDS if kind != "evaluate"}
+        found: dict[str, float] = {kind: self.seconds(kind) for kind in OF_TRAINING}
         return {**found, "other": max(self.training - sum(found.values()), 0.0)}
 
     @property

@@ -24,6 +24,9 @@ Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data",
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+OF_TRAINING: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "evaluate")
+"""Those whose times add up to a run's: evaluations are not counted in it."""
+
 ACTIONS: tuple[Kind, ...] = ("F", "B")
 """The kinds of events that others lie in."""
 

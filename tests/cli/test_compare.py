@@ -16,7 +16,7 @@ from written_runs import write_run
 from fxpipe.errors import RunError
 from fxpipe.run_comparison import compare
 from fxpipe.run_folder import read_run
-from fxpipe.trace import KINDS
+from fxpipe.trace import OF_TRAINING
 
 
 def fxpipe_compare(*arguments: object) -> tuple[str, str]:
@@ -38,7 +38,7 @@ def test_json_is_the_comparison(tmp_path: Path) -> None:
 
 def test_the_text_fits_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    busy = dict.fromkeys((*KINDS, "other"), 0.4)
+    busy = dict.fromkeys((*OF_TRAINING, "other"), 0.4)
     rows = [{"rank": k, "engines": ["eager"], "busy": 0.5, "seconds": 4.0, "spent": busy} for k in range(12)]
     one = write_run(tmp_path / "one", steps=40, policy="spectrain+decay")
     two = write_run(tmp_path / "two", steps=100_000, build={"folder": "other", "digest": "f" * 64})

@@ -373,6 +373,12 @@ def test_a_run_beneath_its_build(build: Path) -> None:
     assert re.search(r"^run run · async · spectrain · 3 steps · ", result.out, re.M)
     assert re.search(r"^[0-9.]+ samples/s", result.out, re.M)
     assert fxpipe("inspect", build, "--run", "run", "--json").json["run"]["steps"] == 3
+    assert "held out" not in result.out
+    found = json.loads(Path("run/run.json").read_text())
+    found["evaluations"] = [{"step": s, "metrics": {"accuracy": s / 4, "error": None}} for s in (2, 3)]
+    Path("run/run.json").write_text(json.dumps(found))
+    evaluated = fxpipe("inspect", build, "--run", "run")
+    assert re.search(r"^held out accuracy 0.75, error –$", evaluated.out, re.M)
     lines = Path("run/metrics.jsonl").read_text()
     Path("run/metrics.jsonl").write_text(lines[:-20])
     cut = fxpipe("inspect", build, "--run", "run")

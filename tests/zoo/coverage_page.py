@@ -40,11 +40,13 @@ def page(rows: Sequence[Row], kinds: Mapping[str, str], versions: Mapping[str, s
         f"**{verdict(rows)[0]}** model families, with {used}, on one core of a CPU each. `make zoo` writes this page.",
         "\n".join(
             [
-                "Each model is the library's own, unmodified, with random weights. Its training step is captured,",
-                f"cut for {WORKERS} workers twice, with the backward cut earlier than the forward and later, emitted,",
-                f"and run in one process: one synchronous step of {MICROBATCHES} microbatches with all dropout off,",
-                f"whose loss, gradients and buffers agree with eager PyTorch's to {TOLERANCE:.0e} of each tensor's",
-                f"norm in float32, then {ASYNC_STEPS} steps of `async`, after which every loss and weight is finite.",
+                "Each model has random weights and is its library's own, at the library's size or with a small",
+                "configuration; a few are put together from a library's parts, and the architectures written out",
+                f"are this project's. Its training step is captured, cut for {WORKERS} workers twice, with the",
+                "backward cut earlier than the forward and later, emitted, and run in one process: one synchronous step",
+                f"of {MICROBATCHES} microbatches with all dropout off, whose loss, gradients and buffers agree with eager",
+                f"PyTorch's to {TOLERANCE:.0e} of each tensor's norm in float32, then {ASYNC_STEPS} steps of `async`,",
+                "after which every loss and weight is finite.",
                 "`dropout` marks models that were compared with dropout on, too, eager's random numbers replayed;",
                 "`replayed` those that draw random numbers without any dropout, compared in that way alone.",
             ]
