@@ -58,16 +58,20 @@ class Step:
 def compare(found: Step, eager: Step) -> Agreement:
     """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero."""
     scale = FLOOR * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
-    gradients = {n: _error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
+    gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
     gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
     return Agreement(
-        loss=_error(found.loss, eager.loss, 0.0),
+        loss=relative_error(found.loss, eager.loss, 0.0),
         gradients=gradients,
-        buffers={n: _error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
+        buffers={n: relative_error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
     )
 
 
-def _error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
+def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
+    """The norm of the difference over the norm of what is expected, or over `floor` if that is more.
+
+    Infinite where nothing was found, or where other values are not finite than should be.
+    """
     if found is None:
         return math.inf
     if found.numel() == 0:

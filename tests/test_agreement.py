@@ -13,7 +13,7 @@ from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import nn
 
-from fxpipe.agreement import Agreement, _error, compare_with_eager
+from fxpipe.agreement import Agreement, compare_with_eager, relative_error
 from fxpipe.build import Build
 
 
@@ -77,4 +77,4 @@ def test_a_wrong_stage_is_found() -> None:
     ],
 )
 def test_what_is_not_finite_agrees_only_with_itself(found: list[float], expected: list[float], error: float) -> None:
-    assert _error(torch.tensor(found), torch.tensor(expected), 0.0) == error
+    assert relative_error(torch.tensor(found), torch.tensor(expected), 0.0) == error

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from features import WIDTH, Around, squared
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,31 +19,8 @@ import fxpipe
 from fxpipe.agreement import compare_with_eager
 from fxpipe.errors import CaptureError
 
-WIDTH = 8
 OUTSIDE = torch.linspace(0.5, 1.5, WIDTH)
 Pair = collections.namedtuple("Pair", "x y")
-
-
-class Around(nn.Module):
-    """Some layers, the module of interest, some more layers."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.before = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.middle = middle
-        self.after = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.before:
-            x = torch.tanh(layer(x))
-        x = self.middle(x)
-        for layer in self.after:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def squared(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def batch(*shape: int) -> tuple[Tensor, Tensor]:
@@ -163,9 +141,9 @@ class Strided(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        half = self.a(x)[:, 4:]
+        half = self.a(x)[:, WIDTH // 2 :]
         y = torch.tanh(self.b(torch.tanh(self.b(x))))
-        return y + torch.as_strided(half, (8, 4), half.stride(), 2).repeat(1, 2)
+        return y + torch.as_strided(half, (8, WIDTH // 2), half.stride(), 2).repeat(1, 2)
 
 
 class Chunks(nn.Module):

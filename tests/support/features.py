@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.agreement import _error, compare_with_eager
+from fxpipe.agreement import compare_with_eager, relative_error
 from fxpipe.batch import split
 from fxpipe.build import Build
 from fxpipe.program import Cuts, Program
@@ -199,7 +199,7 @@ def compare_gradients(pipeline: LocalPipeline, model: nn.Module, tolerance: floa
     floor = 1e-3 * max(g.norm().item() for g in expected.values())  # gradients that are zero but for rounding
     for name, gradient in expected.items():
         if name in found or gradient.any():
-            assert _error(found.get(name), gradient, floor) < tolerance, f"gradient of {name}"
+            assert relative_error(found.get(name), gradient, floor) < tolerance, f"gradient of {name}"
     assert not {n for n, g in found.items() if n not in expected and g.any()}
 
 
@@ -210,18 +210,18 @@ def compare_state(pipeline: LocalPipeline, model: nn.Module, tolerance: float) -
     assert set(state) == set(expected)
     for name, tensor in expected.items():
         assert state[name].dtype == tensor.dtype, name
-        assert _error(state[name], tensor, 1e-3) < tolerance, name
+        assert relative_error(state[name], tensor, 1e-3) < tolerance, name
     kept = {name: b for b in pipeline.plan.buffers for name in b.names}
     for name, tensor in model.named_buffers(remove_duplicate=False):
         assert name in kept, name
         buffer = kept.pop(name)
         value = pipeline.executors[buffer_worker(buffer)].buffers[buffer.name]
         assert value.dtype == tensor.dtype
-        assert _error(value, tensor, 1e-3) < tolerance, name
+        assert relative_error(value, tensor, 1e-3) < tolerance, name
     for name, buffer in kept.items():
         if buffer.home is not None:
             value = pipeline.executors[buffer.home].buffers[buffer.name]
-            assert _error(value, attribute(model, name), 1e-3) < tolerance, name
+            assert relative_error(value, attribute(model, name), 1e-3) < tolerance, name
 
 
 def attribute(model: nn.Module, path: str) -> Tensor:
