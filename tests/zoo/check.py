@@ -109,11 +109,12 @@ def check(entry: ZooModel) -> Row:
         replayed = any(_draws(build) for build in builds)
         row = dataclasses.replace(row, compile=seconds, crossing=crossing, replayed=replayed)
         errors = []
+        eager = None if replayed else eager_step(builds[0].plan, model, entry.loss, batch)
         for build, direction in zip(builds, ("earlier", "later"), strict=True):
             with tempfile.TemporaryDirectory(prefix="fxpipe_build_") as folder:
                 doing = f"synchronous step, backward cut {direction}"
                 saved = build.save(Path(folder) / "build")
-                errors.append(_synchronous(saved, model, entry, batch))
+                errors.append(_synchronous(saved, model, entry, batch, eager))
                 row = dataclasses.replace(row, error=max(errors))
                 if direction == "later":
                     doing = "async"
@@ -159,17 +160,17 @@ def _draws(build: Build) -> bool:
     return any(part.random for stage in build.plan.stages for part in (stage.forward, stage.backward))
 
 
-def _synchronous(build: Build, model: nn.Module, entry: ZooModel, batch: Any) -> float:
-    """One step against eager's; the largest error."""
+def _synchronous(build: Build, model: nn.Module, entry: ZooModel, batch: Any, eager: Step | None) -> float:
+    """One step against eager's, or with its random numbers replayed where None; the largest error."""
     pipeline = build.local(optimizer=_adam)
     loss = pipeline.step(batch)
     pipeline.flush()
-    if _draws(build):
+    if eager is None:
         if not loss.isfinite():
             raise Failure(f"the loss is {float(loss)}")
         return _agreeing(compare_with_eager(build, model, entry.loss, batch))
     found = Step(loss, pipeline.gradients(), _buffers(pipeline))
-    return _agreeing(compare(found, eager_step(build.plan, model, entry.loss, batch)))
+    return _agreeing(compare(found, eager))
 
 
 def _buffers(pipeline: LocalPipeline) -> dict[str, torch.Tensor]:
