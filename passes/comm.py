@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -207,7 +206,7 @@ class _Wiring:
         args = (recv, list(value(node).shape))
         made = self._insert_after(recv, torch.ops.aten.expand.default, args, f"{recv.name}_expanded")
         made.meta["val"] = torch.ops.aten.expand.default(value(recv), args[1])
-        made.meta[INFO] = copy.copy(info(recv))
+        made.meta[INFO] = info(recv).copy()
         made.meta[INFO].bytes = size_of(value(made))
         return made
 

@@ -64,6 +64,7 @@ def test_onnxruntime_trains_as_eager(name: str, microbatches: int, schedule: str
     assert close(found, trained(build, name, "eager", schedule=schedule, policy=policy))
 
 
+@pytest.mark.slow  # the run of several processes does so, too, in every run of the suite
 def test_inductor_trains_as_eager() -> None:
     needs("inductor")
     build = lowered("gpt-dropout", workers=2, **cuts(CASES["gpt-dropout"], 2, 1))

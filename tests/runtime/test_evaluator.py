@@ -272,6 +272,7 @@ def test_the_last_evaluation_fails_and_the_trained_weights_are_safe(
     assert [e["step"] for e in json.loads((tmp_path / "out" / "run.json").read_text())["evaluations"]] == [STEPS - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_batch_of_an_unknown_shape_ends_the_run(built: tuple[Task, Build], home: Path, tmp_path: Path) -> None:
     """While others are on their way through the pipeline; nobody is left waiting."""

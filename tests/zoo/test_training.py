@@ -29,11 +29,8 @@ QUICK = (
     "conv_lstm",
     "squeezenet1_1",
     "timm_lcnet",
-    "autoencoder_kl",
     "autoencoder_tiny",
     "gpt2",
-    "llama",
-    "t5",
     "retinanet_resnet50_fpn",
 )
 QUICK_CORE = ("gpt2", "unet")
