@@ -1,7 +1,7 @@
 """How long compiling large graphs takes, and how much memory. See README.md beside this file.
 
-Every model has a process of its own. What counts: passes with codegen against capture alone, the whole in seconds, its
-peak of memory against the model's own bytes and the nodes, and that four times the nodes take no more than four
+Every model has a process of its own. What counts: passes with codegen against capture alone, the whole in seconds, with
+the measuring of costs, which runs the model's own step some times, and that four times the nodes take no more than four
 times the time, but for noise.
 """
 
@@ -31,17 +31,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--one", metavar="MODEL", help="measure it in this process and print its row as JSON")
     parser.add_argument("--only", metavar="TEXT", default="", help="models with this in their name")
-    parser.add_argument("--cost", choices=["measured", "analytic"], default="measured")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.one, options.cost, options.workers)))
+        print(json.dumps(measure(options.one, options.workers)))
         return 0
     rows: dict[str, dict[str, Any]] = {}
     for name in (n for n in MODELS if options.only in n):
         print(name, file=sys.stderr)
-        command = [sys.executable, __file__, "--one", name, "--cost", options.cost, "--workers", str(options.workers)]
+        command = [sys.executable, __file__, "--one", name, "--workers", str(options.workers)]
         rows[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     missed = [text for name, row in rows.items() for text in misses(name, row)]
     for small, large in SCALED:
@@ -55,7 +54,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def measure(name: str, cost: Any, workers: int) -> dict[str, Any]:
+def measure(name: str, workers: int) -> dict[str, Any]:
     """One model's row: seconds, and MiB of memory that capture and passes added at their peak."""
     import torch
     from models import MODELS
@@ -73,15 +72,19 @@ def measure(name: str, cost: Any, workers: int) -> dict[str, Any]:
     program = fxpipe.capture(model, loss, batch)
     captured, nodes = perf_counter(), len(program.graph.nodes)
     held = peak()
-    build = fxpipe.lower(program, workers=workers, cost=cost, threads=1)
+    build = fxpipe.lower(program, workers=workers, cost="analytic", threads=1)
+    lowered, used = perf_counter(), peak()
+    fxpipe.lower(program, workers=workers, cost="measured", threads=1)
+    lower = lowered - captured
     return {
         "nodes": nodes,
         "units": len(build.plan.units),
         "capture": captured - begin,
-        "lower": perf_counter() - captured,
+        "lower": lower,
+        "costing": max(perf_counter() - lowered - lower, 0.0),
         "model_mib": sum(t.numel() * t.element_size() for t in model.state_dict().values()) / 2**20,
         "capture_mib": held - before,
-        "lower_mib": peak() - held,
+        "lower_mib": used - held,
     }
 
 
@@ -106,21 +109,21 @@ def misses(name: str, row: dict[str, Any]) -> list[str]:
     found = []
     if total > TIMES_CAPTURE * row["capture"]:
         found.append(f"{name}: {total / row['capture']:.2f} times capture")
-    if total > SECONDS:
-        found.append(f"{name}: {total:.0f} s")
+    if total + row["costing"] > SECONDS:
+        found.append(f"{name}: {total + row['costing']:.0f} s")
     return found
 
 
 def report(rows: dict[str, dict[str, Any]], missed: list[str]) -> None:
     """The table of the README."""
-    print("| model | nodes | units | capture | passes and codegen | times capture | model | memory: capture | passes |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    headings = ("model", "nodes", "units", "capture", "passes and codegen", "times capture", "measuring costs", "model")
+    print(f"| {' | '.join((*headings, 'memory: capture', 'passes'))} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, r in rows.items():
-        print(
-            f"| {name} | {r['nodes']:,} | {r['units']:,} | {r['capture']:.1f} s | {r['lower']:.1f} s | "
-            f"{1 + r['lower'] / r['capture']:.2f} | {r['model_mib']:.0f} MiB | {r['capture_mib']:.0f} MiB | "
-            f"{r['lower_mib']:.0f} MiB |"
-        )
+        seconds = [f"{r['capture']:.1f} s", f"{r['lower']:.1f} s", f"{1 + r['lower'] / r['capture']:.2f}"]
+        memory = [f"{r[key]:.0f} MiB" for key in ("model_mib", "capture_mib", "lower_mib")]
+        cells = [name, f"{r['nodes']:,}", f"{r['units']:,}", *seconds, f"{r['costing']:.1f} s", *memory]
+        print(f"| {' | '.join(cells)} |")
     print("\nmissed: " + "; ".join(missed) if missed else "\nall goals are met")
 
 
