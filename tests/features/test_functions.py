@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, check_any_cuts, quick, squared
+from features import WIDTH, Chain, Feature, check, check_any_cuts, quick, squared
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -207,17 +207,6 @@ class BackwardHooks(nn.Module):
         return x
 
 
-class Penalty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
     """Second derivatives: the norm of the gradient by the batch enters the loss."""
     x = batch[0].detach().requires_grad_()
@@ -261,10 +250,10 @@ FEATURES = [
     Feature("dropout-in-checkpoint", DropoutInCheckpoint, draws=True),
     Feature("hooks", Hooks),
     Feature("backward-hooks", BackwardHooks),
-    Feature("gradient-penalty", Penalty, gradient_penalty, alone=True),
-    Feature("meta-step", Penalty, meta_step, alone=True),
-    Feature("per-sample", Penalty, per_sample, alone=True),
-    Feature("inner-gradient", Penalty, inner_gradient, alone=True),
+    Feature("gradient-penalty", Chain, gradient_penalty, alone=True),
+    Feature("meta-step", Chain, meta_step, alone=True),
+    Feature("per-sample", Chain, per_sample, alone=True),
+    Feature("inner-gradient", Chain, inner_gradient, alone=True),
 ]
 
 

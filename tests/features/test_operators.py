@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, check_any_cuts, quick, squared
+from features import WIDTH, Chain, Feature, check, check_any_cuts, quick, squared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -188,17 +188,6 @@ class Algebra(nn.Module):
         return y + torch.linalg.solve_triangular(lower, y.t(), upper=False).t() + torch.trace(gram) * 0.01
 
 
-class Numbers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def many_losses(model: nn.Module, batch: Any) -> Tensor:
     """Every loss of torch.nn.functional that fits."""
     x, y = batch
@@ -281,7 +270,7 @@ FEATURES = [
     Feature("statistics", Statistics, slow=True),
     Feature("images", Images, squared, images, alone=True, slow=True),
     Feature("algebra", Algebra, slow=True),
-    Feature("losses", Numbers, many_losses, alone=True, slow=True),
+    Feature("losses", Chain, many_losses, alone=True, slow=True),
     Feature("sparse-constant", SparseConstant, alone=True),
     Feature("activations", Activations, slow=True),
     Feature("random-numbers", Draws, draws=True),

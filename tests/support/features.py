@@ -55,6 +55,19 @@ class Around(nn.Module):
         return x
 
 
+class Chain(nn.Module):
+    """Four layers; what is of interest is in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def squared(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
