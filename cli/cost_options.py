@@ -46,27 +46,20 @@ class CostOptions:
     speed: str | None = None
     memory: str | None = None
 
-    def computed(self) -> CostOptions:
-        """The same, for a model whose parameters have no values: nothing can be measured.
-
-        Raises:
-            click.UsageError: it was to be.
-        """
-        if self.cost == "measured":
-            raise click.UsageError("--cost measured runs the step, but --meta leaves parameters without values")
-        return replace(self, cost="analytic")
-
-    def choice(self, workers: int, default_links: Links = GLOO_LOOPBACK) -> CostChoice:
+    def choice(self, workers: int, default_links: Links = GLOO_LOOPBACK, meta: bool = False) -> CostChoice:
         """What they mean for so many workers. Options go before files, and --links before --device-spec.
 
         Args:
             default_links: what --bandwidth or --latency alone change one part of; for a device that is not a CPU,
                 those between GPUs of one machine.
+            meta: the model's parameters have no values: times are computed, as nothing can be measured.
 
         Raises:
             click.UsageError: options that contradict each other, a wrong quantity, or a list of the wrong length.
             ProfileError: a file that cannot be read, or a matrix of links for another number of workers.
         """
+        if meta and self.cost == "measured":
+            raise click.UsageError("--cost measured runs the step, but --meta leaves parameters without values")
         spec = DeviceSpec() if self.device_spec is None else read_device_spec(self.device_spec)
         if spec.device is not None and self.cost == "measured":
             raise click.UsageError(
@@ -77,7 +70,7 @@ class CostOptions:
         other = DeviceSpec() if self.links is None else read_device_spec(self.links)
         device_memory = INFINITE if spec.device is None else spec.device.memory
         return CostChoice(
-            cost=self.cost or ("measured" if spec.device is None else "analytic"),
+            cost=self.cost or ("measured" if spec.device is None and not meta else "analytic"),
             device=spec.device,
             links=self._links(spec, other, workers, default_links) or (None if spec.device is None else default_links),
             speeds=_each(self.speed, "--speed", _speed, spec.speeds or other.speeds, 1.0, workers),

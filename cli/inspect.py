@@ -246,7 +246,7 @@ def _print_after(target: Path, name: str, wanted: ModelOptions, is_model: bool, 
     check_pass(name)
     options: dict[str, Any] = {}
     if is_model:
-        choice = (wanted.costs.computed() if wanted.meta else wanted.costs).choice(wanted.workers)
+        choice = wanted.costs.choice(wanted.workers, meta=wanted.meta)
         if choice.device is not None:
             raise click.UsageError("--after shows no times: leave --device-spec out")
         options = {

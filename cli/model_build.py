@@ -101,8 +101,7 @@ def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelB
             f"--backend {wanted.backend} is tried on the stages, but --meta leaves parameters "
             "without values: leave it out, and give it to `fxpipe run`"
         )
-    costs = wanted.costs.computed() if wanted.meta else wanted.costs
-    choice = costs.choice(wanted.workers)
+    choice = wanted.costs.choice(wanted.workers, meta=wanted.meta)
     reuse_freed_memory()
     with working("reading the model"):
         task = load_task(wanted.model)
@@ -112,7 +111,7 @@ def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelB
         if wanted.device is not None:
             made, example = to_device(wanted.device, made, example)
     if wanted.device == "cuda" or any(p.device.type == "cuda" for p in made.parameters()):
-        choice = costs.choice(wanted.workers, NCCL_NODE)
+        choice = wanted.costs.choice(wanted.workers, NCCL_NODE, meta=wanted.meta)
     for warning in task.warnings:
         warn(warning)
     microbatches = wanted.microbatches
@@ -161,9 +160,9 @@ def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
     Raises:
         TaskError: the hook failed.
     """
-    from fxpipe.errors import FxpipeError, TaskError
+    from fxpipe.errors import FxpipeError
     from fxpipe.random_state import seed_everything
-    from fxpipe.task import place_in
+    from fxpipe.task import hook_raised
 
     seed_everything(seed)
     try:
@@ -171,9 +170,7 @@ def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
     except FxpipeError:
         raise
     except Exception as error:
-        raise TaskError(
-            f"eval_data() raised {type(error).__name__}: {error}", where=place_in(error, task.path) or task.path.name
-        ) from error
+        raise hook_raised("eval_data", error, task.path) from error
 
 
 def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[str], None]) -> Build:

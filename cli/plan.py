@@ -83,7 +83,7 @@ def plan_command(
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
     if meta and not target.endswith(".py"):
         raise click.UsageError("--meta is for models; a profile has no parameters")
-    choice = (costs.computed() if meta else costs).choice(workers)
+    choice = costs.choice(workers, meta=meta)
     cuts = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
         if target.endswith(".py"):

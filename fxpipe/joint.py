@@ -90,13 +90,13 @@ class Reader:
         count = len(self.tensors.values)
         while self.tangents:
             self._tangent(self.tangents.pop())
-        self._refuse_lost(slots)
+        caches = self._caches(slots)
         outputs = self._outputs(nodes[-1], slots)
         parameters, buffers = [], []
         for i, names in enumerate(self.tensors.names):
             placeholder = self.mapped[slots[i]]
             node_name = placeholder.name
-            if i >= self.tensors.registered and not placeholder.users:
+            if i in caches or (i >= self.tensors.registered and not placeholder.users):
                 self.graph.erase_node(placeholder)  # an attribute that the step does not read
                 del self.values[node_name]
             elif i >= self.tensors.registered and self.tensors.values[i].is_meta:
@@ -161,13 +161,25 @@ class Reader:
         self.tangents = tangents
         return slots
 
-    def _refuse_lost(self, slots: Sequence[fx.Node]) -> None:
+    def _caches(self, slots: Sequence[fx.Node]) -> tuple[int, ...]:
+        """The rows that the step fills anew, in another shape and without reading them: the program does without.
+
+        Raises:
+            CaptureError: it reads one, or one is saved with the weights.
+        """
         for row in self.lost:
-            if row < self.tensors.registered or self.mapped[slots[row]].users:
+            if self.tensors.persistent[row] or self.mapped[slots[row]].users:
                 raise CaptureError(
                     f"the step replaces {self.tensors.names[row][0]} by something of another shape or dtype",
-                    hint="a build holds one shape: give the tensor its final shape and dtype from the start",
+                    hint="a build holds one shape: give the tensor its final shape and dtype from the start; one that "
+                    "the first call fills has them after a call of the model in model()",
                 )
+            if row < self.tensors.registered:
+                self.warnings.append(
+                    f"the step replaces {self.tensors.names[row][0]} by something of another shape, without reading it: "
+                    "it does so in every step, and the buffer is not kept"
+                )
+        return self.lost
 
     def _tangent(self, node: fx.Node) -> None:
         """The gradient of the loss with respect to itself: the constant 1."""

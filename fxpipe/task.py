@@ -133,10 +133,18 @@ class Task:
         try:
             return getattr(self.module, hook)(*args)
         except Exception as error:
-            raise TaskError(
-                f"{hook}() raised {type(error).__name__}: {error}",
-                where=place_in(error, self.path) or self._place(hook),
-            ) from error
+            raise hook_raised(hook, error, self.path, self._place(hook)) from error
+
+
+def hook_raised(hook: str, error: Exception, path: Path | None, otherwise: str | None = None) -> TaskError:
+    """What says that a hook of the user's raised `error`, and where.
+
+    Args:
+        path: the file that the hook is from; None if it is from none.
+        otherwise: the place to name where no frame of the error lies in `path`; by default the file's name.
+    """
+    where = None if path is None else place_in(error, path) or otherwise or path.name
+    return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where)
 
 
 def place_in(error: BaseException, path: Path) -> str | None:

@@ -456,6 +456,20 @@ class GrowsBuffer(nn.Module):
         return x
 
 
+class Cached(nn.Module):
+    """Fills a buffer that is not saved when it is called first, and whenever it does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions.shape[0] != x.shape[0]:
+            self.positions = torch.arange(len(x), dtype=x.dtype)
+        return x * self.scale + self.positions[:, None]
+
+
 class Overlapping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -530,6 +544,18 @@ def test_what_cannot_be_captured_is_explained(module: Callable[[], nn.Module], m
     with pytest.raises(CaptureError, match=message) as caught:
         fxpipe.capture(Around(module()), squared, batch())
     assert caught.value.hint
+
+
+def test_a_cache_of_another_shape_is_filled_in_every_step() -> None:
+    model = Around(Cached())
+    program = fxpipe.capture(model, squared, batch())
+    (warning,) = program.warnings
+    assert warning.startswith("the step replaces middle.positions by something of another shape, without reading it")
+    assert [b.names for b in program.buffers if not b.constant] == []
+    build = fxpipe.lower(program, workers=2)
+    assert compare_with_eager(build, model, squared, batch()).largest < 1e-6
+    model(batch()[0])
+    assert not fxpipe.capture(model, squared, batch()).warnings
 
 
 class Grows(nn.Module):

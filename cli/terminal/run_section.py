@@ -15,6 +15,8 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     """Throughput, bubble, efficiency, how busy the workers were, where time was lost; what is missing of the files."""
     from rich.text import Text
 
+    from fxpipe.runtime.progress import held_out
+
     run = facts["run"]
     print_text(console, " · ".join([f"run {run['folder']}", *_settings(run)]))
     if run.get("samples_per_second") is not None:
@@ -28,8 +30,7 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     if losses:
         console.print(f"loss {losses[0]:.4g} → {losses[-1]:.4g}")
     for evaluation in run["evaluations"][-1:]:
-        found = ((name, "–" if value is None else f"{value:.4g}") for name, value in evaluation["metrics"].items())
-        print_text(console, "held out " + ", ".join(map(" ".join, found)))
+        print_text(console, held_out(evaluation["metrics"]))
     workers = run.get("workers") or []
     if workers:
         shares = [Text.assemble(mark(w["rank"]), f" {100 * w['busy']:.0f} %") for w in workers]

@@ -11,7 +11,7 @@ from fxpipe.batch import Splitter, describe, dump, shape_key
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.plan import EvaluationSpec, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
-from fxpipe.runtime.feed import place_of
+from fxpipe.task import hook_raised
 
 Batches = Callable[[], Iterable[Any]]
 Placed = tuple[int, tuple[Any, ...]]
@@ -57,9 +57,7 @@ class EvaluationData:
                 except FxpipeError:
                     raise
                 except Exception as error:
-                    raise TaskError(
-                        f"eval_data() raised {type(error).__name__}: {error}", where=place_of(error, self._task)
-                    ) from error
+                    raise hook_raised("eval_data", error, getattr(self._task, "path", None)) from error
                 state = random_state()
             count += 1
             yield self._shapes(batch, count)

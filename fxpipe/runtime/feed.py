@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.random_state import random_state_kept, seed_everything
+from fxpipe.task import hook_raised
 
 COUNTING_SECONDS = 30.0
 
@@ -91,9 +92,7 @@ class Feed:
             except FxpipeError:
                 raise
             except Exception as error:
-                raise TaskError(
-                    f"train_data() raised {type(error).__name__}: {error}", where=place_of(error, self._task)
-                ) from error
+                raise hook_raised("train_data", error, getattr(self._task, "path", None)) from error
         raise _empty()
 
     @contextmanager
@@ -123,11 +122,3 @@ def _empty() -> TaskError:
         "train_data() gave no batch",
         hint="return a new iterable at every call: it is called once for each epoch",
     )
-
-
-def place_of(error: Exception, task: object) -> str | None:
-    """Where in the file of the user's hooks an error came up, if they are from a file."""
-    from fxpipe.task import place_in
-
-    path = getattr(task, "path", None)
-    return place_in(error, path) if path is not None else None

@@ -165,9 +165,10 @@ def _text(loss: float, rate: float) -> str:
     return f"loss {loss:.4f}  {rate:.1f} samples/s"
 
 
-def held_out(metrics: Mapping[str, float]) -> str:
-    """`held out accuracy 0.9100, loss 0.3000`."""
-    return "held out " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+def held_out(metrics: Mapping[str, float | None]) -> str:
+    """`held out accuracy 0.9100, loss 0.3000`; None is a value that was not finite, read back from a file."""
+    found = (f"{name} –" if value is None else f"{name} {value:.4f}" for name, value in metrics.items())
+    return "held out " + ", ".join(found)
 
 
 def _evaluated(step: int, metrics: Mapping[str, float]) -> str:

@@ -378,7 +378,7 @@ def test_a_run_beneath_its_build(build: Path) -> None:
     found["evaluations"] = [{"step": s, "metrics": {"accuracy": s / 4, "error": None}} for s in (2, 3)]
     Path("run/run.json").write_text(json.dumps(found))
     evaluated = fxpipe("inspect", build, "--run", "run")
-    assert re.search(r"^held out accuracy 0.75, error –$", evaluated.out, re.M)
+    assert re.search(r"^held out accuracy 0.7500, error –$", evaluated.out, re.M)
     lines = Path("run/metrics.jsonl").read_text()
     Path("run/metrics.jsonl").write_text(lines[:-20])
     cut = fxpipe("inspect", build, "--run", "run")

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from features import WIDTH, Around, Feature, check, check_any_cuts, quick, squared
+from features import WIDTH, Around, Feature, check, check_any_cuts, layers, quick, squared
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-
-def layers(count: int) -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
 
 
 class Integers(nn.Module):

@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from features import WIDTH, Chain, Feature, check, check_any_cuts, quick, squared
+from features import WIDTH, Chain, Feature, check, check_any_cuts, layers, quick, squared
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-
-
-def layers(count: int) -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
 
 
 class Scaled(torch.autograd.Function):

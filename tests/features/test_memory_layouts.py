@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, check_any_cuts, quick
+from features import WIDTH, Feature, check, check_any_cuts, layers, quick
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-
-def layers(count: int) -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
 
 
 class InPlace(nn.Module):

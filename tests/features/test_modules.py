@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from features import WIDTH, Feature, check, check_any_cuts, quick
+from features import WIDTH, Feature, check, check_any_cuts, layers, quick
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
-
-
-def layers(count: int) -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
 
 
 class Recurrent(nn.Module):

@@ -37,14 +37,18 @@ MICROBATCHES = 2
 STEPS = 2
 
 
+def layers(count: int) -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+
 class Around(nn.Module):
     """Two layers, the module of interest, two more layers: it is cut before, within and behind that module."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
-        self.before = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.before = layers(2)
         self.middle = middle
-        self.after = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.after = layers(2)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.before:
@@ -60,7 +64,7 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.layers = layers(4)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
