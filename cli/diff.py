@@ -10,6 +10,8 @@ from typing import Any
 import click
 from fxpipe.cli.output import emit_json, plain_lines, size
 
+from fxpipe.errors import listed
+
 Json = dict[str, Any]
 
 WIDTH = 80
@@ -127,7 +129,7 @@ def _moved_lines(found: Json) -> Iterator[str]:
         cost = "" if row["ms"] is None else f", {row['ms']:.3g} ms"
         count = f"{row['units']} unit{'s' if row['units'] > 1 else ''}{cost}"
         head = f"  {words[row['phase']]} from worker {row['from']} to {row['to']}: "
-        yield from _wrapped(head, f"{_some(row['modules'], MODULES)} ({count})")
+        yield from _wrapped(head, f"{listed(row['modules'], MODULES)} ({count})")
 
 
 def _worker_lines(found: Json) -> Iterator[str]:
@@ -196,7 +198,7 @@ def _resized(pairs: Sequence[Json]) -> Iterator[tuple[str, str]]:
         names = [_carried(edges) for edges in (before, now)]
         types = [dict.fromkeys(_type(edge) for edge in edges) for edges in (before, now)]
         if types[0] != types[1]:
-            sizes += f", {_some(list(types[0]), NAMED)} → {_some(list(types[1]), NAMED)}"
+            sizes += f", {listed(list(types[0]), NAMED)} → {listed(list(types[1]), NAMED)}"
         yield f"    ± {way}: ", f"{' → '.join(dict.fromkeys(names))} ({sizes})"
 
 
@@ -210,7 +212,7 @@ def _carried(edges: Sequence[Json]) -> str:
     if edges[0]["kind"] == "weights":
         count = sum(len(edge["names"]) for edge in edges)
         return f"{count} parameter{'s' if count > 1 else ''}"
-    return _some([str(edge["name"]).partition(":")[0] for edge in edges], NAMED)
+    return listed([str(edge["name"]).partition(":")[0] for edge in edges], NAMED)
 
 
 def _way(edge: Json) -> str:
@@ -223,11 +225,11 @@ def _parameter_lines(found: Json) -> Iterator[str]:
     for side in ("first", "second"):
         names = found["parameters"][side]
         if names:
-            yield from _wrapped(f"  only in {found[side]}: ", _some(names))
+            yield from _wrapped(f"  only in {found[side]}: ", listed(names))
     for row in found["owners"]:
         count = f"{len(row['names'])} parameter{'s' if len(row['names']) > 1 else ''}"
         head = f"  owner from worker {row['from']} to {row['to']}: "
-        yield from _wrapped(head, f"{_some(row['modules'], MODULES)} ({count})")
+        yield from _wrapped(head, f"{listed(row['modules'], MODULES)} ({count})")
     if found["weights"]:
         yield "  the initial weights differ"
 
@@ -235,15 +237,15 @@ def _parameter_lines(found: Json) -> Iterator[str]:
 def _file_lines(found: Json) -> Iterator[str]:
     for title, group in (("the model's sources", found["sources"]), ("the stages' code", found["code"])):
         if group["changed"]:
-            yield from _wrapped(f"  {title} differ{'s' if title.endswith('code') else ''}: ", _some(group["changed"]))
+            yield from _wrapped(f"  {title} differ{'s' if title.endswith('code') else ''}: ", listed(group["changed"]))
         for side in ("first", "second"):
             if group[side]:
-                yield from _wrapped(f"  {title}, only in {found[side]}: ", _some(group[side]))
+                yield from _wrapped(f"  {title}, only in {found[side]}: ", listed(group[side]))
     for side, edited, stale in zip(("first", "second"), found["edited"], found["stale"], strict=True):
         if edited:
-            yield from _wrapped(f"  edited in {found[side]}: ", _some(edited))
+            yield from _wrapped(f"  edited in {found[side]}: ", listed(edited))
         if stale:
-            yield from _wrapped(f"  {found[side]} is stale: ", _some(stale))
+            yield from _wrapped(f"  {found[side]} is stale: ", listed(stale))
 
 
 def _whole_lines(found: Json) -> Iterator[str]:
@@ -287,11 +289,6 @@ _WRITTEN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "optimizer_bytes": ("optimizer state", lambda share: f"{share:.3g} times the weights"),
 }
 """Settings that are not written as they are."""
-
-
-def _some(names: Sequence[str], most: int = 20) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _wrapped(head: str, text: str) -> list[str]:

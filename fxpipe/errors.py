@@ -7,7 +7,7 @@ Anything that is not an `FxpipeError` is a defect of fxpipe itself.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FxpipeError(Exception):
@@ -108,6 +108,12 @@ def near(name: str, known: Iterable[str], limit: int = 3) -> str:
     if not close:
         return ""
     return ", did you mean " + " or ".join(f"'{c}'" for c in close) + "?"
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Names for a message: the first of many, and how many more there are; `none` without any."""
+    rest = len(names) - most
+    return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")
 
 
 def first_line(error: BaseException) -> str:

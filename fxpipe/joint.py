@@ -176,8 +176,8 @@ class Reader:
                 )
             if row < self.tensors.registered:
                 self.warnings.append(
-                    f"the step replaces {self.tensors.names[row][0]} by something of another shape, without reading it: "
-                    "it does so in every step, and the buffer is not kept"
+                    f"the step replaces {self.tensors.names[row][0]} by something of another shape, without reading "
+                    "it: it does so in every step, and the buffer is not kept"
                 )
         return self.lost
 

@@ -10,12 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fxpipe.build import Build
-from fxpipe.errors import ExportError
+from fxpipe.errors import ExportError, listed
 from fxpipe.plan import TensorSpec
 from fxpipe.runtime.final_weights import final_tensors
-
-LIMIT = 8
-"""Names listed of each kind."""
 
 
 def with_trained(build: Build, file: str | Path) -> Build:
@@ -49,7 +46,7 @@ def with_trained(build: Build, file: str | Path) -> Build:
                 other.append(f"{name} is {kind}, not {row.spec.dtype}{list(row.spec.shape)}")
             tensors[row.names[0]] = value
     wrong = [("missing", missing), ("not of the model", sorted(unknown)), ("of another kind", other)]
-    lines = [f"{what}: {_listed(names)}" for what, names in wrong if names]
+    lines = [f"{what}: {listed(names, 8)}" for what, names in wrong if names]
     if lines:
         raise ExportError(
             "the trained weights are not of this model:\n  " + "\n  ".join(lines),
@@ -61,7 +58,3 @@ def with_trained(build: Build, file: str | Path) -> Build:
 
 def _fits(value: Tensor, spec: TensorSpec) -> bool:
     return tuple(value.shape) == tuple(spec.shape) and str(value.dtype) == f"torch.{spec.dtype}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:LIMIT]) + (f" and {len(names) - LIMIT} more" if len(names) > LIMIT else "")

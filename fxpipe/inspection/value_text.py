@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from fxpipe.errors import listed
 from fxpipe.inspection.values import MOST, PLACEHOLDERS, Json, trace
 from fxpipe.planner.quantity import size
 
@@ -27,7 +28,7 @@ def _node_lines(found: Json) -> Iterator[str]:
     yield from _section("comes from", (line for step in found["inputs"] for line in _step_lines(step)), "nothing else")
     yield from _section("goes to", _reader_lines(found["readers"]), "no other node: it is a result of the step")
     kept = (
-        f"  worker {k['worker']} {'gets it' if k['sent'] else 'keeps it'} for {_listed(k['readers'])}"
+        f"  worker {k['worker']} {'gets it' if k['sent'] else 'keeps it'} for {listed(k['readers'], 3)}"
         for k in found["kept"]
     )
     if found["kept"]:
@@ -138,11 +139,6 @@ def _section(title: str, lines: Iterable[str], empty: str = "", more: int = 0) -
     hidden = len(found[MOST:]) + more
     if hidden:
         yield f"  … and {hidden} more"
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _workers(ranks: Sequence[int]) -> str:

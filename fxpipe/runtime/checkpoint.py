@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fxpipe.errors import BuildError
+from fxpipe.errors import BuildError, listed
 from fxpipe.plan import BufferSpec, ParameterSpec, Plan
 from fxpipe.runtime.layout import Layout
 from fxpipe.runtime.safetensors_writer import DTYPES
@@ -19,8 +19,6 @@ Row = ParameterSpec | BufferSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORM = f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
-LISTED = 20
-"""Names listed of each kind."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class Checkpoint:
         unknown = sorted(set(found) - known)
         warnings = []
         if converted:
-            warnings.append(f"{path}: {len(converted)} tensors get the build's dtype: {_listed(converted)}")
+            warnings.append(f"{path}: {len(converted)} tensors get the build's dtype: {listed(converted)}")
         if unknown:
-            warnings.append(f"{path}: {len(unknown)} tensors are not of the model, and not read: {_listed(unknown)}")
+            warnings.append(f"{path}: {len(unknown)} tensors are not of the model, and not read: {listed(unknown)}")
         return Checkpoint(path, places, tuple(warnings))
 
     def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,7 +121,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         names.append(name)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise BuildError(f"the checkpoint is incomplete: {_listed(missing)} missing", where=str(path))
+        raise BuildError(f"the checkpoint is incomplete: {listed(missing)} missing", where=str(path))
     return files
 
 
@@ -135,15 +133,10 @@ def _opened(file: Path) -> safe_open:
 
 
 def _unfit(path: Path, missing: list[str], wrong: list[str], found: set[str]) -> BuildError:
-    lines = [f"missing: {_listed(missing)}"] if missing else []
-    lines += [f"of another shape: {_listed(wrong)}"] if wrong else []
+    lines = [f"missing: {listed(missing)}"] if missing else []
+    lines += [f"of another shape: {listed(wrong)}"] if wrong else []
     return BuildError(
         "the checkpoint does not fit the model:\n  " + "\n  ".join(lines),
         where=str(path),
-        hint=f"tensors go by the names of model().named_parameters(); the checkpoint has {_listed(sorted(found), 5)}",
+        hint=f"tensors go by the names of model().named_parameters(); the checkpoint has {listed(sorted(found), 5)}",
     )
-
-
-def _listed(names: list[str], most: int = LISTED) -> str:
-    rest = len(names) - most
-    return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")

@@ -25,13 +25,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe import origin
-from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.meta import on_meta
 from fxpipe.plan import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.layout import Layout
 
-LISTED = 20
 CURE = "run with --weights CHECKPOINT, or give the parameters their values in the modules' reset_parameters()"
 
 
@@ -220,9 +219,3 @@ def _seed_others(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for a message, the first of many."""
-    rest = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
