@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from families.entry import CLASSES, ZooModel, text
+from families.entry import CLASSES, VOCABULARY, ZooModel, text
 from families.huggingface import SMALL, classes, transformers_model
 
 # A vision transformer of 16 patches.
@@ -151,7 +151,8 @@ MODELS = (
         num_heads=[1, 2, 2, 4],
     ),
     _vit("ijepa", "IJepaForImageClassification"),
-    _vision("imagegpt", "ImageGPTForCausalImageModeling", text, SMALL, n_inner=128),
+    # One word more than there are colours: the one that every image begins with, which is never guessed.
+    _vision("imagegpt", "ImageGPTForCausalImageModeling", text, SMALL, n_inner=128, vocab_size=VOCABULARY + 1),
     _staged(
         "levit",
         "LevitForImageClassification",
