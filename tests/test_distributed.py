@@ -57,10 +57,16 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize(
-    ("schedule", "policy", "microbatches"),
-    [("gpipe", "latest", 4), ("1f1b", "latest", 4), ("async", "spectrain", 1)],
+    ("schedule", "policy", "microbatches", "workers"),
+    [
+        ("gpipe", "latest", 4, 2),
+        pytest.param("gpipe", "latest", 4, 4, marks=pytest.mark.slow),
+        pytest.param("1f1b", "latest", 4, 2, marks=pytest.mark.slow),
+        ("1f1b", "latest", 4, 4),
+        ("async", "spectrain", 1, 2),
+        ("async", "spectrain", 1, 4),
+    ],
 )
 def test_distributed_equals_local(
     model_files: dict[str, Path], tmp_path: Path, schedule: str, policy: str, microbatches: int, workers: int

@@ -53,8 +53,8 @@ def on_onnxruntime(name: str, microbatches: int, shift: int) -> Build:
         ("gpt-dropout", 1, "async", "pipeoptim+keep"),
         ("gpt-dropout", 1, "1f1b", "latest"),
         ("conv", 1, "async", "stash"),
-        ("unet", 4, "async", "2bw"),
-        ("unet", 4, "gpipe", "latest"),
+        pytest.param("unet", 4, "async", "2bw", marks=pytest.mark.slow),
+        pytest.param("unet", 4, "gpipe", "latest", marks=pytest.mark.slow),
     ],
 )
 def test_onnxruntime_trains_as_eager(name: str, microbatches: int, schedule: str, policy: str) -> None:

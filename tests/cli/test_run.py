@@ -210,6 +210,7 @@ def test_a_policy_with_options(folder: Path, tmp_path: Path) -> None:
     assert "did you mean 'spectrain'" in unknown.err
 
 
+@pytest.mark.slow  # tests/test_examples_own_policy.py trains with one in every run of the suite
 def test_a_policy_of_the_model_file(tmp_path: Path) -> None:
     """Every worker imports the model file, and so knows what it registers."""
     model = write_model(tmp_path)

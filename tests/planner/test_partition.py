@@ -96,19 +96,19 @@ def check_consistent(found: Partition, profile: Profile, workers: Workers) -> No
     assert max(claimed) == pytest.approx(found.bottleneck_ms, rel=1e-7, abs=1e-9)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(profiles(), settings_of_workers())
 def test_shared_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
     check_against_brute_force(profile, workers, "same")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(profiles(), settings_of_workers())
 def test_independent_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
     check_against_brute_force(profile, workers, "bidirectional")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(profiles(4), settings_of_workers())
 def test_three_way_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
     check_against_brute_force(profile, workers, "three-way")
@@ -153,13 +153,13 @@ def odd_workers(draw: st.DrawFn) -> Workers:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(sparse_profiles(), odd_workers(), st.sampled_from(["same", "bidirectional"]))
 def test_dropped_cuts_are_dominated(profile: Profile, workers: Workers, mode: str) -> None:
     check_against_brute_force(profile, workers, mode)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(sparse_profiles(4), odd_workers())
 def test_dropped_three_way_cuts_are_dominated(profile: Profile, workers: Workers) -> None:
     check_against_brute_force(profile, workers, "three-way")

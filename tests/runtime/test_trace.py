@@ -38,7 +38,12 @@ def spent(summary: dict[str, Any], rank: int) -> float:
     return float(row["seconds"] - sum(row["spent"][kind] for kind in ("wait", "data", "other")))
 
 
-@pytest.fixture(params=[(MIXED, {}), (CLIPPED, {"clip_norm": 0.1})], ids=["async", "1f1b, clipped"])
+@pytest.fixture(
+    params=[
+        pytest.param((MIXED, {}), id="async"),
+        pytest.param((CLIPPED, {"clip_norm": 0.1}), id="1f1b, clipped", marks=pytest.mark.slow),
+    ]
+)
 def runs(request: pytest.FixtureRequest, toy: Any, tmp_path: Path) -> Callable[[Any], tuple[Any, RunOptions]]:
     """Runs a build with a trace, by `launch` or locally; the summary and what was asked for."""
     built, more = request.param

@@ -29,7 +29,6 @@ QUICK = (
     "conv_lstm",
     "squeezenet1_1",
     "timm_lcnet",
-    "autoencoder_tiny",
     "gpt2",
     "retinanet_resnet50_fpn",
 )
