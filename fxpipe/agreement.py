@@ -6,8 +6,9 @@ random numbers in eager's own order, so dropout stays on and the masks are the s
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.batch import Splitter, split
 from fxpipe.build import Build
 from fxpipe.held import HeldTensors
+from fxpipe.model_state import preserved
 from fxpipe.plan import Plan
 from fxpipe.tracing import Loss, autocasting
 
@@ -85,30 +87,49 @@ def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: fl
 
 
 def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0) -> Step:
-    """One minibatch in eager PyTorch, microbatch by microbatch as the plan cuts it; the model is left as it was."""
+    """One minibatch in eager PyTorch, microbatch by microbatch as the plan cuts it; the model is left as it was.
+
+    The model itself runs, with its own tensors: nothing of how capture looks at a model is taken for granted.
+    """
     held = HeldTensors(model)
-    given = [v.detach().clone() for v in held.values]
-    for i, v in enumerate(held.values[: held.parameters]):
-        given[i] = nn.Parameter(given[i], requires_grad=v.requires_grad)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     batch = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, batch)  # the step may change it
     total = torch.zeros(())
-    with torch.random.fork_rng(), held.replaced(given):
-        held.hook(given)
+    with torch.random.fork_rng(), preserved(model), _values_kept([*held.values, *parameters.values()]):
         for j, part in enumerate(split(batch, plan.microbatches)):
             torch.manual_seed(seed + j)
             with autocasting(plan.device, plan.autocast):
                 value = loss(model, part)
             value.backward()  # its own gradient, as hooks in a pipeline see it; the mean is taken below
             total = total + value.detach().cpu() / plan.microbatches
-        replaced = held.rebound(given)
-    rows = {names[0]: i for i, names in enumerate(held.names)}
-    gradients = {}
-    for p in plan.parameters:
-        gradient = given[rows[p.name]].grad
-        if gradient is not None and (p.trained or gradient.any()):
-            gradients[p.name] = gradient / plan.microbatches
-    buffers = {b.name: rows[b.name] for b in plan.buffers if b.name in rows}
-    return Step(total, gradients, {name: replaced.get(row, given[row]) for name, row in buffers.items()})
+        gradients = {}
+        for p in plan.parameters:
+            # Names of one memory may be tensors of their own, each with its gradient.
+            tied = {id(parameters[name]): parameters[name].grad for name in p.names if name in parameters}
+            found = [gradient for gradient in tied.values() if gradient is not None]
+            if found and (p.trained or any(gradient.any() for gradient in found)):
+                gradients[p.name] = sum(found[1:], found[0]) / plan.microbatches
+        now = held.now()
+        buffers = {b.name: now[b.name].detach().clone() for b in plan.buffers if b.name in now}
+    return Step(total, gradients, buffers)
+
+
+@contextlib.contextmanager
+def _values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, tensors have no gradients yet; afterwards they have the values, gradients and flags of before."""
+    leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+    before = [(t.detach(), t.detach().clone()) for t in tensors]
+    for tensor, *_ in leaves:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for memory, value in before:
+            if not torch.equal(memory, value):
+                memory.copy_(value)
+        for tensor, trained, gradient in leaves:
+            tensor.requires_grad_(trained)
+            tensor.grad = gradient
 
 
 class _Comm:

@@ -8,33 +8,34 @@ an output.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
+from fxpipe.model_state import is_container, preserved
 
+_REGISTERED = ("_parameters", "_buffers")
 _INTERNAL = frozenset(nn.Module().__dict__)
-_HOOKS = tuple(key for key in _INTERNAL if "hooks" in key and isinstance(nn.Module().__dict__[key], dict))
-_COPIED = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
 _PLAIN = (bool, int, float, str)
 
 
 class _Place(NamedTuple):
-    """Where a module holds a row: the keys that lead to it from the module's `__dict__`."""
+    """Where a module holds a tensor of a row: the keys that lead to it from the module's `__dict__`."""
 
     module: nn.Module
     keys: tuple[Any, ...]
     row: int
+    tensor: torch.Tensor
 
     @property
     def registered(self) -> bool:
-        return self.keys[0] in ("_parameters", "_buffers")
+        return self.keys[0] in _REGISTERED
 
 
 class HeldTensors:
@@ -44,24 +45,32 @@ class HeldTensors:
         parameters: how many rows are parameters.
         registered: how many are parameters or buffers; plain attributes follow.
         changed: Python attributes that the step changed while it was last traced, as `path: old → new`.
+        stand_ins: inside `replaced`, what stands in the place of a tensor, by the id of each that the model holds.
+
+    Args:
+        state: names of parameters that are state of the step, not trained: they count as buffers.
 
     Raises:
         CaptureError: a lazy or scripted module, parameters that overlap, or that have no values while others have.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, state: Collection[str] = ()) -> None:
         self.model = model
         self.names: list[tuple[str, ...]] = []
         self.values: list[torch.Tensor] = []
         self.changed: list[str] = []
+        self.stand_ins: dict[int, torch.Tensor] = {}
         self._rows: dict[Any, int] = {}
-        self._row_of: dict[int, int] = {}  # by id of the tensor object
+        self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by id of the tensor object, which is kept alive
+        self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
         self._places: list[_Place] = []
         _refuse_scripted(model)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._add(name, parameter)
+        parameters = list(model.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters:
+            if name not in state:
+                self._add(name, parameter)
         self.parameters = len(self.values)
-        for name, buffer in model.named_buffers(remove_duplicate=False):
+        for name, buffer in (*(p for p in parameters if p[0] in state), *model.named_buffers(remove_duplicate=False)):
             self._add(name, buffer)
         self.registered = len(self.values)
         self._refuse_without_values()
@@ -91,48 +100,38 @@ class HeldTensors:
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """The model with `given` in the place of its rows; then as it was.
 
-        Containers are handed out as copies, the same copy wherever the same one is held.
+        What else holds the model's tensors (an object, a closure) still does: `stand_ins` says what to take instead.
         """
-        originals = [(m, dict(m.__dict__)) for m in self.model.modules()]
-        hooks = [
-            (value, dict(value)) for _, state in originals for value in map(state.get, _HOOKS) if value is not None
-        ]
-        copies: dict[int, Any] = {}
-
-        def stand_in(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return given[self._row_of[id(value)]] if id(value) in self._row_of else value
-            if type(value) not in (list, tuple, dict, OrderedDict, set) or len(value) > _LARGE:
-                return value
-            if id(value) in copies:
-                return copies[id(value)]
-            if isinstance(value, tuple):
-                return tuple(map(stand_in, value))
-            made = copies[id(value)] = type(value)()
-            if isinstance(value, dict):
-                made.update((k, stand_in(v)) for k, v in value.items())
-            elif isinstance(value, list):
-                made.extend(map(stand_in, value))
-            else:
-                made.update(value)
-            return made
-
+        modules = [(module, dict(module.__dict__)) for module in self.model.modules()]
+        self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
+        filled: set[int] = set()
         try:
-            for module, state in originals:
-                for key, value in state.items():
-                    if key not in _INTERNAL or key in _COPIED:
-                        module.__dict__[key] = stand_in(value)
-            yield
-            self._refuse_new(given)
-            self.changed = list(self._changes(originals))
+            with preserved(self.model):
+                for module, attributes in modules:
+                    for key, value in attributes.items():
+                        if key not in _INTERNAL or key in _REGISTERED:
+                            module.__dict__[key] = self._filled(value, filled)
+                yield
+                self._refuse_new()
+                self.changed = list(self._changes(modules))
         finally:
-            for module, state in originals:
-                module.__dict__.clear()
-                module.__dict__.update(state)
-            for holder, before in hooks:
-                if holder != before:  # models register hooks of their own in their first step
-                    holder.clear()
-                    holder.update(before)
+            self.stand_ins = {}
+
+    def _stand_in(self, tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Of a parameter's memory under another name, such as a buffer made by detach(): without a gradient."""
+        return given.detach() if given.requires_grad and not tensor.requires_grad else given
+
+    def _filled(self, value: Any, filled: set[int]) -> Any:
+        """A value with stand-ins in it: a container is the same one, as others may hold it too."""
+        if isinstance(value, torch.Tensor):
+            return self.stand_ins.get(id(value), value)
+        if type(value) is tuple:
+            return tuple(self._filled(member, filled) for member in value)
+        if is_container(value) and not isinstance(value, set) and id(value) not in filled:
+            filled.add(id(value))
+            for key, member in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[key] = self._filled(member, filled)
+        return value
 
     def hook(self, given: Sequence[torch.Tensor]) -> None:
         """Give the stand-ins the gradient hooks of their parameters.
@@ -149,7 +148,7 @@ class HeldTensors:
             for call in (parameter._backward_hooks or {}).values():
                 given[i].register_hook(call)
 
-    def rebound(self, given: Sequence[torch.Tensor]) -> dict[int, Any]:
+    def rebound(self) -> dict[int, Any]:
         """Inside `replaced`: by row, what the step has put in the place of a buffer or a plain attribute.
 
         Raises:
@@ -161,7 +160,7 @@ class HeldTensors:
             if place.row < self.parameters and not place.registered:
                 continue
             current = _follow(place)
-            if current is given[place.row]:
+            if current is self.stand_ins[id(place.tensor)]:
                 kept.add(place.row)
                 continue
             if place.row < self.parameters:
@@ -179,6 +178,15 @@ class HeldTensors:
             del found[row]
         return found
 
+    def now(self) -> dict[str, torch.Tensor]:
+        """By first names, the tensors that the model holds: those that stand where one was replaced by another."""
+        found = {names[0]: value for names, value in zip(self.names, self.values, strict=True)}
+        for place in self._places:
+            current = _follow(place)
+            if current is not place.tensor and isinstance(current, torch.Tensor):
+                found[self.names[place.row][0]] = current
+        return found
+
     def _add(self, name: str, tensor: torch.Tensor) -> int:
         if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise CaptureError(
@@ -189,16 +197,18 @@ class HeldTensors:
         if row == len(self.values):
             self.names.append(())
             self.values.append(tensor)
+        elif tensor.requires_grad and not self.values[row].requires_grad:
+            self.values[row] = tensor
         self.names[row] += (name,)
-        self._row_of[id(tensor)] = row
+        self._row_of[id(tensor)] = tensor, row
         return row
 
     def _add_places(self) -> None:
         for path, module in self.model.named_modules():
             for key, value in module.__dict__.items():
-                if key in ("_parameters", "_buffers"):
+                if key in _REGISTERED:
                     self._places += [
-                        _Place(module, (key, k), self._row_of[id(v)]) for k, v in value.items() if v is not None
+                        _Place(module, (key, k), self._row_of[id(v)][1], v) for k, v in value.items() if v is not None
                     ]
                 elif key not in _INTERNAL:
                     self._add_plain(path, module, (key,), value)
@@ -208,15 +218,15 @@ class HeldTensors:
             row = self._rows.get(_identity(value))
             if row is None:
                 row = self._add(".".join(str(k) for k in (path, *keys) if k != ""), value)
-            self._row_of[id(value)] = row
-            self._places.append(_Place(module, keys, row))
-        elif type(value) in (list, tuple, dict, OrderedDict) and len(value) <= _LARGE and len(keys) < 3:
+            self._row_of[id(value)] = value, row
+            self._places.append(_Place(module, keys, row, value))
+        elif (type(value) is tuple or is_container(value)) and not isinstance(value, set) and len(keys) < 3:
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 self._add_plain(path, module, (*keys, key), member)
 
-    def _refuse_new(self, given: Sequence[torch.Tensor]) -> None:
+    def _refuse_new(self) -> None:
         """A parameter that the step makes would be drawn again at every step."""
-        known = {id(tensor) for tensor in given}
+        known = {id(tensor) for tensor in self.stand_ins.values()}
         new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
         if new:
             raise CaptureError(
@@ -250,21 +260,32 @@ class HeldTensors:
                 hint="make the whole model by fxpipe.meta.on_meta",
             )
 
+    def parameter_in(self, tensor: torch.Tensor) -> str | None:
+        """The parameter in whose memory a tensor lies, partly or wholly, by its first name."""
+        first, end = _span(tensor)
+        at = bisect.bisect_right(self._spans, first, key=lambda span: span[0])
+        near = [span for span in self._spans[max(at - 1, 0) : at + 1] if span[0] < end and first < span[1]]
+        return self.names[near[0][2]][0] if near else None
+
     def _refuse_overlaps(self) -> None:
         """Two parameters that share some of their memory, but not all: an update of one would change the other."""
-        spans = []
-        for names, tensor in zip(self.names[: self.parameters], self.values, strict=False):
-            if tensor.numel() and tensor.device.type != "meta":
-                last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-                spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), names[0]))
-        end, holder = 0, ""
-        for start, stop, name in sorted(spans):
+        spans = [(*_span(tensor), row) for row, tensor in enumerate(self.values[: self.parameters])]
+        self._spans = sorted(span for span in spans if span[0] < span[1])
+        for (_, end, one), (start, _, other) in itertools.pairwise(self._spans):
             if start < end:
                 raise CaptureError(
-                    f"parameters {holder} and {name} overlap: they are different views of the same memory",
+                    f"parameters {self.names[one][0]} and {self.names[other][0]} overlap: they are different views of "
+                    "the same memory",
                     hint="tie them as one nn.Parameter, or give each memory of its own",
                 )
-            end, holder = stop, name
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of memory from its first element to its last; none, where it has no values."""
+    if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
+        return 0, 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _follow(place: _Place) -> Any:

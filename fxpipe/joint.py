@@ -110,6 +110,8 @@ class Reader:
                     self.warnings.append(f"parameter {names[0]} gets no gradient: it is kept as it is")
                 parameters.append(Parameter(node_name, names, trained))
             else:
+                if placeholder.users:
+                    self._refuse_view(self.tensors.values[i], names[0], _line(next(iter(slots[i].users))))
                 buffers.append(Buffer(node_name, names, self.tensors.persistent[i]))
         batch, rest = [], iter(slots[count:])
         for leaf in self.leaves:
@@ -261,11 +263,23 @@ class Reader:
                 f"the step makes a constant of {self._named(found)}, which has no value (--meta)",
                 hint="reach parameters through the model that loss(model, batch) is given",
             )
+        self._refuse_view(found, "a tensor that the step meets outside the model", _line(next(iter(node.users), node)))
         made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
         made.meta["val"] = node.meta.get("val", found)
         self.values[made.name] = found.detach()
         self.constants.append(Buffer(made.name, (made.name,), persistent=False, constant=True))
         self.mapped[node] = made
+
+    def _refuse_view(self, tensor: torch.Tensor, name: str, where: str | None) -> None:
+        """A view of a parameter that was made before the step would not follow what the optimizer does."""
+        parameter = self.tensors.parameter_in(tensor)
+        if parameter is not None:
+            raise CaptureError(
+                f"{name} lies in the memory of parameter {parameter}: capture would freeze its values",
+                where=where,
+                hint="take it from the parameter within the step: weight.t(), or weight.detach() where no gradient "
+                "shall pass",
+            )
 
     def _named(self, tensor: torch.Tensor) -> str:
         """The name of a tensor of the model, as far as it has one."""
@@ -313,8 +327,9 @@ class Reader:
                 if index < self.tensors.parameters:
                     raise CaptureError(
                         f"the step changes parameter {self.tensors.names[index][0]} in place",
-                        hint="only the optimizer may change parameters (nn.Embedding does so with max_norm); keep "
-                        "such a value in a buffer",
+                        where=_line(made),
+                        hint="only the optimizer may change what it trains (nn.Embedding does so with max_norm): use a "
+                        "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
                     )
                 if self.metrics is not None:
                     self.warnings.append(f"it changes buffer {self.tensors.names[index][0]}: the change is not kept")
@@ -331,6 +346,21 @@ class Reader:
         result = self.graph.output(tuple(nodes))
         result.meta["val"] = tuple(value(n) for n in nodes)
         return outputs
+
+
+def frozen_updates(traced: Traced, tensors: HeldTensors) -> set[str]:
+    """The names of parameters without gradient that the step changes in place: state, which no optimizer trains."""
+    (output,) = traced.graph_module.graph.find_nodes(op="output")
+    changes = [desc for desc in output.meta["desc"] if type(desc).__name__ == "InputMutationAOTOutput"]
+    changed = [desc.mutated_input.idx for desc in changes]
+    rows = [row for row in changed if row < tensors.parameters and not tensors.values[row].requires_grad]
+    return {name for row in rows for name in tensors.names[row]}
+
+
+def _line(node: fx.Node) -> str | None:
+    """The user's line that computed a node, as text."""
+    known = origin.of(node.meta)
+    return origin.place(known.file, known.line) if known.file else None
 
 
 def _without_copies(node: fx.Node) -> fx.Node:

@@ -13,11 +13,12 @@ import functools
 import inspect
 import itertools
 import linecache
+import operator
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -88,17 +89,25 @@ class Watch:
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, watch: Watch | None = None, given: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+def recording(
+    model: nn.Module,
+    watch: Watch | None = None,
+    given: Sequence[torch.Tensor] = (),
+    stand_ins: Mapping[int, torch.Tensor] | None = None,
+) -> Iterator[None]:
     """Give every node traced inside, from calls of `model` or beside it, its origin.
 
     Args:
         watch: one for all calls of a step.
         given: the tensors that the step is called with.
+        stand_ins: what torch is to be called with instead of a tensor, by its id: the model's own tensors, where an
+            object, a closure or functools.partial holds them.
 
     Raises:
         CaptureError: the step does something else than at its first call.
     """
-    recorder = _Recorder(watch or Watch())
+    given = [*given, *(stand_ins or {}).values()]
+    recorder = _Recorder(watch or Watch(), given, stand_ins or {})
     repeats = recorder.watch.repeats
     repeats.begin(given)
     hooks = []
@@ -124,9 +133,11 @@ def recording(model: nn.Module, watch: Watch | None = None, given: Sequence[torc
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, given: Sequence[torch.Tensor], stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         self.watch = watch
+        self.stand_ins = stand_ins
+        self.memories = {tensor.untyped_storage()._cdata for tensor in given}
         self.paths: list[str] = [""]
         self.regions: list[int] = []
         self.numbers = itertools.count()
@@ -145,12 +156,14 @@ class _Recorder(TorchFunctionMode):
             if self.place not in self.watch.lines:
                 self.watch.lines[self.place] = stacked(_outwards(frame)) or place(*self.place)
             self.mark()
-        kwargs = kwargs or {}
+        args, kwargs = self.replaced(tuple(args)), self.replaced(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
             return func(*args, **kwargs)
         if func == _SET_DATA and args[0] is args[1]:
             return None  # what module.to(…) does with the dtype that it has
+        if func == _SET_DATA and self.is_update(*args):
+            func, name, args = torch.Tensor.copy_, "copy_", (args[0], args[1].detach())
         self.refuse(func, name, kwargs)
         repeats = self.watch.repeats
         call = repeats.call(name, args, kwargs, self.where)
@@ -166,6 +179,27 @@ class _Recorder(TorchFunctionMode):
             raise
         repeats.made(call, result, self.place, self.where, self.watch.where)
         return result
+
+    def replaced(self, value: Any) -> Any:
+        """Arguments of a torch call with stand-ins; a list is the same one, unless one is in it."""
+        if isinstance(value, torch.Tensor):
+            return self.stand_ins.get(id(value), value)
+        if type(value) in (tuple, list):
+            members = [self.replaced(member) for member in value]
+            same = all(map(operator.is_, members, value))
+            return value if same else type(value)(members)
+        if type(value) is dict:
+            return {key: self.replaced(member) for key, member in value.items()}
+        return value
+
+    def is_update(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether `tensor.data = value` is `tensor.copy_(value)`: it is trained by nobody, the value is a fresh one."""
+        return (
+            not tensor.requires_grad
+            and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+            and not value._is_view()
+            and value.untyped_storage()._cdata not in self.memories
+        )
 
     def where(self) -> str | None:
         """The line of the call that is being made, and the user's own that led to it."""

@@ -82,6 +82,14 @@ CAUSES = (
             "backward",
         ),
     ),
+    (
+        r"requires_grad flags of leaf",
+        Cause(
+            "the step switches the gradient of a parameter on or off, which a graph holds for the whole step",
+            "for a part without gradients, call it with detached weights: torch.func.functional_call(part, "
+            "{name: p.detach() for name, p in part.named_parameters()}, x)",
+        ),
+    ),
     (r"[Nn]umpy", NUMPY),
     (
         r"mutating a non-functional tensor|expected to have an entirely functional graph",

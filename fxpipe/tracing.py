@@ -34,7 +34,7 @@ from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.eval_mode import eval_mode
 from fxpipe.garbage import rarely_collected
 from fxpipe.held import HeldTensors
-from fxpipe.joint import Reader, Traced
+from fxpipe.joint import Reader, Traced, frozen_updates
 from fxpipe.plan import LeafSpec
 from fxpipe.program import Program
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
@@ -70,6 +70,9 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
     dense(tensors)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     traced = _trace(model, loss, example, tensors, device, autocast)
+    if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
+        tensors = HeldTensors(model, updated)
+        traced = _trace(model, loss, example, tensors, device, autocast)
     return Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, autocast)
 
 
@@ -112,9 +115,9 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
         held = args[:count]
         with tensors.replaced(held), torch.no_grad():
-            with origin.recording(model, watch, args):
+            with origin.recording(model, watch, args, tensors.stand_ins):
                 values = scalars(metrics(model, example.batch(args[count:])), place)
-            replaced[:] = tensors.rebound(held)
+            replaced[:] = tensors.rebound()
         found.clear()
         found.update(values)
         # Copies: a metric that is a parameter, or one under two names, is a value of its own.
@@ -206,9 +209,9 @@ def _trace(
         held, batch = args[:count], example.batch(args[count:])
         with tensors.replaced(held):
             tensors.hook(held)
-            with autocasting(device, autocast), origin.recording(model, watch, args):
+            with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins):
                 value = scalar(loss(model, batch), origin.definition(loss))
-            new = tensors.rebound(held)
+            new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
         lost[:] = [row for row in new if row not in fits]
         replaced[:] = [row for row in new if row in fits]

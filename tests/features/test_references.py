@@ -1,0 +1,223 @@
+"""The model's tensors and containers in other hands: objects, closures, hooks, partials, a teacher that follows."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from features import WIDTH, Around, Chain, Feature, check, check_any_cuts, layers, quick, squared, vectors
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.agreement import compare_with_eager
+from fxpipe.errors import CaptureError
+
+
+class Holder:
+    """An object that is no module, and holds what it is given."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Objects(Chain):
+    """Weights in objects, closures, partial functions, tuples with names, defaultdicts, and the closure of a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proxies = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        weights = [layer.weight for layer in self.layers]
+        self.criterion = Holder(self.proxies)
+        self.penalty = lambda: sum(weight.square().sum() for weight in weights)
+        self.again = functools.partial(F.linear, weight=weights[1])
+        self.pair = collections.namedtuple("Pair", "weight bias")(weights[2], self.layers[2].bias)
+        self.groups = collections.defaultdict(list, late=[weights[3]])
+        self.layers[2].register_forward_hook(lambda module, args, out: F.linear(out, weights[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(super().forward(x))
+        return F.linear(torch.tanh(x), self.pair.weight, self.pair.bias)
+
+
+def held_elsewhere(model: Any, batch: Any) -> Tensor:
+    x = model(batch[0])
+    far = 1 - F.cosine_similarity(x, model.criterion.held[batch[1].argmax(1)])
+    return squared(model, batch) + far.mean() + 0.01 * model.penalty() + model.groups["late"][0].abs().mean()
+
+
+class Anchored(Chain):
+    """A weight without its gradient, under a name of its own: it follows the weight, which gets no gradient by it."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        anchor = self.layers[0].weight.detach()
+        if registered:
+            self.register_buffer("anchor", anchor)
+        else:
+            self.anchor = anchor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.anchor
+
+
+class Listened(Chain):
+    """Forward hooks put what layers make into a dictionary, of which an object holds a view, and into a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = self.made = {}
+        self.last = collections.deque(maxlen=2)
+        self.values = Holder(made.values())
+        for number, layer in enumerate(self.layers):
+            layer.register_forward_hook(functools.partial(self.keep, number))
+
+    def keep(self, number: int, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.made[number] = out
+        self.last.append(out)
+
+
+def listened(model: Any, batch: Any) -> Tensor:
+    loss = squared(model, batch)
+    return loss + 0.1 * sum(v.square().mean() for v in model.values.held) + model.last[0].mean()
+
+
+class Helped(nn.Module):
+    """An object reads the model's buffer, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.helper = Holder(self.mean)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x)) - self.helper.held
+        self.helper.held.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.mean
+
+
+class Followed(nn.Module):
+    """A teacher without gradients that follows its student in the step: in place, by .data, by load_state_dict."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.student = nn.Sequential(*layers(3))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.student(x)
+        with torch.no_grad():
+            seen = self.teacher(x)
+            pairs = list(zip(self.teacher.parameters(), self.student.parameters(), strict=True))
+            if self.how == "in place":
+                for old, new in pairs:
+                    old.mul_(0.9).add_(new, alpha=0.1)
+            elif self.how == "data":
+                for old, new in pairs:
+                    old.data = old.data * 0.9 + new.data * 0.1
+            elif self.how == "foreach":
+                torch._foreach_lerp_([old for old, _ in pairs], [new for _, new in pairs], 0.1)
+            else:
+                self.teacher.load_state_dict(self.student.state_dict())
+        return y - 0.5 * seen
+
+
+FEATURES = [
+    Feature("objects", Objects, held_elsewhere, alone=True),
+    Feature("anchor", lambda: Anchored(False), alone=True),
+    Feature("registered-anchor", lambda: Anchored(True), alone=True, slow=True),
+    Feature("listened", Listened, listened, alone=True),
+    Feature("helped", Helped),
+    Feature("teacher-in-place", lambda: Followed("in place")),
+    Feature("teacher-by-data", lambda: Followed("data")),
+    Feature("teacher-foreach", lambda: Followed("foreach"), slow=True),
+    Feature("teacher-by-state-dict", lambda: Followed("state dict"), slow=True),
+]
+
+
+@pytest.mark.parametrize("feature", quick(FEATURES), ids=lambda f: f.name)
+def test_references(feature: Feature) -> None:
+    check(feature)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
+def test_references_under_any_cuts(feature: Feature) -> None:
+    check_any_cuts(feature, range(8))
+
+
+class Transposed(nn.Module):
+    """A view of a weight that was made with the model, in an attribute or in an object."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        view = self.layer.weight.data.t()
+        self.view = view if inside else Holder(view)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ getattr(self.view, "held", self.view)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_old_view_of_a_weight_is_refused(inside: bool) -> None:
+    """It would not follow the optimizer: right at the first step, wrong from the second on."""
+    with pytest.raises(CaptureError, match=r"lies in the memory of parameter layer\.weight") as caught:
+        fxpipe.capture(Transposed(inside), squared, vectors(4))
+    assert "test_references.py" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("switch", "message"),
+    [
+        (lambda p: p.requires_grad_(False), "switches the gradient of a parameter"),
+        (lambda p: p.clamp_(max=4), "changes parameter layers.0.weight in place"),
+        (lambda p: setattr(p, "data", p.data * 2), "assigns to the .data"),
+    ],
+)
+def test_what_a_step_may_not_do_to_a_weight(switch: Callable[[Tensor], Any], message: str) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        found = squared(model, batch)
+        with torch.no_grad():
+            switch(model.layers[0].weight)
+        return found
+
+    with pytest.raises(CaptureError, match=message) as caught:
+        fxpipe.capture(Chain(), loss, vectors(4))
+    assert "test_references.py" in str(caught.value.where)
+    assert caught.value.hint
+
+
+def test_the_model_is_as_it_was() -> None:
+    """Its containers are the same ones, with the same members, after capture and after a comparison with eager."""
+    model, batch = Listened(), vectors(4)
+    listened(model, batch).backward()
+    made, before, last = model.made, dict(model.made), list(model.last)
+    weight = model.layers[0].weight
+    value, gradient = weight.detach().clone(), weight.grad
+    build = fxpipe.lower(fxpipe.capture(model, listened, batch), workers=2, cost="analytic")
+    assert compare_with_eager(build, model, listened, batch).largest < 1e-6
+    assert model.made is made
+    assert made.keys() == before.keys()
+    assert all(made[key] is value for key, value in before.items())
+    assert all(a is b for a, b in zip(model.last, last, strict=True))
+    assert weight.grad is gradient
+    assert torch.equal(weight, value)
+
+
+def test_a_comparison_with_eager_puts_values_back() -> None:
+    model, batch = Around(Followed("in place")), vectors(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    build = fxpipe.compile(model, squared, batch, workers=2, cost="analytic")
+    agreement = compare_with_eager(build, model, squared, batch)
+    assert agreement.largest < 1e-6
+    assert {name for name in agreement.buffers if name.startswith("middle.teacher")}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
