@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
     parameters = dict(model.named_parameters(remove_duplicate=False))
     batch = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, batch)  # the step may change it
     total = torch.zeros(())
-    with torch.random.fork_rng(), preserved(model), _values_kept([*held.values, *parameters.values()]):
+    with torch.random.fork_rng(), preserved(model), _values_kept((*held.values, *parameters.values())):
         for j, part in enumerate(split(batch, plan.microbatches)):
             torch.manual_seed(seed + j)
             with autocasting(plan.device, plan.autocast):
@@ -115,8 +115,9 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
 
 
 @contextlib.contextmanager
-def _values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, tensors have no gradients yet; afterwards they have the values, gradients and flags of before."""
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
     before = [(t.detach(), t.detach().clone()) for t in tensors]
     for tensor, *_ in leaves:

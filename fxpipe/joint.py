@@ -277,8 +277,8 @@ class Reader:
             raise CaptureError(
                 f"{name} lies in the memory of parameter {parameter}: capture would freeze its values",
                 where=where,
-                hint="take it from the parameter within the step: weight.t(), or weight.detach() where no gradient "
-                "shall pass",
+                hint="reach the parameter through the model within the step, and view it there: self.layer.weight.t(), "
+                "or .detach() where no gradient shall pass",
             )
 
     def _named(self, tensor: torch.Tensor) -> str:

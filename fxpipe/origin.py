@@ -41,6 +41,7 @@ _TRACING = _HERE + "tracing.py"  # what called the step
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_WITHIN = "\n  in: "  # between the user's line and the library's that it led to
 _SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
 
 
@@ -348,8 +349,13 @@ def stacked(lines: Iterable[tuple[str, int]]) -> str | None:
         inner = inner or place(file, line)
         if not _INSTALLED.search(file):
             own = place(file, line)
-            return own if own == inner else f"{own}\n  in: {inner}"
+            return own if own == inner else f"{own}{_WITHIN}{inner}"
     return inner
+
+
+def is_library(where: str | None) -> bool:
+    """Whether a place, as `stacked` says it, lies in a library that the user's line leads into."""
+    return where is not None and _WITHIN in where
 
 
 def user_traceback(error: BaseException) -> str | None:

@@ -169,7 +169,10 @@ def explain(error: Exception, watch: origin.Watch | None = None) -> CaptureError
     if cause is HIGHER:
         where = where or watch.where(watch.higher)
     if cause is not None:
-        return CaptureError(cause.text, where=where, hint=cause.cure, page=cause.page)
+        cure = cause.cure
+        if cause in (BRANCH, NUMBER, SHAPE) and origin.is_library(where):
+            cure = f"that line is a library's: look for an option of its that avoids it; in your own code, {cure}"
+        return CaptureError(cause.text, where=where, hint=cure, page=cause.page)
     first = said.strip().splitlines()[0][:300]
     if isinstance(error, _USER_ERRORS):
         return CaptureError(f"the step raised {first}", where=where)
