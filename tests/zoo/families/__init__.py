@@ -17,6 +17,7 @@ __all__ = ["CORE", "FILES", "FILE_OF", "ZOO", "ZooModel", "define_torchvision_op
 FOLDER = Path(__file__).parent
 FILES = (
     "own_models",
+    "recipe_models",
     "recurrent_models",
     "torchvision_models",
     "timm_models",
