@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import fxpipe as package
 from fxpipe.errors import BackendError, CaptureError, TaskError
 from fxpipe.folder import load_plan
 from fxpipe.meta import on_meta, to_device
+from fxpipe.runtime.initialise import initialised
 
 MODEL = """\
 import torch
@@ -306,6 +309,54 @@ def test_without_one_model_gives_the_values_however_it_is_cut(folder: Path) -> N
     values = two.local(model=namespace["model"], seed=3).state_dict()
     assert _equal(values, three.local(model=namespace["model"], seed=3).state_dict())
     assert 0.3 < float(values["blocks.2.weight"].std()) < 0.7, "model() itself sets it"
+
+
+def own_rejection(tensor: Tensor) -> None:
+    """Draws until every value fits; how often that is, the values say."""
+    with torch.no_grad():
+        tensor.normal_()
+        while not tensor.is_meta and bool((tensor.abs() > 1).any()):
+            tensor.copy_(torch.where(tensor.abs() > 1, torch.empty_like(tensor).normal_(), tensor))
+
+
+def outside(tensor: Tensor) -> None:
+    """Draws a tensor of its own, and multiplies by another."""
+    with torch.no_grad():
+        tensor.copy_(torch.randn(tensor.shape)).mul_(1 + torch.rand(1))
+
+
+INITIALISERS: dict[str, Callable[[Tensor], Any]] = {
+    "orthogonal": nn.init.orthogonal_,
+    "trunc_normal": nn.init.trunc_normal_,
+    "narrow trunc_normal": lambda tensor: nn.init.trunc_normal_(tensor, a=1.5, b=2.0),
+    "sparse": lambda tensor: nn.init.sparse_(tensor, 0.5),
+    "xavier_normal": nn.init.xavier_normal_,
+    "own rejection": own_rejection,
+    "outside": outside,
+}
+
+
+@pytest.mark.parametrize("name", INITIALISERS)
+def test_a_worker_alone_gives_its_parameters_the_same_values(name: str) -> None:
+    """Whatever the others have: some initialisers draw nothing for a tensor without memory, others until it fits."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)), nn.Linear(6, 6))
+        for layer in model[:4]:
+            INITIALISERS[name](layer.weight)
+        with torch.no_grad():
+            model[4].weight.copy_(torch.randn(6, 6))
+        return model
+
+    batch = torch.randn(4, 6)
+    build = package.compile(on_meta(make).model, lambda m, x: m(x).square().mean(), batch, workers=2, cost="analytic")
+    parameters = build.plan.parameters
+    together = initialised(build.plan, parameters, make, 3)
+    for parameter in parameters:
+        (alone,) = initialised(build.plan, [parameter], make, 3).values()
+        assert torch.equal(alone, together[parameter.name]), parameter.name
+    values = [together[f"{k}.weight"] for k in range(5)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(values, 2))
 
 
 def test_a_run_goes_on_from_the_weights_of_another(folder: Path) -> None:

@@ -5,9 +5,9 @@ and which are made from others; then so that those the worker needs, and those t
 whatever sets them: a module's reset_parameters(), the model's _init_weights(), model() itself. All others are without
 memory, and what initialises them does nothing.
 
-Random numbers are drawn afresh for every operator, seeded by the run's seed, the parameter that was made last and the
-operator's number since. What has no memory takes part in that, so that a parameter's values are the same whatever else
-has memory: on every worker, and however the model is cut. They are other numbers than an ordinary model() draws.
+Random numbers are drawn afresh for every operator, seeded by the run's seed and a name: of the parameter that they are
+drawn for, or of the one that was made last. A parameter's values are the same whatever else has memory: on every
+worker, and however the model is cut. They are other numbers than an ordinary model() draws.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import hashlib
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -155,12 +157,16 @@ class _Lineage(_Mode):
                 left += self._parents[number]
         return found
 
+    def read(self, tensors: Any) -> set[int]:
+        """The parameters whose values are in any of these tensors."""
+        return {number for memory in _memories(tensors) for number in self._from.get(memory, ())}
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        read = {_memory(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        sources = {number for memory in read for number in self._from.get(memory, ())}
+        read = _memories((args, kwargs))
+        sources = self.read((args, kwargs))
         written = [args[i] for i, a in enumerate(func._schema.arguments) if i < len(args) and _is_written(a)]
         for tensor in pytree.tree_leaves((made, written)):
             if isinstance(tensor, Tensor):
@@ -176,12 +182,20 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _memories(tensors: Any) -> set[int]:
+    return {_memory(t) for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)}
+
+
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-class _Seeded(_Mode):
+class _Seeded(_Lineage):
     """Seeds the random generator afresh for every random operator.
+
+    What is drawn for a parameter, into it or into what was made of it, counts by that parameter alone: how often
+    depends on whether it has memory, as torch's initialisers return at once for what has none, or draw until a value
+    fits. Other draws count since the parameter that was made last.
 
     Args:
         names: of parameters, by birth.
@@ -192,22 +206,32 @@ class _Seeded(_Mode):
         self.seed = seed
         self.names = names
         self.mark = ""
-        self.drawn = 0
+        self.drawn: Counter[str] = Counter()
 
     def born(self, number: int, parameter: nn.Parameter) -> None:
         """A parameter was made: those in the model count under their own name, whatever else was made before."""
+        super().born(number, parameter)
         if number in self.names:
-            self.mark, self.drawn = self.names[number], 0
+            self.mark = f"made {self.names[number]}"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            generator = given.get("generator") or torch.default_generator
-            generator.manual_seed(_number(f"{self.seed}/{self.mark}/{self.drawn}"))
-            self.drawn += 1
-        return func(*args, **given)
+            generator = (kwargs or {}).get("generator") or torch.default_generator
+            drawn_for = self.read((args, kwargs)) or self.read(_initialised_by_torch())
+            mark = " ".join(sorted(self.names.get(n, str(n)) for n in drawn_for)) or self.mark
+            generator.manual_seed(_number(f"{self.seed}/{mark}/{self.drawn[mark]}"))
+            self.drawn[mark] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _initialised_by_torch() -> Tensor | None:
+    """The tensor that one of torch.nn.init's functions is working on, if one is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.init.__file__:
+        frame = frame.f_back
+    return frame.f_locals.get("tensor") if frame is not None else None
 
 
 def _number(mark: str) -> int:
