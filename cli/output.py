@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpipe.planner.quantity import size
+from fxpipe.strict_json import dumps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ QUIET = 1.0
 
 def emit_json(data: Any) -> None:
     """One JSON object on stdout."""
-    click.echo(json.dumps(data))
+    click.echo(dumps(data))
 
 
 def warn(message: str) -> None:

@@ -31,13 +31,15 @@ def evaluate(task: Task, weights: Path) -> dict[str, float]:
         try:
             for batch in task.eval_data():
                 for name, value in task.metrics(model, batch).items():
+                    if isinstance(value, str):
+                        raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.path.name)
                     totals[name] = totals.get(name, 0.0) + float(value)
                 count += 1
         except FxpipeError:
             raise
         except Exception as error:
             raise TaskError(
-                f"validation raised {type(error).__name__}: {error}",
+                f"evaluating with metrics() raised {type(error).__name__}: {error}",
                 where=place_in(error, task.path) or task.path.name,
                 hint="metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in "
                 f"{weights.name}",

@@ -99,7 +99,7 @@ def check_current(plan: Plan, folder: str | Path, given: str | Path | None = Non
         raise BuildError(
             f"the build is stale: since it was compiled, {', '.join(changed)}",
             where=str(folder),
-            hint=f"compile it again: fxpipe compile {path} -o {folder}"
+            hint=f"compile it again: fxpipe compile {path} -o {folder}, with the options that stage_0.py begins with"
             if path.is_file()
             else "give the model file with --model PATH, or compile again",
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from fxpipe.model_state import is_container, preserved
 
 _REGISTERED = ("_parameters", "_buffers")
 _INTERNAL = frozenset(nn.Module().__dict__)
-_PLAIN = (bool, int, float, str)
+_NUMBERS = (int, float)
+_PLAIN = (bool, *_NUMBERS, str)
 
 
 class _Place(NamedTuple):
@@ -45,6 +46,8 @@ class HeldTensors:
         parameters: how many rows are parameters.
         registered: how many are parameters or buffers; plain attributes follow.
         changed: Python attributes that the step changed while it was last traced, as `path: old → new`.
+        made: those that were not there, or None, by name, and the tensor or number that the step put there; numbers
+            that it put into containers.
         stand_ins: inside `replaced`, what stands in the place of a tensor, by the id of each that the model holds.
 
     Args:
@@ -59,6 +62,7 @@ class HeldTensors:
         self.names: list[tuple[str, ...]] = []
         self.values: list[torch.Tensor] = []
         self.changed: list[str] = []
+        self.made: dict[str, Any] = {}
         self.stand_ins: dict[int, torch.Tensor] = {}
         self._rows: dict[Any, int] = {}
         self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by id of the tensor object, which is kept alive
@@ -103,6 +107,7 @@ class HeldTensors:
         What else holds the model's tensors (an object, a closure) still does: `stand_ins` says what to take instead.
         """
         modules = [(module, dict(module.__dict__)) for module in self.model.modules()]
+        before = {id(c): _numbers(c) for _, state in modules for key, c in state.items() if _may_grow(key, c)}
         self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
         filled: set[int] = set()
         try:
@@ -114,6 +119,7 @@ class HeldTensors:
                 yield
                 self._refuse_new()
                 self.changed = list(self._changes(modules))
+                self.made = dict(self._additions(modules, before))
         finally:
             self.stand_ins = {}
 
@@ -243,6 +249,19 @@ class HeldTensors:
                     path = paths.get(module, "")
                     yield f"{path}.{key} ({old!r} → {new!r})" if path else f"{key} ({old!r} → {new!r})"
 
+    def _additions(
+        self, modules: Sequence[tuple[nn.Module, dict[str, Any]]], numbers: Mapping[int, list[Any]]
+    ) -> Iterator[tuple[str, Any]]:
+        paths = {module: path for path, module in self.model.named_modules()}
+        for module, state in modules:
+            prefix = f"{paths[module]}." if paths.get(module) else ""
+            for key, value in module.__dict__.items():
+                kept = isinstance(value, torch.Tensor) or type(value) in _NUMBERS
+                if key not in _INTERNAL and state.get(key) is None and kept:
+                    yield f"{prefix}{key}", value
+                elif id(value) in numbers and numbers[id(value)] != _numbers(value):
+                    yield f"{prefix}{key}", len(value)
+
     def _refuse_without_values(self) -> None:
         """Parameters may lie on the meta device, all of them or none; buffers may not."""
         without = [value.is_meta for value in self.values]
@@ -278,6 +297,15 @@ class HeldTensors:
                     "the same memory",
                     hint="tie them as one nn.Parameter, or give each memory of its own",
                 )
+
+
+def _may_grow(key: str, value: Any) -> bool:
+    return key not in _INTERNAL and is_container(value)
+
+
+def _numbers(container: Any) -> list[Any]:
+    """The members of a container that are numbers."""
+    return [v for v in (container.values() if isinstance(container, dict) else container) if type(v) in _NUMBERS]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -46,6 +46,8 @@ class Repeats:
         self._first: list[tuple[Place, Call]] = []
         self._calls: list[tuple[Place, Call]] = []  # of this run
         self._known: dict[int, int] = {}
+        self._fed: set[int] = set()  # the calls whose results depend on the tensors that the step was called with
+        self._reads = False  # whether the call that is being made does
         self._settled = self._ended = False
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
@@ -53,6 +55,7 @@ class Repeats:
         self.runs += 1
         self._run = next(_RUNS)
         self._calls = []
+        self._fed = set()
         self._known = {id(tensor): i for i, tensor in enumerate(given)}
 
     def end(self, where: Callable[[Place], str | None]) -> None:
@@ -86,6 +89,7 @@ class Repeats:
         Raises:
             CaptureError: one of the tensors was computed by an earlier call of the step.
         """
+        self._reads = False
         try:
             return (name, self._token(args), self._token(kwargs) if kwargs else None)
         except _Stale:
@@ -115,6 +119,8 @@ class Repeats:
         if not self._marked(result) and call[0] not in ("lift_fresh.default", "__setitem__"):
             return  # a size, a flag: what is done by it shows in later calls
         count = len(self._calls)
+        if self._reads:
+            self._fed.add(count)
         self._calls.append((place, call))
         if self.runs > 1 and self.difference is None:
             old, before = self._first[count] if count < len(self._first) else (place, None)
@@ -128,6 +134,11 @@ class Repeats:
                 hint="use dense tensors where a gradient is needed",
                 page="tensor-kinds",
             )
+
+    def is_fed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was computed by the step's last call, from what it was called with: it is no constant."""
+        run, number = getattr(tensor, _MARK, (0, None))
+        return run == self._run and number in self._fed
 
     def _marked(self, result: Any) -> bool:
         """Mark the tensors of a result as made by this call; whether there are any."""
@@ -159,11 +170,13 @@ class Repeats:
 
     def _of_tensor(self, tensor: torch.Tensor) -> Any:
         if id(tensor) in self._known:
+            self._reads = True
             return ("given", self._known[id(tensor)])
         run, number = getattr(tensor, _MARK, (self._run, None))
         if run != self._run:
             raise _Stale
         if number is not None:
+            self._reads |= number in self._fed
             return ("made", number)
         return ("constant", _sum(tensor)) if _is_readable(tensor) else ("tensor", tensor.dtype)
 

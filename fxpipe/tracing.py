@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import checks, operators, origin, recurrent
 from fxpipe.batch import describe, dump, tensor_spec
-from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.errors import CaptureError, FxpipeError, listed
 from fxpipe.eval_mode import eval_mode
 from fxpipe.garbage import rarely_collected
 from fxpipe.held import HeldTensors
@@ -224,6 +224,13 @@ def _trace(
         notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
     for change in tensors.changed:
         notes.append(f"the step changes the attribute {change}: every step sees the value from before capture")
+    made = [n for n, v in tensors.made.items() if not isinstance(v, torch.Tensor) or watch.repeats.is_fed(v)]
+    if made:
+        notes.append(
+            f"the step keeps what it computes in attributes that it makes or fills itself ({listed(made, 4)}): every "
+            "step sees the model as it was before capture; state that is to last belongs in a buffer, made in __init__"
+        )
+    tensors.made.clear()
     return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes))
 
 

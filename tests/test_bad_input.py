@@ -335,7 +335,9 @@ def test_a_stale_build(home: Path, build: Path) -> None:
     model.write_text(model.read_text() + "\n# longer\n")
     err = run_refused(home)
     assert "error: the build is stale: since it was compiled, model.py changed\n  at: build\n" in err
-    assert "hint: compile it again: fxpipe compile model.py -o build" in err
+    assert (
+        "hint: compile it again: fxpipe compile model.py -o build, with the options that stage_0.py begins with" in err
+    )
     model.unlink()
     err = run_refused(home)
     assert "model.py is gone" in err

@@ -558,6 +558,48 @@ def test_a_cache_of_another_shape_is_filled_in_every_step() -> None:
     assert not fxpipe.capture(model, squared, batch()).warnings
 
 
+class KeepsAverage(nn.Module):
+    """State that forward makes when it first needs it, beside a cache of a constant."""
+
+    def __init__(self, none: bool) -> None:
+        super().__init__()
+        if none:
+            self.average = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "average", None) is None:
+            self.average = x.detach().mean(0)
+            self.positions = torch.linspace(0, 1, WIDTH)
+        else:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x - self.average + self.positions
+
+
+class CountsAnew(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.seen.append(len(x))
+        return x * self.calls * len(self.seen)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: KeepsAverage(False), "middle.average"),
+        (lambda: KeepsAverage(True), "middle.average"),
+        (CountsAnew, "middle.seen, middle.calls"),
+    ],
+)
+def test_state_that_the_step_makes_itself_is_told(make: Callable[[], nn.Module], names: str) -> None:
+    """Every step saw it as it was before capture, without a word."""
+    (warning,) = fxpipe.capture(Around(make()), squared, batch()).warnings
+    assert f"attributes that it makes or fills itself ({names}): every step sees the model" in warning
+
+
 class Grows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "late"):

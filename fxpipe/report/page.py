@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
 import secrets
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError
+from fxpipe.strict_json import dumps
 
 SCRIPTS = (  # in the order in which they stand in the page; one scope
     "dom.js",
@@ -84,24 +83,9 @@ def page(facts: dict[str, Any]) -> str:
 def embedded(facts: dict[str, Any]) -> str:
     r"""The facts as JSON that may stand inside a script element.
 
-    What `--json` prints, with `<` written as `\u003c`: JSON has it in strings only. Not a number and infinity, which
-    JSON lacks and a run that diverged has, become null.
+    What `--json` prints, with `<` written as `\u003c`: JSON has it in strings only.
     """
-    try:
-        text = json.dumps(facts, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_finite(facts), allow_nan=False)
-    return text.replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value
+    return dumps(facts).replace("<", "\\u003c")
 
 
 def _own(name: str) -> str:

@@ -65,9 +65,11 @@ class Checkpoint:
         unknown = sorted(set(found) - known)
         warnings = []
         if converted:
-            warnings.append(f"{path}: {len(converted)} tensors get the build's dtype: {listed(converted)}")
+            warnings.append(f"{path}: tensors that get the build's dtype, {len(converted)}: {listed(converted)}")
         if unknown:
-            warnings.append(f"{path}: {len(unknown)} tensors are not of the model, and not read: {listed(unknown)}")
+            warnings.append(
+                f"{path}: tensors that are not of the model and are not read, {len(unknown)}: {listed(unknown)}"
+            )
         return Checkpoint(path, places, tuple(warnings))
 
     def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -100,6 +100,7 @@ class Shapes:
                 f"batch {number} of eval_data() is built differently from those that were captured: "
                 f"{tree} for {pytree.treespec_loads(self._specs[0].batch_spec)}",
                 hint=hint,
+                page="batch-shapes",
             )
         nearest = min(alike, key=lambda spec: len(_differences(leaves, spec)))
         more = f" (of {len(alike)} shapes that were captured, the nearest)" if len(alike) > 1 else ""
@@ -108,6 +109,7 @@ class Shapes:
             + "; ".join(_differences(leaves, nearest))
             + more,
             hint=hint,
+            page="batch-shapes",
         )
 
 

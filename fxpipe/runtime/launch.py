@@ -95,7 +95,7 @@ def _rebuilt(entry: dict[str, Any]) -> FxpipeError:
             hint="this is a defect of fxpipe: please report it with the lines above",
         )
     kind = getattr(errors, entry["kind"], RunError)
-    error: FxpipeError = kind(entry["what"], where=entry["where"], hint=entry["hint"])
+    error: FxpipeError = kind(entry["what"], where=entry["where"], hint=entry["hint"], page=entry["page"])
     return error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from fxpipe.runtime.executor import Executor
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.record import Record, samples_of
 from fxpipe.simulator.forecast import expect
+from fxpipe.strict_json import dumps
 from fxpipe.time_losses import time_losses
 from fxpipe.trace import OF_TRAINING, Kind
 
@@ -154,7 +154,7 @@ def write_run(summary: dict[str, Any]) -> None:
         body["trace"] = os.path.relpath(body["trace"], out)
     fresh = out / f".{RUN}"
     try:
-        fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        fresh.write_text(dumps(body, indent=1) + "\n", encoding="utf-8")
         fresh.replace(out / RUN)
     except OSError as error:
         print(f"warning: {out / RUN} cannot be written: {error.strerror or error}", file=sys.stderr)

@@ -296,9 +296,8 @@ def main(text: str) -> NoReturn:
     try:
         summary = join(options)
     except FxpipeError as error:
-        _leave(
-            exchange, rank, {"kind": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-        )
+        said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
+        _leave(exchange, rank, {"kind": type(error).__name__, **said})
     except Exception as error:
         trace = traceback.format_exc()
         _leave(exchange, rank, {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace})
