@@ -315,6 +315,7 @@ class Reader:
                     raise CaptureError(
                         f"the gradient of {self.tensors.names[index][0]} is sparse, which a pipeline cannot send",
                         hint="build the embedding with sparse=False",
+                        page="tensor-kinds",
                     )
                 outputs.append(Output("gradient", self.mapped[slots[index]].name))
             elif kind == "InputMutationAOTOutput":

@@ -137,8 +137,9 @@ def _opened(file: Path) -> safe_open:
 def _unfit(path: Path, missing: list[str], wrong: list[str], found: set[str]) -> BuildError:
     lines = [f"missing: {listed(missing)}"] if missing else []
     lines += [f"of another shape: {listed(wrong)}"] if wrong else []
-    return BuildError(
-        "the checkpoint does not fit the model:\n  " + "\n  ".join(lines),
-        where=str(path),
-        hint=f"tensors go by the names of model().named_parameters(); the checkpoint has {listed(sorted(found), 5)}",
-    )
+    prefix = min(found, default="").partition(".")[0] + "."  # of a module around the model: "module.", "model."
+    if all(name.startswith(prefix) for name in found) and any(prefix + name in found for name in missing):
+        hint = f"all names of the checkpoint begin with {prefix!r}: save the state_dict() of the model within"
+    else:
+        hint = "tensors go by the names of model().named_parameters(); the checkpoint has " + listed(sorted(found), 5)
+    return BuildError("the checkpoint does not fit the model:\n  " + "\n  ".join(lines), where=str(path), hint=hint)

@@ -89,6 +89,12 @@ def test_all_that_is_wrong_is_said(build: Build, values: dict[str, Tensor], tmp_
     assert "of another shape: pos is [2, 16], not [8, 16]" in str(caught.value)
 
 
+def test_names_that_begin_with_a_wrapper(build: Build, values: dict[str, Tensor], tmp_path: Path) -> None:
+    save_file({f"module.{name}": value for name, value in values.items()}, tmp_path / "wrapped.safetensors")
+    with pytest.raises(BuildError, match="all names of the checkpoint begin with 'module.'"):
+        build.local(weights=tmp_path / "wrapped.safetensors")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
