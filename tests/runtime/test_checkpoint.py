@@ -91,7 +91,7 @@ def test_all_that_is_wrong_is_said(build: Build, values: dict[str, Tensor], tmp_
 
 def test_names_that_begin_with_a_wrapper(build: Build, values: dict[str, Tensor], tmp_path: Path) -> None:
     save_file({f"module.{name}": value for name, value in values.items()}, tmp_path / "wrapped.safetensors")
-    with pytest.raises(BuildError, match="all names of the checkpoint begin with 'module.'"):
+    with pytest.raises(BuildError, match=r"all names of the checkpoint begin with 'module\.'"):
         build.local(weights=tmp_path / "wrapped.safetensors")
 
 
