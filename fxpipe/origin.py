@@ -138,6 +138,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.watch = watch
         self.stand_ins = stand_ins
+        self.own = {id(tensor) for tensor in stand_ins.values()}
         self.memories = {tensor.untyped_storage()._cdata for tensor in given}
         self.paths: list[str] = [""]
         self.regions: list[int] = []
@@ -194,9 +195,10 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def is_update(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether `tensor.data = value` is `tensor.copy_(value)`: it is trained by nobody, the value is a fresh one."""
+        """Whether `tensor.data = value` is a copy_: the model's own tensor, not trained, and a fresh value."""
         return (
-            not tensor.requires_grad
+            id(tensor) in self.own
+            and not tensor.requires_grad
             and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
             and not value._is_view()
             and value.untyped_storage()._cdata not in self.memories
