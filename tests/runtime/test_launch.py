@@ -14,7 +14,7 @@ from fxpipe.runtime.options import RunOptions
 
 
 def leave(folder: Path, rank: int, time: float, kind: str | None, what: str, **more: Any) -> None:
-    entry = {"rank": rank, "time": time, "kind": kind, "what": what, "where": None, "hint": None, **more}
+    entry = {"rank": rank, "time": time, "kind": kind, "what": what, "where": None, "hint": None, "page": None, **more}
     (folder / f"{rank}.json").write_text(json.dumps(entry))
 
 
