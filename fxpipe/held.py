@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.model_state import is_container, preserved
+from fxpipe.model_state import Attributes, is_container, preserved
 
 _REGISTERED = ("_parameters", "_buffers")
 _INTERNAL = frozenset(nn.Module().__dict__)
@@ -106,12 +106,11 @@ class HeldTensors:
 
         What else holds the model's tensors (an object, a closure) still does: `stand_ins` says what to take instead.
         """
-        modules = [(module, dict(module.__dict__)) for module in self.model.modules()]
-        before = {id(c): _numbers(c) for _, state in modules for key, c in state.items() if _may_grow(key, c)}
         self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
         filled: set[int] = set()
         try:
-            with preserved(self.model):
+            with preserved(self.model) as modules:
+                before = {id(c): _numbers(c) for _, state in modules for key, c in state.items() if _may_grow(key, c)}
                 for module, attributes in modules:
                     for key, value in attributes.items():
                         if key not in _INTERNAL or key in _REGISTERED:
@@ -240,21 +239,21 @@ class HeldTensors:
                 hint="make them in __init__, or run the model once on a batch inside model()",
             )
 
-    def _changes(self, originals: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
+    def _prefixed(self, modules: Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+        """With each module what its attributes' names begin with: `blocks.0.`."""
         paths = {module: path for path, module in self.model.named_modules()}
-        for module, state in originals:
+        for module, state in modules:
+            yield f"{paths[module]}." if paths.get(module) else "", module, state
+
+    def _changes(self, modules: Attributes) -> Iterator[str]:
+        for prefix, module, state in self._prefixed(modules):
             for key, old in state.items():
                 new = module.__dict__.get(key)
                 if type(old) in _PLAIN and type(new) in _PLAIN and old != new:
-                    path = paths.get(module, "")
-                    yield f"{path}.{key} ({old!r} → {new!r})" if path else f"{key} ({old!r} → {new!r})"
+                    yield f"{prefix}{key} ({old!r} → {new!r})"
 
-    def _additions(
-        self, modules: Sequence[tuple[nn.Module, dict[str, Any]]], numbers: Mapping[int, list[Any]]
-    ) -> Iterator[tuple[str, Any]]:
-        paths = {module: path for path, module in self.model.named_modules()}
-        for module, state in modules:
-            prefix = f"{paths[module]}." if paths.get(module) else ""
+    def _additions(self, modules: Attributes, numbers: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
+        for prefix, module, state in self._prefixed(modules):
             for key, value in module.__dict__.items():
                 kept = isinstance(value, torch.Tensor) or type(value) in _NUMBERS
                 if key not in _INTERNAL and state.get(key) is None and kept:

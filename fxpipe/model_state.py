@@ -12,19 +12,22 @@ from torch import nn
 CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, set)
 LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
 
+Attributes = list[tuple[nn.Module, dict[str, Any]]]
+"""Every module with its attributes as they were."""
+
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module) -> Iterator[Attributes]:
     """Afterwards modules hold the very objects that they held before, and so do their containers, hooks among them.
 
-    The values of tensors are not kept.
+    Gives the attributes that it kept. The values of tensors are not kept.
     """
-    modules = [(module, dict(module.__dict__)) for module in model.modules()]
+    modules: Attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     held: dict[int, tuple[Any, list[Any]]] = {}
     for _, attributes in modules:
         _find(attributes.values(), held)
     try:
-        yield
+        yield modules
     finally:
         for module, attributes in modules:
             module.__dict__.clear()

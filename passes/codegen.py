@@ -58,23 +58,18 @@ def evaluation_file(worker: int, shape: int) -> str:
 
 
 def _share(program: Program, worker: int, part: Part, edges: dict[str, EdgeSpec], command: str) -> str:
-    lines = [
-        *_share_header(program, worker, part, edges, command),
-        "",
-        "import torch",
-        *_imports(part),
-        "",
-        "aten = torch.ops.aten",
-        "",
-        "",
-        *_Function(part, edges, "evaluate", "batch").lines(),
-    ]
+    header = _share_header(program, worker, part, edges, command)
+    return _text(header, _Function(part, edges, "evaluate", "batch"))
+
+
+def _text(header: Iterator[str], *functions: _Function) -> str:
+    """A file: its header, what it imports, its functions."""
+    modules = registering(function.part.graph for function in functions)
+    imports = [f"import {module}  # defines operators that are called below" for module in modules]
+    lines = [*header, "", "import torch", *imports, "", "aten = torch.ops.aten"]
+    for function in functions:
+        lines += ["", "", *function.lines()]
     return "\n".join(lines) + "\n"
-
-
-def _imports(*parts: Part) -> Iterator[str]:
-    for module in registering(part.graph for part in parts):
-        yield f"import {module}  # defines operators that are called below"
 
 
 def _share_header(program: Program, worker: int, part: Part, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
@@ -94,21 +89,9 @@ def _share_header(program: Program, worker: int, part: Part, edges: dict[str, Ed
 
 
 def _file(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> str:
-    lines = [
-        *_header(program, stage, edges, command),
-        "",
-        "import torch",
-        *_imports(stage.forward, stage.backward),
-        "",
-        "aten = torch.ops.aten",
-        "",
-        "",
-        *_Function(stage.forward, edges, "forward", "batch").lines(),
-        "",
-        "",
-        *_Function(stage.backward, edges, "backward", "saved").lines(),
-    ]
-    return "\n".join(lines) + "\n"
+    forward = _Function(stage.forward, edges, "forward", "batch")
+    backward = _Function(stage.backward, edges, "backward", "saved")
+    return _text(_header(program, stage, edges, command), forward, backward)
 
 
 def _header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
