@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.output import Column, emit_json, print_columns, print_text, stdout_console, warn
 
-from fxpipe.run_comparison import SMOOTH, compare
-from fxpipe.trace import OF_TRAINING
+from fxpipe.observe.run_comparison import SMOOTH, compare
+from fxpipe.observe.trace import OF_TRAINING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def compare_command(first: str, second: str, as_json: bool) -> int:
     fxpipe compare out/ other/
     fxpipe compare runs/async runs/gpipe --json
     """
-    from fxpipe.run_folder import read_run
+    from fxpipe.observe.run_folder import read_run
 
     runs = [read_run(first), read_run(second)]
     found = compare(*runs)
@@ -50,7 +50,7 @@ def compare_command(first: str, second: str, as_json: bool) -> int:
 
 
 def describe(found: Json, console: Console) -> None:
-    """What `fxpipe.run_comparison` found, in small tables, and its verdict last."""
+    """What `fxpipe.observe.run_comparison` found, in small tables, and its verdict last."""
     for number, folder in enumerate(found["runs"], start=1):
         click.echo(f"run {number}  {folder}")
     settings = found["settings"]

@@ -13,14 +13,14 @@ from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
 from fxpipe.cli.output import emit_json, note, plain, print_table, size, warn, working
 from fxpipe.cli.policy_option import policy_option
 
-from fxpipe.backend import BACKENDS
+from fxpipe.engines import BACKENDS
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
-    from fxpipe.agreement import Agreement
-    from fxpipe.backend.choose import EngineTime
-    from fxpipe.build import Build
-    from fxpipe.plan import Plan
+    from fxpipe.build.build import Build
+    from fxpipe.lowering.agreement import Agreement
+    from fxpipe.plan.costs import EngineTime
+    from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
 
 # Of --verify, relative. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
@@ -104,9 +104,9 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     """
-    from fxpipe.agreement import compare_with_eager
-    from fxpipe.folder import check_target
-    from fxpipe.measured_costs import NODE_COSTS
+    from fxpipe.costs.measured import NODE_COSTS
+    from fxpipe.lowering.agreement import compare_with_eager
+    from fxpipe.plan.build_folder import check_target
     from fxpipe.simulator.forecast import forecast
 
     check_cuts(cuts, fp_cut, bp_cut)
@@ -156,7 +156,7 @@ def compile_command(
 
 def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
-    from fxpipe.runtime.record import samples_of
+    from fxpipe.observe.record import samples_of
 
     plan = build.plan
     rows = []
@@ -238,7 +238,7 @@ def _print_engines(build: Build) -> None:
 def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
     plan = build.plan
     from fxpipe.inspection.evaluation import evaluation_facts
-    from fxpipe.runtime.record import samples_of
+    from fxpipe.observe.record import samples_of
 
     samples = samples_of(plan)
     result: dict[str, Any] = {

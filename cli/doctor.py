@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.errors import BuildError
 
 if TYPE_CHECKING:
-    from fxpipe.link_test import LinkReport
+    from fxpipe.measure.links import LinkReport
 
 
 @click.command("doctor")
@@ -56,8 +56,8 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
 
 
 def _links(workers: int, out: str | None, as_json: bool) -> int:
-    from fxpipe.folder import check_output
-    from fxpipe.link_test import measure_links, transports
+    from fxpipe.measure.links import measure_links, transports
+    from fxpipe.plan.build_folder import check_output
     from fxpipe.planner.device import links_toml
 
     if out is not None:
@@ -87,7 +87,7 @@ def _links(workers: int, out: str | None, as_json: bool) -> int:
 
 
 def _links_row(report: LinkReport) -> dict[str, Any]:
-    from fxpipe.link_test import SIZES
+    from fxpipe.measure.links import SIZES
 
     return {
         "transport": report.transport,
@@ -107,7 +107,7 @@ def _without_infinity(value: Any) -> Any:
 
 
 def _print_links(report: LinkReport) -> None:
-    from fxpipe.link_test import SIZES
+    from fxpipe.measure.links import SIZES
 
     rows = [
         [
@@ -153,7 +153,7 @@ def _report() -> dict[str, Any]:
 
 def _engines(device: str) -> list[str]:
     """Each engine with its versions and what runs it here, or why it cannot be used."""
-    from fxpipe import backend as backends
+    from fxpipe import engines as backends
 
     found = ["eager"]
     for name in backends.ENGINES[1:]:
@@ -167,8 +167,8 @@ def _self_test() -> str:
     import torch
     from torch import Tensor, nn
 
-    from fxpipe.agreement import compare_with_eager
-    from fxpipe.lowering import compile
+    from fxpipe.lowering.agreement import compare_with_eager
+    from fxpipe.lowering.lower import compile
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1])

@@ -14,7 +14,7 @@ def explain_command(page: str | None) -> int:
     fxpipe explain
     fxpipe explain data-dependent
     """
-    from fxpipe import explanations
+    from fxpipe.cli import explanations
 
     if page is not None:
         click.echo(explanations.page(page).rstrip())

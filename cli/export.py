@@ -14,8 +14,8 @@ import click
 from fxpipe.cli.output import emit_json, print_table, size, warn, working
 
 if TYPE_CHECKING:
-    from fxpipe.build import Build
-    from fxpipe.task import Task
+    from fxpipe.build.build import Build
+    from fxpipe.task.model_file import Task
 
 
 @click.command("export")
@@ -136,11 +136,11 @@ def _export_inference(
 ) -> dict[str, Any]:
     import torch
 
-    from fxpipe.batch import to_device
     from fxpipe.export.inference import export_inference
-    from fxpipe.folder import replacing
-    from fxpipe.held import HeldTensors
-    from fxpipe.runtime.loaded_stage import is_edited
+    from fxpipe.files import replacing
+    from fxpipe.stages.loaded import is_edited
+    from fxpipe.task.batch import to_device
+    from fxpipe.tracing.held_tensors import HeldTensors
 
     model, batch = to_device("cpu", task.model(), batch)
     held = HeldTensors(model)
@@ -168,11 +168,11 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     """The build with the weights to export, its model file and the first batch."""
     import torch
 
-    from fxpipe.build import load
+    from fxpipe.build.build import load
     from fxpipe.errors import ExportError
     from fxpipe.export.trained import with_trained
-    from fxpipe.folder import check_current, model_path
-    from fxpipe.task import load_task
+    from fxpipe.plan.build_folder import check_current, model_path
+    from fxpipe.task.model_file import load_task
 
     build = load(folder)
     path = model_path(build.plan, folder, model)

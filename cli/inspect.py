@@ -14,7 +14,7 @@ from fxpipe.cli.output import emit_json, note, plain_lines, stdout_console, warn
 from fxpipe.cli.policy_option import policy_option
 
 from fxpipe.errors import BuildError
-from fxpipe.folder import PLAN
+from fxpipe.plan.build_folder import PLAN
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def inspect_command(
     if found["forecast"] is None and subject.costs is not None and not found["grid"]["rows"]:
         warn(f"policy {subject.plan.policy} is the model file's own, which is not imported: give one with --policy")
     if html is not None:
-        from fxpipe.report.page import write_report
+        from fxpipe.inspection.report.page import write_report
 
         write_report(found, Path(html))
         for problem in found_run["problems"] if found_run else ():
@@ -196,7 +196,7 @@ def _of_folder(target: str) -> Subject:
 
 
 def _read_run(folder: Path, subject: Subject) -> dict[str, Any]:
-    from fxpipe.run_folder import read_run
+    from fxpipe.observe.run_folder import read_run
 
     found: dict[str, Any] = read_run(folder, subject.digest)
     return found

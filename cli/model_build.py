@@ -17,9 +17,9 @@ from fxpipe.cli.policy_option import check_policy
 if TYPE_CHECKING:
     from torch import nn
 
-    from fxpipe.build import Build
-    from fxpipe.stage_times import StageTime
-    from fxpipe.task import Task
+    from fxpipe.build.build import Build
+    from fxpipe.plan.costs import StageTime
+    from fxpipe.task.model_file import Task
 
 OFF = 1.3
 """How far a stage's own time may be from the sum of its operators' before a warning says so."""
@@ -87,13 +87,13 @@ def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelB
     """
     import torch
 
-    from fxpipe.allocator import reuse_freed_memory
-    from fxpipe.batch import default_microbatches
-    from fxpipe.lowering import compile
-    from fxpipe.meta import on_meta, to_device
+    from fxpipe.lowering.lower import compile
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.policy import make as make_policy
-    from fxpipe.task import load_task, source_digests
+    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.task.batch import default_microbatches
+    from fxpipe.task.meta import on_meta, to_device
+    from fxpipe.task.model_file import load_task, source_digests
     from fxpipe.threads import threads_for
 
     if wanted.meta and wanted.backend != "eager":
@@ -162,7 +162,7 @@ def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
     """
     from fxpipe.errors import FxpipeError
     from fxpipe.random_state import seed_everything
-    from fxpipe.task import hook_raised
+    from fxpipe.task.model_file import hook_raised
 
     seed_everything(seed)
     try:
@@ -174,7 +174,7 @@ def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
 
 
 def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[str], None]) -> Build:
-    from fxpipe.stage_times import measure_stages
+    from fxpipe.measure.stages import measure_stages
 
     say("timing the stages")
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)

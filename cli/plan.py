@@ -172,12 +172,11 @@ def _profile_model(
     meta: bool,
     say: Callable[[str], None],
 ) -> Subject:
-    from fxpipe.passes.model_profile import profile_model
-
-    from fxpipe.allocator import reuse_freed_memory
-    from fxpipe.batch import default_microbatches
-    from fxpipe.meta import on_meta
-    from fxpipe.task import load_task
+    from fxpipe.lowering.model_profile import profile_model
+    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.task.batch import default_microbatches
+    from fxpipe.task.meta import on_meta
+    from fxpipe.task.model_file import load_task
     from fxpipe.threads import threads_for
 
     reuse_freed_memory()

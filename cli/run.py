@@ -13,12 +13,12 @@ import click
 from fxpipe.cli.output import emit_json, print_table, warn, working
 from fxpipe.cli.policy_option import check_policy, policy_option
 
-from fxpipe.backend import BACKENDS
+from fxpipe.engines import BACKENDS
 from fxpipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
-    from fxpipe.plan import Plan
-    from fxpipe.runtime.options import RunOptions
+    from fxpipe.plan.spec import Plan
+    from fxpipe.runtime.process.options import RunOptions
 
 
 def _number(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
@@ -118,8 +118,8 @@ def run_command(
     fxpipe run build/ --steps 500 --backend onnxruntime
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
-    from fxpipe.runtime.launch import running_under_torchrun
-    from fxpipe.runtime.options import RunOptions
+    from fxpipe.runtime.process.launch import running_under_torchrun
+    from fxpipe.runtime.process.options import RunOptions
 
     if steps is not None and epochs is not None:
         raise click.UsageError("--steps and --epochs exclude each other")
@@ -158,7 +158,7 @@ def run_command(
     )
     summary = _train(options, local, joined)
     if summary is not None:  # else this is a worker other than the first, under torchrun
-        from fxpipe.runtime.run_summary import add_evaluation, write_run
+        from fxpipe.runtime.process.run_summary import add_evaluation, write_run
 
         first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
         if first is not None:
@@ -171,7 +171,7 @@ def run_command(
         else:
             _print(summary)
     if joined:
-        from fxpipe.runtime.worker import end_process
+        from fxpipe.runtime.process.rank import end_process
 
         end_process(0)
     return 0
@@ -192,7 +192,7 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
     if joined:
         if os.environ["RANK"] == "0":
             _checked_plan(options)
-        from fxpipe.runtime.worker import end_process, join
+        from fxpipe.runtime.process.rank import end_process, join
 
         try:
             return join(options)
@@ -206,21 +206,21 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
             f"compile with --schedule {options.schedule} --microbatches {2 * plan.workers} to overlap them"
         )
     if local:
-        from fxpipe.runtime.local_run import run_local
+        from fxpipe.runtime.process.local_run import run_local
 
         return run_local(options)
-    from fxpipe.runtime.launch import launch
+    from fxpipe.runtime.process.launch import launch
 
     return launch(options, plan.workers)
 
 
 def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, once it can do what is asked, is whole and current and the output can be written."""
-    from fxpipe.folder import check_current, check_output, load_plan
-    from fxpipe.runtime.checkpoint import Checkpoint
-    from fxpipe.runtime.hooks import check_evaluation
-    from fxpipe.tensorboard import check_tensorboard
-    from fxpipe.trace.writer import check_trace
+    from fxpipe.observe.tensorboard import check_tensorboard
+    from fxpipe.observe.trace.writer import check_trace
+    from fxpipe.plan.build_folder import check_current, check_output, load_plan
+    from fxpipe.runtime.worker.checkpoint import Checkpoint
+    from fxpipe.runtime.worker.hooks import check_evaluation
 
     plan = load_plan(options.build)
     if options.eval_every is not None:
@@ -238,10 +238,10 @@ def _checked_plan(options: RunOptions) -> Plan:
 
 
 def _evaluate(options: RunOptions) -> dict[str, float]:
-    from fxpipe.evaluate import evaluate
-    from fxpipe.folder import model_path, read_plan
-    from fxpipe.runtime.record import FINAL_WEIGHTS
-    from fxpipe.task import load_task
+    from fxpipe.observe.record import FINAL_WEIGHTS
+    from fxpipe.plan.build_folder import model_path, read_plan
+    from fxpipe.task.model_file import load_task
+    from fxpipe.task.validation import evaluate
 
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)
@@ -257,8 +257,8 @@ def _evaluate(options: RunOptions) -> dict[str, float]:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    from fxpipe.runtime.progress import held_out
-    from fxpipe.runtime.staleness import staleness_file
+    from fxpipe.observe.progress import held_out
+    from fxpipe.observe.run_folder import staleness_file
 
     losses = summary["losses"]
     tail = losses[-min(max(len(losses) // 4, 1), 20) :]

@@ -16,22 +16,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fxpipe.build import Build as Build
-    from fxpipe.build import load as load
+    from fxpipe.build.build import Build as Build
+    from fxpipe.build.build import load as load
     from fxpipe.errors import FxpipeError as FxpipeError
-    from fxpipe.lowering import compile as compile
-    from fxpipe.lowering import lower as lower
-    from fxpipe.tracing import capture as capture
+    from fxpipe.lowering.lower import compile as compile
+    from fxpipe.lowering.lower import lower as lower
+    from fxpipe.planner.cuts import Cuts as Cuts
+    from fxpipe.planner.links import Links as Links
+    from fxpipe.task.meta import on_meta as on_meta
+    from fxpipe.tracing.capture import capture as capture
 
 _HOME = {
-    "Build": "fxpipe.build",
-    "compile": "fxpipe.lowering",
-    "lower": "fxpipe.lowering",
-    "load": "fxpipe.build",
-    "capture": "fxpipe.tracing",
+    "Build": "fxpipe.build.build",
+    "Cuts": "fxpipe.planner.cuts",
     "FxpipeError": "fxpipe.errors",
+    "Links": "fxpipe.planner.links",
+    "capture": "fxpipe.tracing.capture",
+    "compile": "fxpipe.lowering.lower",
+    "load": "fxpipe.build.build",
+    "lower": "fxpipe.lowering.lower",
+    "on_meta": "fxpipe.task.meta",
 }
-__all__ = ["Build", "FxpipeError", "__version__", "capture", "compile", "load", "lower"]
+__all__ = ["Build", "Cuts", "FxpipeError", "Links", "__version__", "capture", "compile", "load", "lower", "on_meta"]
 
 
 def __getattr__(name: str) -> Any:

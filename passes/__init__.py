@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fxpipe.measured_costs import MeasuredCosts
+from fxpipe.costs.measured import MeasuredCosts
+from fxpipe.ir.transform import Pass
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.setting import Setting
-from fxpipe.program import Cuts
-from fxpipe.transform import Pass
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpipe.operators import registering
-from fxpipe.plan import EdgeSpec
-from fxpipe.printer import argument_text, call_text, heading, type_text
-from fxpipe.program import Level, Program, info, size_of, unit_name, value
-from fxpipe.stage import Part, Stage
-from fxpipe.transform import Pass
-from fxpipe.wire import is_recv, is_send
+from fxpipe.ir.printer import argument_text, call_text, heading, type_text
+from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
+from fxpipe.ir.stage import Part, Stage
+from fxpipe.ir.transform import Pass
+from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.plan.spec import EdgeSpec
+from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
 

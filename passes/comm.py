@@ -9,14 +9,14 @@ import torch
 from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from fxpipe import wire
-from fxpipe.aten import is_sparse, is_view
-from fxpipe.batch import tensor_spec
 from fxpipe.errors import CutError
-from fxpipe.pace import Gap, first_gap
-from fxpipe.plan import EdgeKind, EdgeSpec, Phase
-from fxpipe.program import INFO, Level, NodeInfo, Program, info, size_of, value
-from fxpipe.transform import Pass
+from fxpipe.ir import wire
+from fxpipe.ir.aten import is_sparse, is_view
+from fxpipe.ir.pace import Gap, first_gap
+from fxpipe.ir.program import INFO, Level, NodeInfo, Program, info, size_of, value
+from fxpipe.ir.transform import Pass
+from fxpipe.plan.spec import EdgeKind, EdgeSpec, Phase
+from fxpipe.task.batch import tensor_spec
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Comm(Pass):
     expanded one the memory alone travels, and the receiver expands it again; a view of a weight is copied.
 
     Neighbours that exchange no value in a phase get a token, one byte that says nothing: without it the second would
-    run ahead of the first without bound (`fxpipe/pace.py`). It leaves as soon as the first is in step itself. An
+    run ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves as soon as the first is in step itself. An
     evaluation needs none.
 
     Fields:

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from fxpipe.passes.clock import measure
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fxpipe.aten import is_view
+from fxpipe.costs.measured import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.costs.node_times import measure
 from fxpipe.errors import BuildError
-from fxpipe.measured_costs import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.ir.aten import is_view
+from fxpipe.ir.program import Level, Program, info, size_of, value
+from fxpipe.ir.transform import Pass
 from fxpipe.planner.device import CPU, Device
-from fxpipe.program import Level, Program, info, size_of, value
-from fxpipe.transform import Pass
 
 TRUSTED = 0.25
 """How far the sum of the nodes' times may be from the whole's before a warning says so."""

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fxpipe.passes.profile import glued_positions, profile_of
+from fxpipe.passes.analysis.profile import glued_positions, profile_of
 
 from fxpipe.errors import CutError, near
+from fxpipe.ir.program import Level, Program, info
+from fxpipe.ir.transform import Pass
 from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
-from fxpipe.program import Cuts, Level, Program, info
-from fxpipe.transform import Pass
 
 WORTH = 0.02
 """How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
@@ -66,7 +67,8 @@ class Cut(Pass):
             cuts = Cuts(best.forward, best.backward, best.weights, best.recompute)
         program = program.copy(level=Level.PLACED, cuts=cuts, profile=profile, partitions=partitions)
         for node in program:
-            info(node).worker = cuts.worker(info(node))
+            record = info(node)
+            record.worker = cuts.worker(record.phase, record.unit, record.weight)
         return program
 
     def _given(self, program: Program, cuts: Cuts) -> Cuts:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpipe.aten import is_random, is_view
-from fxpipe.program import Level, Program, info, value
-from fxpipe.transform import Pass
+from fxpipe.ir.aten import is_random, is_view
+from fxpipe.ir.program import Level, Program, info, value
+from fxpipe.ir.transform import Pass
 
 aten = torch.ops.aten
 _NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpipe.aten import is_random
-from fxpipe.program import Level, Program
-from fxpipe.transform import Pass
+from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import Level, Program
+from fxpipe.ir.transform import Pass
 
 
 @dataclass(frozen=True)

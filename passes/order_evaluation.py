@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpipe.program import Buffer, Level, Parameter, Program
-from fxpipe.transform import Pass
+from fxpipe.ir.program import Buffer, Level, Parameter, Program
+from fxpipe.ir.transform import Pass
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import numpy as np
 from fxpipe.passes.units import is_source
 from torch import fx
 
-from fxpipe.program import Buffer, Cuts, Level, Parameter, Program, info, size_of, value
-from fxpipe.transform import Pass
+from fxpipe.ir.program import Buffer, Level, Parameter, Program, info, size_of, value
+from fxpipe.ir.transform import Pass
+from fxpipe.planner.cuts import Cuts
 
 _NEVER = 2**60
 
@@ -47,7 +48,8 @@ class PlaceEvaluation(Pass):
         cuts = Cuts(positions, positions)
         program = program.copy(level=Level.PLACED, cuts=cuts)
         for node in program:
-            info(node).worker = cuts.worker(info(node))
+            record = info(node)
+            record.worker = cuts.worker(record.phase, record.unit, record.weight)
         return program
 
 

@@ -10,10 +10,10 @@ import torch
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
-from fxpipe.aten import is_cheap, is_getitem, is_random
-from fxpipe.plan import Phase
-from fxpipe.program import INFO, Level, Program, info, size_of, value
-from fxpipe.transform import Pass
+from fxpipe.ir.aten import is_cheap, is_getitem, is_random
+from fxpipe.ir.program import INFO, Level, Program, info, size_of, value
+from fxpipe.ir.transform import Pass
+from fxpipe.plan.spec import Phase
 
 aten = torch.ops.aten
 

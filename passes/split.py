@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpipe import wire
-from fxpipe.aten import is_random
-from fxpipe.plan import PartSpec, Phase
-from fxpipe.program import INFO, Level, Program, info
-from fxpipe.stage import Part, Stage
-from fxpipe.transform import Pass
+from fxpipe.ir import wire
+from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import INFO, Level, Program, info
+from fxpipe.ir.stage import Part, Stage
+from fxpipe.ir.transform import Pass
+from fxpipe.plan.spec import PartSpec, Phase
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpipe.program import INFO, Level, Program, info, value
-from fxpipe.transform import Pass
+from fxpipe.ir.program import INFO, Level, Program, info, value
+from fxpipe.ir.transform import Pass
 
 aten = torch.ops.aten
 _INPUT, _WEIGHT, _MASK = 1, 2, 10  # arguments of convolution_backward

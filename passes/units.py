@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fxpipe.passes.weight_gradients import mark_weight_gradients
+from fxpipe.passes.analysis.weight_gradients import mark_weight_gradients
 from torch import fx
 
-from fxpipe.aten import is_cheap, is_getitem, is_random, is_view
-from fxpipe.program import Level, Program, info
-from fxpipe.transform import Pass
+from fxpipe.ir.aten import is_cheap, is_getitem, is_random, is_view
+from fxpipe.ir.program import Level, Program, info
+from fxpipe.ir.transform import Pass
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from commands import QUICK, Result, finish, fxpipe, processes, start_module, unc
 from model_files import STEPS, line_of, write_model
 from safetensors.torch import load_file
 
-from fxpipe.folder import read_plan
-from fxpipe.plan import FORMAT, Plan
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import FORMAT, Plan
 
 TRAIN_DATA = "for _ in range(5)]"
 ENDLESS = ("--steps", 10**7, "--threads", 1)

@@ -18,14 +18,14 @@ import torch
 from by_path import module_at
 
 import fxpipe
-from fxpipe.plan import ParameterSpec
+from fxpipe.plan.spec import ParameterSpec
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees
-from fxpipe.runtime.assembly import choose
+from fxpipe.policy.recipe import choose
 from fxpipe.schedule import Versions, grid
 from fxpipe.schedule import make as make_schedule
 from fxpipe.simulator import Scenario, WorkerCost, simulate
-from fxpipe.task import load_task
+from fxpipe.task.model_file import load_task
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONCEPTS, PICTURES = DOCS / "concepts", DOCS / "pictures"
@@ -66,7 +66,7 @@ def test_the_example_is_the_file() -> None:
 
 
 def test_the_lines_of_the_program_were_printed() -> None:
-    from fxpipe.printer import print_program
+    from fxpipe.ir.printer import print_program
 
     texts: list[str] = []
     task = load_task(CONCEPTS / "tiny.py")

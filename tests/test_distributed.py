@@ -14,11 +14,11 @@ from random_cuts import numbered
 from several_runs import one_after_the_other
 from small_models import CASES
 
-from fxpipe.build import Build
-from fxpipe.program import Cuts
-from fxpipe.runtime.launch import launch
-from fxpipe.runtime.local_run import run_local
-from fxpipe.runtime.options import RunOptions
+from fxpipe.build.build import Build
+from fxpipe.planner.cuts import Cuts
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.options import RunOptions
 
 SUPPORT = Path(__file__).parent / "support"
 MODEL = f"""

@@ -14,7 +14,7 @@ from commands import QUICK, fxpipe, fxpipe_process, unchanged
 from fxpipe.policy import POLICIES, make, sees
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.asynchronous import Async
-from fxpipe.task import load_task
+from fxpipe.task.model_file import load_task
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
 

@@ -1,4 +1,4 @@
-"""docs/layout.md names every file and no other, the wheel has every package, and imports point one way."""
+"""docs/layout.md names every room in order, a room imports only rooms above it, and the wheel has every package."""
 
 from __future__ import annotations
 
@@ -8,95 +8,127 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"fxpipe": "fxpipe", "passes": "fxpipe.passes", "cli": "fxpipe.cli"}  # folder: installed name
 DATA = {"fxpipe.pages": "docs/errors"}  # installed name: folder without code
-ENTRY = "fxpipe/__main__.py"  # `python -m fxpipe` is the command line: the one file below the arrow that starts it
+EXCEPTIONS = {"fxpipe", "fxpipe.__main__", "fxpipe.build.build"}
+"""May import rooms below them: the lazy public names, `python -m fxpipe`, and `Build.local` and `Build.join`."""
 PATH = re.compile(r"`((?:fxpipe|passes|cli|tests|examples|benchmarks|docs)/[\w./]*)`")
+ROOM = re.compile(r"^- `((?:fxpipe|passes|cli)/(?:\w+/)?)`:", re.MULTILINE)
+LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 
 
-def sources() -> list[str]:
-    """Every Python file of the three packages, relative to the repository."""
-    return sorted(str(f.relative_to(ROOT)) for folder in PACKAGES for f in (ROOT / folder).rglob("*.py"))
+def modules() -> dict[str, Path]:
+    """Every module of the three packages by its installed name."""
+    found = {}
+    for folder, name in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((name, *(p for p in parts if p != "__init__")))] = path
+    return found
 
 
-def mentioned() -> set[str]:
-    """Every path that layout.md names."""
-    return set(PATH.findall((ROOT / "docs" / "layout.md").read_text(encoding="utf-8")))
+def rooms() -> list[str]:
+    """The rooms in the order of layout.md, by their installed names; `fxpipe` is the first."""
+    return [PACKAGES[top] + ("." + rest if rest else "") for top, _, rest in (r[:-1].partition("/") for r in _listed())]
 
 
-def test_every_file_is_mentioned() -> None:
-    assert sorted(set(sources()) - mentioned()) == []
+def _listed() -> list[str]:
+    return ROOM.findall(LAYOUT)
 
 
-def test_every_mentioned_path_exists() -> None:
-    assert sorted(path for path in mentioned() if not (ROOT / path).exists()) == []
+def room_of(module: str, listed: list[str]) -> int:
+    """The number of the module's room; files directly in `fxpipe/` are in the first."""
+    parts = module.split(".")
+    return listed.index(".".join(parts[:2])) if ".".join(parts[:2]) in listed else 0
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every module that the source imports, inside functions and for types too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{name.name}" for name in node.names)
+
+
+def offences(module: str, source: str, listed: list[str]) -> list[str]:
+    """Each import of a module that goes to a room below its own, or does not use the installed name."""
+    found = []
+    for imported in imports(source):
+        top = imported.split(".")[0]
+        if top in ("", "passes", "cli"):
+            found.append(f"{module} imports {imported}, which is not its installed name")
+        elif top == "fxpipe" and module not in EXCEPTIONS and room_of(imported, listed) > room_of(module, listed):
+            found.append(f"{module} imports {imported}, from a room below its own")
+    return found
+
+
+def test_a_room_imports_only_rooms_above_it() -> None:
+    listed = rooms()
+    found = [o for module, path in modules().items() for o in offences(module, path.read_text("utf-8"), listed)]
+    assert found == []
+
+
+def test_no_circles() -> None:
+    """Modules import each other in one direction; what functions import, and types, counts too."""
+    every = modules()
+    graph = {
+        module: {n for name in imports(path.read_text("utf-8")) for n in (name, name.rpartition(".")[0]) if n in every}
+        - {module, "fxpipe"}
+        for module, path in every.items()
+        if module not in EXCEPTIONS
+    }
+    while free := [module for module, needs in graph.items() if not needs & graph.keys()]:
+        for module in free:
+            del graph[module]
+    assert sorted(graph) == []
+
+
+def test_the_rule_is_checked() -> None:
+    listed = ["fxpipe", "fxpipe.plan", "fxpipe.passes", "fxpipe.cli"]
+    for module, source, wrong in (
+        ("fxpipe.errors", "from fxpipe.plan.spec import Plan", True),
+        ("fxpipe.plan.spec", "from fxpipe.passes import default_passes", True),
+        ("fxpipe.plan.spec", "from fxpipe import passes", True),
+        ("fxpipe.plan.spec", "if TYPE_CHECKING:\n    import fxpipe.passes.cut", True),
+        ("fxpipe.plan.spec", "def f():\n    from fxpipe.passes import default_passes", True),
+        ("fxpipe.plan.spec", "from fxpipe.passing import nothing", False),
+        ("fxpipe.plan.spec", "from fxpipe.errors import FxpipeError", False),
+        ("fxpipe.plan.spec", "from fxpipe.plan.costs import EdgeTiming", False),
+        ("fxpipe.passes.cut", "def f():\n    from fxpipe.cli.output import size", True),
+        ("fxpipe.passes.cut", "from passes.fold import remove_dead", True),
+        ("fxpipe.passes.cut", "from .fold import remove_dead", True),
+        ("fxpipe.cli.run", "from fxpipe.passes import Options\nfrom fxpipe.cli.output import size", False),
+    ):
+        assert bool(offences(module, source, listed)) is wrong, (module, source)
+
+
+def test_every_room_is_listed() -> None:
+    folders = {f"{f}/" for f in PACKAGES} | {
+        f"fxpipe/{p.name}/" for p in (ROOT / "fxpipe").iterdir() if (p / "__init__.py").is_file()
+    }
+    assert sorted(_listed()) == sorted(folders)
+
+
+def test_the_page_is_short_and_its_paths_exist() -> None:
+    assert LAYOUT.count("\n") <= 150
+    assert sorted(path for path in set(PATH.findall(LAYOUT)) if not (ROOT / path).exists()) == []
+
+
+def test_fxpipe_itself_is_small() -> None:
+    assert len(list((ROOT / "fxpipe").glob("*.py"))) <= 8
+
+
+def test_every_file_says_what_it_does() -> None:
+    assert [m for m, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
 
 
 def test_the_wheel_has_every_package() -> None:
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     assert configuration["package-dir"] == {name: folder for folder, name in PACKAGES.items()} | DATA
-    folders = {Path(source).parent for source in sources()}
+    folders = {path.parent.relative_to(ROOT) for path in modules().values()}
     assert [str(f) for f in sorted(folders) if not (ROOT / f / "__init__.py").is_file()] == []
     expected = {".".join((PACKAGES[f.parts[0]], *f.parts[1:])) for f in folders}
     assert sorted(configuration["packages"]) == sorted(expected | set(DATA))
-
-
-def imports(source: str) -> Iterator[tuple[str, bool]]:
-    """Every module that the source imports, and whether only inside a function."""
-
-    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from ((name.name, inside) for name in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                base = "." * child.level + (child.module or "")
-                yield from ((f"{base}.{name.name}", inside) for name in child.names)
-            else:
-                yield from walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
-
-    yield from walk(ast.parse(source), False)
-
-
-def offences(path: str, source: str) -> list[str]:
-    """Each import of a file that points against the arrow cli → passes → fxpipe."""
-    package = path.split("/")[0]
-    found = []
-    for module, inside in imports(source):
-        top = ".".join(module.split(".")[:2])
-        wrong = (
-            module.startswith(".")
-            or top.split(".")[0] in ("passes", "cli")
-            or (top == "fxpipe.cli" and package != "cli" and path != ENTRY)
-            or (top == "fxpipe.passes" and package == "fxpipe" and not inside)
-        )
-        if wrong:
-            found.append(f"{path} imports {module}")
-    return found
-
-
-@pytest.mark.parametrize("path", sources())
-def test_imports_point_one_way(path: str) -> None:
-    assert offences(path, (ROOT / path).read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "wrong"),
-    [
-        ("fxpipe/a.py", "from fxpipe.passes import default_passes", True),
-        ("fxpipe/a.py", "from fxpipe import passes", True),
-        ("fxpipe/a.py", "if TYPE_CHECKING:\n    import fxpipe.passes.cut", True),
-        ("fxpipe/a.py", "def f():\n    from fxpipe.passes import default_passes", False),
-        ("fxpipe/a.py", "def f():\n    import fxpipe.cli.main", True),
-        ("fxpipe/a.py", "from fxpipe.passing import nothing", False),
-        ("passes/a.py", "def f():\n    from fxpipe.cli.output import size", True),
-        ("passes/a.py", "from fxpipe.passes.fold import remove_dead", False),
-        ("passes/a.py", "from passes.fold import remove_dead", True),
-        ("passes/a.py", "from .fold import remove_dead", True),
-        ("cli/a.py", "from fxpipe.passes import Options\nfrom fxpipe.cli.output import size", False),
-    ],
-)
-def test_the_arrow_is_checked(path: str, source: str, wrong: bool) -> None:
-    assert bool(offences(path, source)) is wrong

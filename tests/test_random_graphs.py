@@ -13,9 +13,9 @@ from random_cuts import legal_cuts
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
-from fxpipe.batch import split
-from fxpipe.transform import run_passes
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.task.batch import split
 
 WIDTH = 4
 

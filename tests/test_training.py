@@ -13,10 +13,10 @@ from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import Tensor, nn
 
-from fxpipe.batch import split
-from fxpipe.build import Build
+from fxpipe.build.build import Build
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
-from fxpipe.program import Cuts
+from fxpipe.task.batch import split
 
 STEPS = 5
 Named = list[tuple[str, nn.Parameter]]

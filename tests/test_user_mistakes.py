@@ -10,8 +10,8 @@ from commands import QUICK, fxpipe
 from small_models import CASES
 
 import fxpipe as api
-from fxpipe.batch import default_microbatches
 from fxpipe.errors import CaptureError, TaskError
+from fxpipe.task.batch import default_microbatches
 
 MODEL = """
 import torch

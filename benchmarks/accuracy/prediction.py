@@ -11,7 +11,7 @@ from torch import Tensor
 from training import make_optimizer
 from workloads import WORKLOADS, loss
 
-from fxpipe.policy.predict import Predictor
+from fxpipe.policy.optimizers.predict import Predictor
 
 FURTHEST = 8  # updates
 

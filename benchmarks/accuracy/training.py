@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from workloads import WORKLOADS, loss
 
 import fxpipe
-from fxpipe.runtime.final_weights import final_tensors, held
-from fxpipe.runtime.local import LocalPipeline
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.worker.final_weights import final_tensors, held
 
 SYNCHRONOUS = "synchronous"
 MOMENTUM = 0.9

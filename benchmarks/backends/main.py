@@ -20,8 +20,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
-from fxpipe.backend.choose import choose_engines
-from fxpipe.backend.ort import Session
+from fxpipe.engines.onnxruntime import Session
+from fxpipe.measure.engines import choose_engines
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

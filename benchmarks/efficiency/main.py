@@ -67,9 +67,9 @@ def run_single(folder: Path, steps: int) -> float:
     import torch
 
     import fxpipe
-    from fxpipe.allocator import reuse_freed_memory
-    from fxpipe.batch import Splitter
-    from fxpipe.task import load_task
+    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.task.batch import Splitter
+    from fxpipe.task.model_file import load_task
 
     reuse_freed_memory()  # as the workers do
     torch.set_num_threads(1)
@@ -117,7 +117,7 @@ def executor_overhead(steps: int = 400) -> float:
     import torch
 
     import fxpipe
-    from fxpipe.task import load_task
+    from fxpipe.task.model_file import load_task
 
     task = load_task(HERE / "model.py")
     data = task.module.train_data()

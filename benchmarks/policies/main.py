@@ -20,7 +20,7 @@ from runs import compile_build, peaks, rate
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
-from fxpipe.folder import read_plan
+from fxpipe.plan.build_folder import read_plan
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent / "efficiency" / "model.py"

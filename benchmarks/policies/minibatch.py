@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import fxpipe
-from fxpipe.allocator import reuse_freed_memory
-from fxpipe.runtime.local import LocalPipeline
-from fxpipe.task import load_task
+from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.task.model_file import load_task
 
 
 class SideBySide:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fxpipe.folder import read_plan
+from fxpipe.plan.build_folder import read_plan
 
 
 def compile_build(model: Path, folder: Path, *options: str) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fxpipe.task import default_optimizer
+from fxpipe.task.model_file import default_optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "efficiency"))
 from model import loss, model, train_data

@@ -16,10 +16,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from fxpipe.runtime.watch import Cause, Watch
+from fxpipe.observe.trace.nesting import busy
+from fxpipe.observe.trace.reader import read_trace
+from fxpipe.observe.watch import Cause, Watch
 from fxpipe.schedule import Action
-from fxpipe.trace.nesting import busy
-from fxpipe.trace.reader import read_trace
 
 HERE = Path(__file__).resolve().parent
 MODELS = {"large": HERE.parent / "efficiency" / "model.py", "small": HERE / "small.py"}

@@ -15,7 +15,7 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     """Throughput, bubble, efficiency, how busy the workers were, where time was lost; what is missing of the files."""
     from rich.text import Text
 
-    from fxpipe.runtime.progress import held_out
+    from fxpipe.observe.progress import held_out
 
     run = facts["run"]
     print_text(console, " · ".join([f"run {run['folder']}", *_settings(run)]))

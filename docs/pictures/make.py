@@ -22,17 +22,17 @@ from rich.text import Text
 from svg import LETTER, WORKERS, Picture
 
 import fxpipe
-from fxpipe.plan import Phase, Plan
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.wire import is_recv
+from fxpipe.plan.spec import Phase, Plan
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.sees import sight
-from fxpipe.program import Program, info
-from fxpipe.runtime.demand import Demand
+from fxpipe.policy.demand import Demand
+from fxpipe.policy.picture import sight
 from fxpipe.schedule import Versions
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import in_flight
 from fxpipe.schedule.order import play, read
 from fxpipe.simulator import Scenario, Simulation, WorkerCost, simulate
-from fxpipe.wire import is_recv
 
 HERE = Path(__file__).parent
 CONSOLE = Console()

@@ -18,17 +18,18 @@ from page import Page, changes, kept
 from torch import nn
 
 import fxpipe
-from fxpipe.batch import split
-from fxpipe.build import Build
+from fxpipe.build.build import Build
+from fxpipe.ir.printer import print_program
+from fxpipe.ir.program import Program, info, unit_name
+from fxpipe.ir.transform import Pass, run_passes
+from fxpipe.plan.costs import WorkerSummary
+from fxpipe.planner.cuts import Cuts
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees
-from fxpipe.printer import print_program
-from fxpipe.program import Cuts, Program, info, unit_name
-from fxpipe.runtime.assembly import choose
+from fxpipe.policy.recipe import choose
 from fxpipe.schedule import Action, grid
 from fxpipe.schedule import make as make_schedule
-from fxpipe.summary import WorkerSummary
-from fxpipe.transform import Pass, run_passes
+from fxpipe.task.batch import split
 
 CUTS = Cuts(forward=(0, 4, 7), backward=(0, 1, 7), recompute=((1, 1, 4),))
 STEPS = 40

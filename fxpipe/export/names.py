@@ -7,9 +7,9 @@ from typing import Any
 
 import onnx
 
-from fxpipe.backend.pure import Input, Output, PurePart
-from fxpipe.export.model_file import WeightsForm, note
-from fxpipe.plan import BufferSpec, ParameterSpec, Plan
+from fxpipe.onnx.model_file import WeightsForm, note
+from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
+from fxpipe.stages.pure_part import Input, Output, PurePart
 
 PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
 """Of outputs that have the names of weights and buffers."""

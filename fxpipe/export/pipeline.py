@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 import onnx
 from onnx import helper
 
-from fxpipe.backend.pure import Input, Output, PurePart
 from fxpipe.export.names import Names, first_names
-from fxpipe.plan import Plan
+from fxpipe.plan.spec import Plan
+from fxpipe.stages.pure_part import Input, Output, PurePart
 
 DOMAIN = "fxpipe"
 """Of the functions."""

@@ -18,22 +18,22 @@ import onnx
 import torch
 from torch import Tensor
 
-from fxpipe.backend.calls import PartCall, run_exactly, run_part
-from fxpipe.backend.compare import NAN, Difference, Expected, compare, rounding_alone, tolerance
-from fxpipe.backend.pure import Input, InputKind, Output, PurePart, trace_stage
-from fxpipe.batch import Splitter
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import ExportError, FxpipeError
-from fxpipe.export.check import run_file
-from fxpipe.export.convert import convert
-from fxpipe.export.model_file import WeightsForm, check_size, named, write
 from fxpipe.export.names import about, describe, first_names, names_of, row_of
 from fxpipe.export.pipeline import Converted, Entry, assemble
 from fxpipe.export.target import check_export_target, check_opset, check_packages
-from fxpipe.folder import replacing
-from fxpipe.plan import Plan
-from fxpipe.runtime.layout import Layout
-from fxpipe.runtime.loaded_stage import LoadedStage, load_stage
+from fxpipe.files import replacing
+from fxpipe.onnx.check import run_file
+from fxpipe.onnx.convert import convert
+from fxpipe.onnx.model_file import WeightsForm, check_size, named, write
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import Plan
+from fxpipe.stages.compare import NAN, Difference, Expected, compare, rounding_alone, tolerance
+from fxpipe.stages.loaded import LoadedStage, load_stage
+from fxpipe.stages.microbatch import PartCall, run_exactly, run_part
+from fxpipe.stages.pure_part import Input, InputKind, Output, PurePart, trace_stage
+from fxpipe.task.batch import Splitter
 
 OPSET = 20
 PIPELINE = "pipeline"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fxpipe.errors import ExportError
-from fxpipe.folder import check_creatable
+from fxpipe.files import check_creatable
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 

@@ -9,10 +9,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import ExportError, listed
-from fxpipe.plan import TensorSpec
-from fxpipe.runtime.final_weights import final_tensors
+from fxpipe.plan.spec import TensorSpec
+from fxpipe.runtime.worker.final_weights import final_tensors
 
 
 def with_trained(build: Build, file: str | Path) -> Build:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import BuildError, FxpipeError, near
-from fxpipe.folder import check_current, model_path, read_plan
-from fxpipe.plan import Plan
+from fxpipe.plan.build_folder import check_current, model_path, read_plan
+from fxpipe.plan.spec import Plan
 
 if TYPE_CHECKING:
-    from fxpipe.build import Build
-    from fxpipe.program import Program
-    from fxpipe.task import Task
-    from fxpipe.transform import Pass
+    from fxpipe.build.build import Build
+    from fxpipe.ir.program import Program
+    from fxpipe.ir.transform import Pass
+    from fxpipe.task.model_file import Task
 
 CAPTURE = "capture"
 """The program before the first pass, by this name."""
@@ -72,7 +72,7 @@ def after(
         workers, microbatches, schedule, autocast, seed, meta: as for `fxpipe compile`.
         say: is told what is being done.
         warn: is told what makes the text doubtful; on stderr by default.
-        options: more of `fxpipe.lowering.lower`: policy, forward_at, backward_at, cuts, cost, device, links, …
+        options: more of `fxpipe.lowering.lower.lower`: policy, forward_at, backward_at, cuts, cost, device, links, …
 
     Raises:
         FxpipeError: no pass has that name, or it does not run with these options; the model cannot be captured or cut.
@@ -87,9 +87,9 @@ def after(
 
 
 def _of_build(folder: Path, pass_name: str, say: Callable[[str], None], warn: Callable[[str], None]) -> str:
-    from fxpipe.printer import print_program
-    from fxpipe.program import Cuts
-    from fxpipe.task import load_task
+    from fxpipe.ir.printer import print_program
+    from fxpipe.planner.cuts import Cuts
+    from fxpipe.task.model_file import load_task
 
     plan = read_plan(folder)
     model = model_path(plan, folder)
@@ -145,9 +145,9 @@ def _of_model(
     warn: Callable[[str], None],
     options: dict[str, Any],
 ) -> str:
-    from fxpipe.batch import default_microbatches
-    from fxpipe.printer import print_program
-    from fxpipe.task import load_task
+    from fxpipe.ir.printer import print_program
+    from fxpipe.task.batch import default_microbatches
+    from fxpipe.task.model_file import load_task
     from fxpipe.threads import threads_for
 
     task = load_task(model)
@@ -176,9 +176,9 @@ def _captured(
     """The program of one microbatch."""
     import torch
 
-    from fxpipe.batch import split
-    from fxpipe.meta import on_meta, to_device
-    from fxpipe.tracing import capture
+    from fxpipe.task.batch import split
+    from fxpipe.task.meta import on_meta, to_device
+    from fxpipe.tracing.capture import capture
 
     torch.manual_seed(seed)
     made = on_meta(task.model).model if meta else task.model()
@@ -210,7 +210,7 @@ class _Watched:
         Raises:
             FxpipeError: as `lower`; or the pass did not run.
         """
-        from fxpipe.lowering import lower
+        from fxpipe.lowering.lower import lower
 
         try:
             build = lower(program, observers=(self._observe,), **options)
@@ -225,7 +225,7 @@ class _Watched:
         return build
 
     def _observe(self, number: int, step: Pass, program: Program, seconds: float) -> None:
-        from fxpipe.printer import print_program
+        from fxpipe.ir.printer import print_program
 
         self.seen.append(step.name)
         if step.name == self.pass_name:
@@ -236,7 +236,7 @@ class _Watched:
 
 def _chosen(folder: Path) -> tuple[str | None, tuple[tuple[int, int, int], ...]]:
     """The kind of the cuts that the planner chose, and what they compute again; (None, ()) for pinned ones."""
-    from fxpipe.build_costs import read_costs
+    from fxpipe.build.costs import read_costs
 
     costs = read_costs(folder)
     if costs is None or not costs.partitions:

@@ -11,7 +11,7 @@ from fxpipe.planner.candidates import MODES
 from fxpipe.planner.partition import Partition, of_cuts, partitions
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Workers
-from fxpipe.runtime.assembly import Recipe
+from fxpipe.policy.recipe import Recipe
 
 BUDGET = 1_000_000
 """Pairs of cuts that may be looked at to prove a partition the best: what takes a second."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.inspection.subject import Subject, read_subject
-from fxpipe.program import unit_name
+from fxpipe.ir.program import unit_name
 
 Json = dict[str, Any]
 Files = Mapping[str, Mapping[str, str]]

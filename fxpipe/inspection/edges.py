@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.plan import ParameterSpec
-from fxpipe.summary import Traffic
+from fxpipe.passes.analysis.summary import Traffic
+from fxpipe.plan.spec import ParameterSpec
 
 
 def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxpipe.plan import Plan
-from fxpipe.runtime.evaluator import moves
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.worker.evaluator import moves
 
 
 def evaluation_facts(plan: Plan) -> dict[str, Any] | None:

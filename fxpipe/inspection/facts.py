@@ -22,10 +22,10 @@ from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
 from fxpipe.inspection.units import unit_rows
 from fxpipe.inspection.workers import worker_rows
+from fxpipe.observe.record import samples_of
+from fxpipe.passes.analysis.summary import Traffic
 from fxpipe.policy import POLICIES
-from fxpipe.runtime.assembly import Recipe, choose
-from fxpipe.runtime.record import samples_of
-from fxpipe.summary import Traffic
+from fxpipe.policy.recipe import Recipe, choose
 
 Facts = dict[str, Any]
 
@@ -42,8 +42,8 @@ def facts(
 
     Args:
         schedule, policy: others than its own; another schedule brings its own default policy.
-        run: what a run left, as `fxpipe.run_folder.read_run` reads it; its schedule and policy count where none are
-            given.
+        run: what a run left, as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy count where
+            none are given.
         compare: whether to plan the cuts that the build does not have, which takes a second or more for many workers.
 
     Raises:

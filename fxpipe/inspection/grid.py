@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxpipe.policy.sees import sight_rows
-from fxpipe.runtime.assembly import Recipe
+from fxpipe.policy.picture import sight_rows
+from fxpipe.policy.recipe import Recipe
 
 ACTIONS = 8
 """Forwards of a worker that are shown at the least: of as many minibatches, or fewer with several microbatches."""

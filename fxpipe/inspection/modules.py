@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.units import WIRES, units_apart, workers_of_units
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 
 LOSS = "(loss)"
 """The name of the row of what comes behind the last module: its path is None."""

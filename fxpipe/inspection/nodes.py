@@ -6,14 +6,14 @@ from typing import Any
 
 from fxpipe.inspection.modules import ModuleTree
 from fxpipe.inspection.subject import Subject
-from fxpipe.program_table import Row
+from fxpipe.ir.program_table import Row
 
 COLUMNS = list(Row._fields)
 MODULE = COLUMNS.index("module")
 
 
 def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any] | None:
-    """`fxpipe.program_table.Row`'s columns, with the number of a module's row for its path; None for older builds.
+    """`fxpipe.ir.program_table.Row`'s columns, with the number of a module's row for its path; None for older builds.
 
     `gradients` has the row that makes a parameter's gradient, by the parameter's row's name; `names` what the model
     calls parameters, buffers and inputs, likewise.

@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxpipe.build import Build, read_nodes, read_profile
-from fxpipe.build_costs import BuildCosts, read_costs
+from fxpipe.build.build import Build, read_nodes, read_profile
+from fxpipe.build.costs import BuildCosts, read_costs
+from fxpipe.costs.measured import NODE_COSTS
 from fxpipe.errors import BuildError
-from fxpipe.folder import model_path, read_plan, stale_sources
-from fxpipe.measured_costs import NODE_COSTS
-from fxpipe.plan import Plan
+from fxpipe.ir.program_table import ProgramTable
+from fxpipe.plan.build_folder import model_path, read_plan, stale_sources
+from fxpipe.plan.costs import EdgeTiming, StageTime, WorkerSummary
+from fxpipe.plan.spec import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.profile import Profile
-from fxpipe.program_table import ProgramTable
-from fxpipe.runtime.loaded_stage import is_edited
-from fxpipe.simulator.timings import EdgeTiming
-from fxpipe.stage_times import StageTime
-from fxpipe.summary import WorkerSummary
+from fxpipe.stages.loaded import is_edited
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.runtime.assembly import Recipe
-from fxpipe.runtime.record import samples_of
+from fxpipe.observe.record import samples_of
+from fxpipe.policy.recipe import Recipe
 from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.result import Simulation

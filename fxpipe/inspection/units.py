@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.plan import Plan
+from fxpipe.plan.spec import Plan
 
 WIRES = ("send", "recv")
 """Operators of nodes that compute nothing: an idle worker has some too, since it passes on what keeps the order."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fxpipe.inspection.subject import Subject
-from fxpipe.runtime.assembly import Recipe
+from fxpipe.passes.analysis.summary import Traffic, begin, held_bytes
+from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.check import in_flight
-from fxpipe.summary import Traffic, begin, held_bytes
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from fxpipe.policy.double_buffer import DoubleBuffer
 from fxpipe.policy.latest import Latest
 from fxpipe.policy.lwp import LinearWeightPrediction
 from fxpipe.policy.memory import copies
+from fxpipe.policy.picture import sees
 from fxpipe.policy.pipeoptim import PipeOptim
-from fxpipe.policy.sees import sees
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.policy.stash import Stash
 from fxpipe.policy.vertical import Vertical

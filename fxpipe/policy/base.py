@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from fxpipe.errors import PolicyError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
@@ -25,7 +25,7 @@ class Policy(ABC):
     of your own is one class in one file with one line before it, `@register` (`examples/own_policy.py`).
 
     Attributes:
-        sc: spike compensation of the update (`fxpipe.policy.spike`), for whatever weights are read.
+        sc: spike compensation of the update (`fxpipe.policy.optimizers.spike`), for whatever weights are read.
     """
 
     name: ClassVar[str]
@@ -35,7 +35,7 @@ class Policy(ABC):
     predicts: ClassVar[bool] = False
     """Some pass sees predicted weights."""
     weight_form: ClassVar[bool] = False
-    """Predictions repeat the last update itself, whatever the optimizer (`fxpipe.policy.predict`)."""
+    """Predictions repeat the last update itself, whatever the optimizer (`fxpipe.policy.optimizers.predict`)."""
     decay: ClassVar[bool] = False
     """Predictions reach only as far as momentum will still carry; an option of `PredictingPolicy`."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxpipe.errors import PolicyError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions

@@ -7,7 +7,7 @@ from functools import cache
 from math import ceil
 
 from fxpipe.policy.base import Policy
-from fxpipe.policy.sees import sight
+from fxpipe.policy.picture import sight
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
 

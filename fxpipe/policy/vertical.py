@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.versions import Versions
 

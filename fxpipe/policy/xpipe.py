@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
 
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.policy.base import PredictingPolicy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule

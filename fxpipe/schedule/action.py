@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 
 _NUMBER = "0|[1-9][0-9]*"
 _WRITTEN = re.compile(rf"(?P<phase>[FB])(?P<minibatch>{_NUMBER})(?:\.(?P<microbatch>[1-9][0-9]*))?")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import ClassVar
 
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import ceil
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, Step, play, read

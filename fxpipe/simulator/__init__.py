@@ -10,7 +10,7 @@ from __future__ import annotations
 from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
 from fxpipe.simulator.result import Simulation, Span, Transfer
 from fxpipe.simulator.simulate import simulate
-from fxpipe.simulator.timeline import chrome_trace, picture
+from fxpipe.simulator.timeline import picture
 
 __all__ = [
     "Message",
@@ -20,7 +20,6 @@ __all__ = [
     "Span",
     "Transfer",
     "WorkerCost",
-    "chrome_trace",
     "picture",
     "simulate",
 ]

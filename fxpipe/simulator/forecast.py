@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fxpipe.planner.links import Links
-from fxpipe.runtime.assembly import Recipe, choose
+from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.of_build import Costed, WorkerTimes, scenario_of
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 if TYPE_CHECKING:
-    from fxpipe.simulator.timings import EdgeTiming
+    from fxpipe.plan.costs import EdgeTiming
 
 
 class Timed(Costed, Protocol):

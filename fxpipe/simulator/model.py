@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import isfinite
 
 from fxpipe.errors import ProfileError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.planner.links import Links
 
 

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fxpipe.errors import BuildError
-from fxpipe.plan import Phase, Plan
+from fxpipe.plan.packing import Pack
+from fxpipe.plan.spec import Phase, Plan
 from fxpipe.planner.links import Links
-from fxpipe.runtime.assembly import choose
-from fxpipe.runtime.demand import PHASES, Demand
-from fxpipe.runtime.layout import Pack
+from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.policy.recipe import choose
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
 
 if TYPE_CHECKING:
-    from fxpipe.simulator.timings import EdgeTiming
-    from fxpipe.summary import WorkerSummary
+    from fxpipe.plan.costs import EdgeTiming, WorkerSummary
 
 
 class Costed(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Workers

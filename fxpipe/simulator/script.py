@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.planner.links import Links
 from fxpipe.simulator.channel import Channel, Direction
 from fxpipe.simulator.model import Message, Scenario

@@ -4,33 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
 
 from fxpipe.simulator.result import Simulation, Span
-from fxpipe.trace.writer import worker_metadata
 
 _FORWARD, _BACKWARD = "0123456789", "abcdefghij"
 _UPDATE, _WAITS = "*", "."
-
-
-def chrome_trace(simulation: Simulation) -> dict[str, Any]:
-    """The run in the Trace Event format, ready for `json.dump`; ui.perfetto.dev and chrome://tracing read it.
-
-    A process a worker; in it a thread of its actions and updates and a thread for each worker that it sends to, since
-    messages to several may be under way at once. What takes no time on a link is left out.
-    """
-    events: list[dict[str, Any]] = []
-    for worker, spans in enumerate(simulation.spans):
-        events += worker_metadata(worker)
-        events += [_event(_title(span), span.kind, worker, 0, span.start, span.end) for span in spans]
-    sent = [transfer for transfer in simulation.transfers if transfer.end > transfer.start]
-    for src, dst in sorted({(transfer.src, transfer.dst) for transfer in sent}):
-        name = {"name": f"to worker {dst}"}
-        events.append({"ph": "M", "name": "thread_name", "pid": src, "tid": 1 + dst, "args": name})
-    for t in sent:
-        event = _event(f"{t.action} to worker {t.dst}", "message", t.src, 1 + t.dst, t.start, t.end)
-        events.append({**event, "args": {"bytes": t.bytes}})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def picture(simulation: Simulation, width: int = 100, begin: float = 0.0, end: float | None = None) -> str:
@@ -70,14 +48,3 @@ def _letter(simulation: Simulation, span: Span) -> str:
         return _UPDATE
     number = span.action.minibatch * simulation.microbatches + span.action.microbatch
     return (_FORWARD if span.kind == "F" else _BACKWARD)[number % 10]
-
-
-def _title(span: Span) -> str:
-    return f"update {span.action.minibatch}" if span.kind == "update" else str(span.action)
-
-
-def _event(name: str, kind: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
-    # Whole nanoseconds: what does not overlap stays so, which sums of fractions of a microsecond do not promise.
-    first, last = round(start * 1e9), round(end * 1e9)
-    times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
-    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread, **times}

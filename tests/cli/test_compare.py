@@ -14,9 +14,9 @@ from fxpipe.cli.compare import compare_command
 from written_runs import write_run
 
 from fxpipe.errors import RunError
-from fxpipe.run_comparison import compare
-from fxpipe.run_folder import read_run
-from fxpipe.trace import OF_TRAINING
+from fxpipe.observe.run_comparison import compare
+from fxpipe.observe.run_folder import read_run
+from fxpipe.observe.trace import OF_TRAINING
 
 
 def fxpipe_compare(*arguments: object) -> tuple[str, str]:

@@ -16,11 +16,10 @@ from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
 from fxpipe.cli.model_build import doubts_of
 from model_files import PARAMETERS, write_model
 
-from fxpipe import agreement
-from fxpipe.folder import read_plan
-from fxpipe.plan import Plan
-from fxpipe.stage_times import StageTime
-from fxpipe.summary import WorkerSummary
+from fxpipe.lowering import agreement
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.costs import StageTime, WorkerSummary
+from fxpipe.plan.spec import Plan
 
 BUILD = {"plan.json", "stage_0.py", "stage_1.py", "weights.safetensors", "costs.json", "profile.json", "program.json"}
 DISTINCT = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")

@@ -7,9 +7,9 @@ import torch
 from commands import fxpipe
 
 import fxpipe as package
-from fxpipe import agreement
-from fxpipe.backend import ENGINES
-from fxpipe.backend.ort import OrtEngine
+from fxpipe.engines import ENGINES
+from fxpipe.engines.onnxruntime import OrtEngine
+from fxpipe.lowering import agreement
 
 KEYS = ["fxpipe", "python", "torch", "safetensors", "devices", "transports", "engines", "self-test"]
 

@@ -22,7 +22,8 @@ import onnx
 import onnxruntime
 
 import fxpipe as library
-from fxpipe.export import model_file, stages
+from fxpipe.export import stages
+from fxpipe.onnx import model_file
 
 NAMES = [
     "stage_0.forward.onnx",

@@ -24,10 +24,10 @@ from rich.console import Console
 import fxpipe as library
 from fxpipe.inspection.facts import facts
 from fxpipe.inspection.subject import read_subject, subject_of
+from fxpipe.plan.costs import StageTime
 from fxpipe.policy import make as make_policy
-from fxpipe.policy.sees import sight_rows
+from fxpipe.policy.picture import sight_rows
 from fxpipe.schedule import make as make_schedule
-from fxpipe.stage_times import StageTime
 
 GOLDEN = Path(__file__).parent / "golden"
 ESCAPE = "\x1b["

@@ -17,7 +17,7 @@ from commands import QUICK, Result, finish, fxpipe, fxpipe_process, start_module
 from model_files import PARAMETERS, STEPS, write_model
 from safetensors.torch import load_file
 
-from fxpipe.folder import read_plan
+from fxpipe.plan.build_folder import read_plan
 
 BUFFERS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 TRAINED = 7  # steps: more than one epoch

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxpipe.errors import ExportError
-from fxpipe.lowering import compile
-from fxpipe.plan import Plan
+from fxpipe.lowering.lower import compile
+from fxpipe.plan.spec import Plan
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

@@ -21,7 +21,7 @@ import onnx
 import onnxruntime as ort
 
 import fxpipe
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.export.stages import ExportedFile, export
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("onnx", reason="needs onnx")
 pytest.importorskip("onnxscript", reason="needs onnxscript")
 pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import ExportError
 from fxpipe.export import stages
 from fxpipe.export.stages import export

@@ -25,15 +25,16 @@ import onnxruntime as ort
 from onnx import helper
 
 import fxpipe
-from fxpipe.backend.compare import Expected, compare, tolerance
-from fxpipe.backend.pure import Input, Output, PurePart
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, ExportError
-from fxpipe.export import check, model_file, stages
-from fxpipe.export.model_file import WeightsForm, write
+from fxpipe.export import stages
 from fxpipe.export.names import names_of
 from fxpipe.export.stages import ExportedFile, export
-from fxpipe.plan import TensorSpec
+from fxpipe.onnx import check, model_file
+from fxpipe.onnx.model_file import WeightsForm, write
+from fxpipe.plan.spec import TensorSpec
+from fxpipe.stages.compare import Expected, compare, tolerance
+from fxpipe.stages.pure_part import Input, Output, PurePart
 
 CASE = CASES["dict"]
 BATCH = CASE.batches(1)[0]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.transform import run_passes
+from fxpipe.ir.transform import run_passes
 
 WIDTH = 4
 SIZE = 8

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
 from fxpipe.errors import CaptureError
+from fxpipe.lowering.agreement import compare_with_eager
 
 
 class Holder:

@@ -13,11 +13,11 @@ import wire_model
 from features import Feature, check, check_any_cuts
 
 import fxpipe
-from fxpipe.batch import split
 from fxpipe.errors import BuildError
-from fxpipe.runtime.launch import launch
-from fxpipe.runtime.local_run import run_local
-from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.task.batch import split
 
 STEPS = 4
 FEATURE = Feature("wires", wire_model.Model, wire_model.loss, lambda size: wire_model.train_data()[0], alone=True)

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
-from fxpipe.runtime.launch import launch
-from fxpipe.runtime.local_run import run_local
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.watch import Watch
-from fxpipe.trace.nesting import busy
-from fxpipe.trace.reader import read_trace
-from fxpipe.transform import run_passes
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.observe.trace.nesting import busy
+from fxpipe.observe.trace.reader import read_trace
+from fxpipe.observe.watch import Watch
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.options import RunOptions
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,9 +14,9 @@ from model_files import write_model
 import fxpipe as api
 from fxpipe.errors import BuildError, CutError, FxpipeError
 from fxpipe.inspection.after import after, pass_names
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition
-from fxpipe.program import Cuts
-from fxpipe.task import load_task, source_digests
+from fxpipe.task.model_file import load_task, source_digests
 
 PINS = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
 

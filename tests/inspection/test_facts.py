@@ -16,11 +16,11 @@ from fxpipe.errors import PolicyError
 from fxpipe.inspection import timeline
 from fxpipe.inspection.facts import facts, recipe_of
 from fxpipe.inspection.subject import Subject, subject_of
+from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import of_cuts
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees
-from fxpipe.program import Cuts
 from fxpipe.schedule import make as make_schedule
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.simulate import simulate

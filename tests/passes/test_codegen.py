@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
-from fxpipe.build import Build
+from fxpipe.build.build import Build
+from fxpipe.lowering.agreement import compare_with_eager
 
 GOLDEN = Path(__file__).parent / "golden"
 CUTS = {"forward_at": ["hidden"], "backward_at": ["head"]}

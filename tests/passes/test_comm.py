@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
 from fxpipe.errors import VerifyError
-from fxpipe.plan import Plan
-from fxpipe.program import Cuts
-from fxpipe.transform import run_passes
-from fxpipe.verify import verify
+from fxpipe.ir.law import verify
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.plan.spec import Plan
+from fxpipe.planner.cuts import Cuts
 
 
 class Core(nn.Module):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured
-from fxpipe.passes import clock, cost
-from fxpipe.passes.clock import again, measure
+from fxpipe.passes import cost
 from fxpipe.passes.cost import Cost, analytic_seconds
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
@@ -22,11 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.costs import node_times as clock
+from fxpipe.costs.measured import MeasuredCosts
+from fxpipe.costs.node_times import again, measure
 from fxpipe.errors import CaptureError
-from fxpipe.measured_costs import MeasuredCosts
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.transform import run_passes
 from fxpipe.planner.device import CPU, Device
-from fxpipe.program import Program, info
-from fxpipe.transform import run_passes
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from random_cuts import numbered, random_cuts
 from small_models import CASES
 
 from fxpipe.errors import CutError
-from fxpipe.program import Cuts, info
+from fxpipe.ir.program import info
+from fxpipe.planner.cuts import Cuts
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from fxpipe.passes.fold import Fold
 from fxpipe.passes.merge_equal import MergeEqual
 from torch import nn
 
-from fxpipe.program import Program
-from fxpipe.tracing import Metrics, capture_evaluation
-from fxpipe.transform import run_passes
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.tracing.capture import Metrics, capture_evaluation
 
 
 def captured(metrics: Metrics) -> Program:

@@ -16,10 +16,10 @@ from fxpipe.passes.units import Units
 from small_models import CASES
 
 from fxpipe.errors import CutError, VerifyError
-from fxpipe.printer import print_program
-from fxpipe.program import info
-from fxpipe.transform import run_passes
-from fxpipe.wire import is_recv, is_send
+from fxpipe.ir.printer import print_program
+from fxpipe.ir.program import info
+from fxpipe.ir.transform import run_passes
+from fxpipe.ir.wire import is_recv, is_send
 
 
 @pytest.mark.parametrize("shift", [0, 1, -1])

@@ -13,10 +13,11 @@ from small_models import CASES
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
-from fxpipe.aten import is_random
-from fxpipe.program import Cuts, Program, info
-from fxpipe.transform import run_passes
+from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.planner.cuts import Cuts
 
 
 def wired(program: Program, **options: object) -> Program:

@@ -9,8 +9,8 @@ from fxpipe.passes.fold import Fold
 from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
 
-from fxpipe.program import Program, info
-from fxpipe.transform import run_passes
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.transform import run_passes
 
 aten = torch.ops.aten
 

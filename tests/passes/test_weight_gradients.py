@@ -15,9 +15,9 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.errors import VerifyError
-from fxpipe.program import Program, info
-from fxpipe.transform import run_passes
-from fxpipe.verify import verify
+from fxpipe.ir.law import verify
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.transform import run_passes
 
 aten = torch.ops.aten
 

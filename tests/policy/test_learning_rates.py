@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from fxpipe.policy.learning_rates import LearningRates
+from fxpipe.policy.optimizers.learning_rates import LearningRates
 
 MakeScheduler = Callable[[Optimizer], Any]
 UPDATES = 12

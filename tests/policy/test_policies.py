@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import PolicyError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.policy import POLICIES, Policy, copies, default_for, make, register, sees
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule import Action, Async, GPipe, OneFOneB, Schedule, Versions

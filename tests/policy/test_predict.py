@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.testing import assert_close
 
 from fxpipe.errors import PolicyError
-from fxpipe.policy import rules
-from fxpipe.policy.learning_rates import LearningRates
-from fxpipe.policy.predict import Predictor
+from fxpipe.policy.optimizers import rules
+from fxpipe.policy.optimizers.learning_rates import LearningRates
+from fxpipe.policy.optimizers.predict import Predictor
 
 Make = Callable[[list[Tensor]], Optimizer]
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from torch.testing import assert_close
 
 from fxpipe.errors import PolicyError
-from fxpipe.policy.spike import SpikeCompensation
+from fxpipe.policy.optimizers.spike import SpikeCompensation
 
 STEPS = 20
 

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 import fxpipe
 from fxpipe.errors import PolicyError
-from fxpipe.runtime.local import LocalPipeline
+from fxpipe.runtime.process.local import LocalPipeline
 
 UPDATES = 30
 WIDTHS = (4, 5)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
-from fxpipe.plan import (
+from fxpipe.plan.spec import (
     BufferSpec,
     EdgeKind,
     EdgeSpec,

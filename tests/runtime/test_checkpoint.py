@@ -11,9 +11,9 @@ from cached import lowered
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import BuildError
-from fxpipe.runtime.checkpoint import INDEX, SINGLE, Checkpoint
+from fxpipe.runtime.worker.checkpoint import INDEX, SINGLE, Checkpoint
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import fxpipe as fxp
-from fxpipe.batch import split
-from fxpipe.build import Build
-from fxpipe.runtime.clip import Clip, ExactClip, PipelinedClip
-from fxpipe.runtime.launch import launch
-from fxpipe.runtime.local import LocalPipeline
-from fxpipe.runtime.local_run import run_local
-from fxpipe.runtime.options import RunOptions
+from fxpipe.build.build import Build
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.worker.clip import Clip, ExactClip, PipelinedClip
+from fxpipe.task.batch import split
 
 STEPS = 4
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fxpipe.errors import TaskError
-from fxpipe.runtime import feed as feeding
-from fxpipe.runtime.feed import Feed
+from fxpipe.runtime.worker import feed as feeding
+from fxpipe.runtime.worker.feed import Feed
 
 
 @dataclass

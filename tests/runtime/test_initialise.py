@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import TaskError
-from fxpipe.meta import MetaModel, on_meta
-from fxpipe.plan import Plan
-from fxpipe.runtime.initialise import initialised
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.worker.initialise import initialised
+from fxpipe.task.meta import MetaModel, on_meta
 
 
 class Rich(nn.Module):
@@ -104,7 +104,7 @@ def test_only_what_is_needed_has_memory(plan: Plan, monkeypatch: pytest.MonkeyPa
         made.append(on_meta(*args, **more))
         return made[-1]
 
-    monkeypatch.setattr("fxpipe.runtime.initialise.on_meta", watching)
+    monkeypatch.setattr("fxpipe.runtime.worker.initialise.on_meta", watching)
     rows = {p.name: p for p in plan.parameters}
     initialised(plan, [rows["recurrent.bias_hh_l0"], rows["loaded.bias"]], Rich, seed=0)
     numbers = made[1].numbers()

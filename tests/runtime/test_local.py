@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxpipe.errors import BatchError, PolicyError, RunError
-from fxpipe.runtime.local import LocalPipeline
+from fxpipe.runtime.process.local import LocalPipeline
 
 LR, MOMENTUM = 0.1, 0.9
 SHAPES = [

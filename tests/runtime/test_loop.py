@@ -9,7 +9,7 @@ import pytest
 import torch
 from strict_wires import run_in_threads
 
-from fxpipe.runtime.local import LocalPipeline
+from fxpipe.runtime.process.local import LocalPipeline
 
 STEPS = 12
 

@@ -11,11 +11,11 @@ import pytest
 from commands import QUICK, fxpipe
 from model_files import write_model
 
-from fxpipe.folder import read_plan
-from fxpipe.run_folder import read_run
-from fxpipe.runtime.assembly import choose
-from fxpipe.runtime.record import Record
-from fxpipe.runtime.run_summary import _forecast, write_run
+from fxpipe.observe.record import Record
+from fxpipe.observe.run_folder import read_run
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.process.run_summary import _forecast, write_run
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_the_steady_rate_is_between_filling_and_emptying(
     steps: int, steady: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("fxpipe.runtime.record.perf_counter", lambda: now[0])
+    monkeypatch.setattr("fxpipe.observe.record.perf_counter", lambda: now[0])
     record = Record(None, 10, steps)
     for step in range(steps):
         now[0] += 5.0 if step in (0, steps - 1) else 1.0
@@ -85,7 +85,7 @@ def test_the_steady_rate_is_between_filling_and_emptying(
 def test_evaluation_slows_no_rate_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each takes 7 s, and 2 s more until the workers are in step again."""
     now = [0.0]
-    monkeypatch.setattr("fxpipe.runtime.record.perf_counter", lambda: now[0])
+    monkeypatch.setattr("fxpipe.observe.record.perf_counter", lambda: now[0])
     record = Record(tmp_path, 10, 20)
     for step in range(1, 21):
         now[0] += 1.0 + 2.0 * (step > 1 and step % 5 == 1)

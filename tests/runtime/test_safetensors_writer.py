@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fxpipe.batch import tensor_spec
-from fxpipe.runtime.safetensors_writer import DTYPES, SafetensorsWriter
+from fxpipe.runtime.worker.safetensors_writer import DTYPES, SafetensorsWriter
+from fxpipe.task.batch import tensor_spec
 
 
 def test_all_dtypes_shapes_and_strides(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from commands import QUICK, fxpipe
 from model_files import write_model
 from torch import Tensor
 
+from fxpipe.observe.run_folder import staleness_file
 from fxpipe.policy import make
-from fxpipe.runtime.local import LocalPipeline
-from fxpipe.runtime.staleness import StalenessLog, staleness_file, watch_staleness
-from fxpipe.runtime.weights import WeightStore
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.worker.assembly import watch_staleness
+from fxpipe.runtime.worker.staleness import StalenessLog
+from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 
 LINE = {"forward": (0, 1, 2), "backward": (0, 1, 2)}

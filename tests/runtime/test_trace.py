@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import RunError
-from fxpipe.folder import read_plan
-from fxpipe.plan import Plan
-from fxpipe.runtime.assembly import choose
-from fxpipe.runtime.clocks import Reading
-from fxpipe.runtime.launch import launch
-from fxpipe.runtime.local_run import run_local
-from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.trace import WorkerTrace, write_trace
-from fxpipe.runtime.watch import Spans, _Mark
-from fxpipe.trace import Event
-from fxpipe.trace.nesting import busy
-from fxpipe.trace.reader import Trace, read_trace
-from fxpipe.trace.writer import partial
+from fxpipe.observe.trace import Event
+from fxpipe.observe.trace.nesting import busy
+from fxpipe.observe.trace.reader import Trace, read_trace
+from fxpipe.observe.trace.writer import partial
+from fxpipe.observe.watch import Spans, _Mark
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.wires.clocks import Reading
+from fxpipe.runtime.wires.trace import WorkerTrace, write_trace
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "policy": "spectrain"}
 CLIPPED = {"microbatches": 2, "schedule": "1f1b", "forward": (0, 1, 2), "backward": (0, 1, 2)}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.policy import copies, make
-from fxpipe.runtime.gradients import GradientSum
-from fxpipe.runtime.local import LocalPipeline
-from fxpipe.runtime.weights import WeightStore
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.weights import WeightStore
 
 LINE = {"forward": (0, 0, 1, 1, 2, 2, 3, 3), "backward": (0, 0, 1, 1, 2, 2, 3, 3)}
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}

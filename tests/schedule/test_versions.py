@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule import Action, Async, OneFOneB, Schedule, Versions, make
 
 

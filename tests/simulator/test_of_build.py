@@ -11,14 +11,14 @@ import pytest
 from cached import captured, cuts, lowered
 from torch import Tensor
 
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import BuildError, PolicyError
+from fxpipe.plan.costs import EdgeTiming
 from fxpipe.planner.links import Links
-from fxpipe.runtime.assembly import choose
-from fxpipe.runtime.mailbox import LocalTransport
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.wires.mailbox import LocalTransport
 from fxpipe.simulator import simulate
 from fxpipe.simulator.of_build import scenario_of
-from fxpipe.simulator.timings import EdgeTiming
 
 
 @dataclass

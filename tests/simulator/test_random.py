@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.plan import Phase
+from fxpipe.plan.spec import Phase
 from fxpipe.planner.links import Links
 from fxpipe.schedule import Action, Schedule, make
 from fxpipe.schedule.order import read

@@ -7,9 +7,10 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
+from fxpipe.observe.trace.of_simulation import chrome_trace
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
-from fxpipe.simulator import Message, Scenario, Simulation, WorkerCost, chrome_trace, picture, simulate
+from fxpipe.simulator import Message, Scenario, Simulation, WorkerCost, picture, simulate
 
 
 def run() -> Simulation:

@@ -9,8 +9,8 @@ from small_models import CASES, Case
 from torch import nn
 
 import fxpipe
-from fxpipe.batch import split
-from fxpipe.program import Program
+from fxpipe.ir.program import Program
+from fxpipe.task.batch import split
 
 
 @functools.cache

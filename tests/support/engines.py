@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpipe import backend
+from fxpipe import engines as backend
 
 
 def needs(engine: str, device: str = "cpu") -> None:

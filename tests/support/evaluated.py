@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import fxpipe
-from fxpipe.build import Build
-from fxpipe.task import Task, load_task
+from fxpipe.build.build import Build
+from fxpipe.task.model_file import Task, load_task
 
 MODEL = """\
 import torch

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.build import Build
-from fxpipe.evaluation import Metrics
+from fxpipe.build.build import Build
+from fxpipe.lowering.evaluation import Metrics
 
 
 class Wires:

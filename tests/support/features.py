@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager, relative_error
-from fxpipe.batch import split
-from fxpipe.build import Build
-from fxpipe.program import Cuts, Program
-from fxpipe.runtime.final_weights import buffer_worker
-from fxpipe.runtime.local import LocalPipeline
-from fxpipe.tracing import autocasting
-from fxpipe.transform import run_passes
+from fxpipe.build.build import Build
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import compare_with_eager, relative_error
+from fxpipe.planner.cuts import Cuts
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.worker.final_weights import buffer_worker
+from fxpipe.task.batch import split
+from fxpipe.tracing.capture import autocasting
 
 WIDTH = 6
 WORKERS = 3

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fxpipe.observe.time_losses import time_losses
 from fxpipe.schedule import make
 from fxpipe.schedule.action import Action
-from fxpipe.time_losses import time_losses
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
 
 
 def planned(case: Played) -> dict[str, Any]:
-    """What a forecast says of it: times as `fxpipe.stage_times` measures them, and the steady state."""
+    """What a forecast says of it: times as `fxpipe.measure.stages` measures them, and the steady state."""
     n = len(case.forward)
     few, many = (play(replace(case, steps=steps))[1] for steps in (20, 50))
     step = 1e3 * (many - few) / 30

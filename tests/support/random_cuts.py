@@ -10,8 +10,9 @@ from fxpipe.passes.cut import glued_positions
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 
-from fxpipe.program import Cuts, Program
-from fxpipe.transform import run_passes
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.planner.cuts import Cuts
 
 
 @functools.cache

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.batch import Splitter
-from fxpipe.folder import read_plan
-from fxpipe.runtime.assembly import choose, open_worker
-from fxpipe.runtime.distributed import DistTransport, first_free_tag
-from fxpipe.runtime.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.evaluation_data import EvaluationData
-from fxpipe.runtime.evaluator import Evaluator
-from fxpipe.runtime.executor import Executor
-from fxpipe.runtime.loop import train
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.process.loop import train
+from fxpipe.runtime.wires.distributed import DistTransport, first_free_tag
+from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluator import Evaluator
+from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule import check
+from fxpipe.task.batch import Splitter
 
 
 class Message:

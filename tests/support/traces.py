@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fxpipe.trace.writer import TraceWriter
+from fxpipe.observe.trace.writer import TraceWriter
 
 Row = tuple[str, str, int, int, int, int]  # kind, name, minibatch, microbatch, begin, end
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fxpipe.trace import KINDS
+from fxpipe.observe.trace import KINDS
 
 
 def write_run(folder: Path, step_ms: float = 100.0, steps: int = 40, **changes: Any) -> Path:

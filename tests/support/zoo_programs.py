@@ -16,9 +16,10 @@ from random_cuts import legal_cuts
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.batch import split
-from fxpipe.program import Cuts, Program
-from fxpipe.transform import run_passes
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.planner.cuts import Cuts
+from fxpipe.task.batch import split
 
 WORKERS, MICROBATCHES = 3, 2
 Step = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]

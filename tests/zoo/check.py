@@ -20,13 +20,14 @@ from fxpipe.passes.units import Units
 from torch import nn
 
 import fxpipe
-from fxpipe.agreement import Agreement, Step, compare, compare_with_eager, eager_step
-from fxpipe.batch import split
-from fxpipe.build import Build
+from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
-from fxpipe.program import Cuts, Program
-from fxpipe.runtime.local import LocalPipeline
-from fxpipe.transform import run_passes
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.agreement import Agreement, Step, compare, compare_with_eager, eager_step
+from fxpipe.planner.cuts import Cuts
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.task.batch import split
 
 WORKERS, MICROBATCHES, ASYNC_STEPS = 4, 2, 5
 TOLERANCE = 1e-4

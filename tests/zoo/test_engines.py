@@ -19,17 +19,18 @@ from small_models import CASES
 from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_core, even_cuts
 
 import fxpipe
-from fxpipe import backend
-from fxpipe.backend.calls import record_calls, run_exactly, run_part
-from fxpipe.backend.compare import EXACT, Expected, compare
-from fxpipe.backend.engine import EnginePart
-from fxpipe.backend.equip import check_outputs
-from fxpipe.backend.pure import trace_stage
-from fxpipe.batch import Splitter
-from fxpipe.build import Build
-from fxpipe.program import Cuts, Program
-from fxpipe.runtime.loaded_stage import load_stage
-from fxpipe.transform import run_passes
+from fxpipe import engines as backend
+from fxpipe.build.build import Build
+from fxpipe.engines.attach import check_outputs
+from fxpipe.engines.engine import EnginePart
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.planner.cuts import Cuts
+from fxpipe.stages.compare import EXACT, Expected, compare
+from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.microbatch import record_calls, run_exactly, run_part
+from fxpipe.stages.pure_part import trace_stage
+from fxpipe.task.batch import Splitter
 
 STEPS = 20
 

@@ -17,8 +17,9 @@ from torch import nn
 from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_core, even_cuts
 
 import fxpipe
-from fxpipe.agreement import compare_with_eager
-from fxpipe.program import Cuts, Program
+from fxpipe.ir.program import Program
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.planner.cuts import Cuts
 
 QUICK = (
     "gcn",

@@ -28,9 +28,9 @@ from fxpipe.export.inference.check import check_chain
 from fxpipe.export.inference.cuts import Cuts, find_cuts
 from fxpipe.export.inference.graph import export_graph, in_a_line
 from fxpipe.export.inference.stages import InferenceStage, Writer
-from fxpipe.held import HeldTensors
-from fxpipe.plan import Plan
-from fxpipe.tracing import Loss
+from fxpipe.plan.spec import Plan
+from fxpipe.tracing.capture import Loss
+from fxpipe.tracing.held_tensors import HeldTensors
 
 __all__ = ["InferenceExport", "InferenceStage", "Port", "export_inference"]
 

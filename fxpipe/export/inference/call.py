@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, arange, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe import origin
 from fxpipe.errors import ExportError, first_line
-from fxpipe.held import HeldTensors
-from fxpipe.tracing import Loss
+from fxpipe.tracing import origin
+from fxpipe.tracing.capture import Loss
+from fxpipe.tracing.held_tensors import HeldTensors
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Literal
 
 from torch import fx
 
-from fxpipe.aten import is_cheap
 from fxpipe.export.inference.call import distinct
 from fxpipe.export.inference.cuts import Cuts, workers_of
 from fxpipe.export.inference.graph import Graph
 from fxpipe.export.inference.nodes import is_size, module_of
+from fxpipe.ir.aten import is_cheap
 
 PortKind = Literal["input", "activation", "passed", "output"]
 

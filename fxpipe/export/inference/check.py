@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fxpipe.backend.compare import Expected, compare, tolerance
 from fxpipe.errors import ExportError
-from fxpipe.export.check import Session
 from fxpipe.export.inference.call import Call, untouched
 from fxpipe.export.inference.graph import Graph
 from fxpipe.export.inference.stages import InferenceStage
-from fxpipe.held import HeldTensors
+from fxpipe.onnx.check import Session
+from fxpipe.stages.compare import Expected, compare, tolerance
+from fxpipe.tracing.held_tensors import HeldTensors
 
 
 @dataclass

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxpipe.aten import is_getitem, is_view
-from fxpipe.batch import split
 from fxpipe.errors import ExportError
 from fxpipe.export.inference.graph import Graph
 from fxpipe.export.inference.nodes import is_size, module_of, operator_of
-from fxpipe.plan import Plan
-from fxpipe.program import info
-from fxpipe.tracing import Loss, capture
-from fxpipe.transform import run_passes
+from fxpipe.ir.aten import is_getitem, is_view
+from fxpipe.ir.program import info
+from fxpipe.ir.transform import run_passes
+from fxpipe.plan.spec import Plan
+from fxpipe.task.batch import split
+from fxpipe.tracing.capture import Loss, capture
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from fxpipe import origin
 from fxpipe.errors import ExportError, FxpipeError, first_line
-from fxpipe.export.convert import quiet
 from fxpipe.export.inference.call import Call, distinct, untouched
 from fxpipe.export.inference.nodes import draws, is_size, own_name, place_of
-from fxpipe.held import HeldTensors
-from fxpipe.refusals import DATA_DEPENDENT
+from fxpipe.onnx.convert import quiet
+from fxpipe.tracing import origin
+from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.refusals import DATA_DEPENDENT
 
 BATCH = "batch"  # the open dimension's name
 

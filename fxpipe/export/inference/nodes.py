@@ -7,8 +7,8 @@ import re
 import torch
 from torch import fx
 
-from fxpipe import origin
-from fxpipe.aten import is_random
+from fxpipe.ir.aten import is_random
+from fxpipe.tracing import origin
 
 aten = torch.ops.aten
 _SAME = {

@@ -23,11 +23,11 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ExportError, FxpipeError
-from fxpipe.export import model_file
-from fxpipe.export.convert import convert_exported
 from fxpipe.export.inference.chain import Link, Port
 from fxpipe.export.inference.graph import Graph, in_a_line
 from fxpipe.export.inference.nodes import place_of
+from fxpipe.onnx import model_file
+from fxpipe.onnx.convert import convert_exported
 
 SMALL = 1024
 """Elements of a constant that the graph holds itself, where it can be folded."""

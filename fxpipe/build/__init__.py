@@ -1,0 +1,1 @@
+"""A build: in memory and on disk."""

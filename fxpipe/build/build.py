@@ -1,0 +1,303 @@
+"""A build: the emitted stages, the plan and the initial weights, in memory or in a directory.
+
+build/
+    plan.json             what run needs to know: interfaces, edges, owners, digests
+    stage_0.py …          the product
+    evaluate_0.py …       evaluation on each worker; evaluate_0_1.py for batches of a second shape, and so on
+    weights.safetensors   initial parameters, buffers and constants, under the model's own names
+    costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
+                          same from compile to compile
+    program.json          the program after its last pass, a row a node, for `fxpipe inspect`
+    profile.json          what every unit costs, for `fxpipe inspect` and `fxpipe plan`
+    node_costs.json       what every node took when it was measured: compiling again takes it from here
+    engines/              what engines other than eager make of the stages' parts; made anew where it is missing
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import nn
+
+from fxpipe.build.costs import BuildCosts, read_costs
+from fxpipe.costs.measured import NODE_COSTS
+from fxpipe.errors import BuildError, ProfileError
+from fxpipe.files import replacing
+from fxpipe.ir.program_table import ProgramTable
+from fxpipe.plan.build_folder import COSTS, ENGINES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
+from fxpipe.plan.costs import EdgeTiming, EngineTime, StageTime, WorkerSummary
+from fxpipe.plan.spec import Plan
+from fxpipe.planner.links import Links
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile, from_json
+from fxpipe.planner.setting import MOMENTUM
+
+if TYPE_CHECKING:
+    from fxpipe.policy.base import Policy
+    from fxpipe.runtime.process.local import LocalPipeline
+
+
+@dataclass(frozen=True)
+class Build:
+    """Stages, plan and initial weights.
+
+    Attributes:
+        files: emitted source by file name.
+        tensors: initial parameters, buffers and constants by their first name.
+        workers: the summary of each worker; empty for a loaded build without `costs.json`.
+        times: what each worker takes, measured stage by stage; empty where nobody did.
+        timings: where in its stages each edge's value is made and needed, for the simulator.
+        profile: what every unit costs; None for a loaded build without `profile.json`.
+        nodes: the program after its last pass; None for a loaded build without `program.json`.
+        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
+        links, speeds: what the planner took them to be; no speeds: all equal.
+        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
+        engine_times: what each part of a stage takes on which engine; empty where nobody measured.
+        engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
+        node_costs: what was measured, kept so that the next compile need not.
+        folder: where it lies on disk, if it does.
+        warnings: what capture wants the user to know.
+    """
+
+    plan: Plan = field(repr=False)
+    files: Mapping[str, str] = field(repr=False)
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    workers: tuple[WorkerSummary, ...] = ()
+    times: tuple[StageTime, ...] = field(default=(), repr=False)
+    timings: tuple[EdgeTiming, ...] = field(default=(), repr=False)
+    profile: Profile | None = field(default=None, repr=False)
+    nodes: ProgramTable | None = field(default=None, repr=False)
+    partitions: tuple[Partition, ...] = field(default=(), repr=False)
+    links: Links = field(default_factory=Links, repr=False)
+    speeds: tuple[float, ...] = field(default=(), repr=False)
+    optimizer_bytes: float = field(default=MOMENTUM, repr=False)
+    engine_times: tuple[EngineTime, ...] = field(default=(), repr=False)
+    engine_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    node_costs: str | None = field(default=None, repr=False)
+    folder: Path | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def costs(self) -> BuildCosts:
+        """What `costs.json` holds of it."""
+        return BuildCosts(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BuildCosts)})
+
+    def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
+        """Write the build; an earlier build in its place is replaced, anything else is left alone.
+
+        Args:
+            model_file: the user's file, remembered relative to the build.
+
+        Raises:
+            BuildError: the folder holds something else, or cannot be written. Nothing is left half-written.
+        """
+        folder = Path(folder)
+        check_target(folder)
+        plan = self.plan
+        if model_file is not None:
+            relative = os.path.relpath(Path(model_file).resolve(), folder.resolve())
+            plan = dataclasses.replace(plan, model_file=relative)
+        weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
+        plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
+        with replacing(folder) as fresh:
+            for name, source in self.files.items():
+                (fresh / name).write_text(source)
+            (fresh / WEIGHTS).write_bytes(weights)
+            (fresh / COSTS).write_text(self.costs.to_json())
+            if self.profile is not None:
+                (fresh / PROFILE).write_text(self.profile.to_json(), encoding="utf-8")
+            if self.nodes is not None:
+                (fresh / PROGRAM).write_text(self.nodes.to_json(), encoding="utf-8")
+            for name, content in self.engine_files.items():
+                (fresh / ENGINES / name).parent.mkdir(parents=True, exist_ok=True)
+                (fresh / ENGINES / name).write_bytes(content)
+            if self.node_costs is not None:
+                (fresh / NODE_COSTS).write_text(self.node_costs)
+            (fresh / PLAN).write_text(plan.to_json())
+        return dataclasses.replace(self, plan=plan, folder=folder)
+
+    def local(
+        self,
+        *,
+        optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        schedule: str | None = None,
+        policy: str | Policy | None = None,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
+        backend: str | None = None,
+        weights: str | Path | None = None,
+        model: Callable[[], nn.Module] | None = None,
+    ) -> LocalPipeline:
+        """All workers in this process: for debugging, for accuracy studies of N workers on one machine.
+
+        Args:
+            optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
+            lr_scheduler: made for each optimizer; none by default.
+            schedule, policy: the build's own where None; a policy's options stand behind its name: `pipeoptim+keep`.
+            seed: of dropout and its like.
+            clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
+            log_staleness: compare the weights that forwards use with those that their updates meet.
+            backend: the engine of all stages; those of the plan where None or 'auto'.
+            weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it.
+            model: gives the model again; for a build whose parameters have no values (`fxpipe.task.meta`), its modules
+                then initialise themselves, by `seed`. Not needed with `weights`.
+        """
+        from fxpipe.runtime.process.local import LocalPipeline
+        from fxpipe.runtime.worker.initial_weights import Start
+
+        start = Start(None if weights is None else str(weights), model, seed)
+        return LocalPipeline.of(
+            self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness, backend, start
+        )
+
+    def join(
+        self,
+        train_data: Callable[[], Iterable[Any]],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        schedule: str | None = None,
+        policy: str | None = None,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
+        backend: str | None = None,
+        weights: str | Path | None = None,
+        model: Callable[[], nn.Module] | None = None,
+        eval_data: Callable[[], Iterable[Any]] | None = None,
+        eval_every: int | None = None,
+        out: str | Path | None = None,
+        trace: str | Path | None = None,
+        tensorboard: str | Path | None = None,
+    ) -> dict[str, Any] | None:
+        """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
+
+        Args:
+            train_data: gives an epoch's batches; called on worker 0 alone.
+            steps, epochs: how long; one epoch if neither is given.
+            optimizer, lr_scheduler: made on each worker, from its own named parameters.
+            schedule, policy, seed, clip_norm, log_staleness, backend, weights, model: as those of `local`.
+            eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
+                call; called on worker 0 alone. The trained weights are evaluated in the end.
+            eval_every: evaluate after every so many steps, too.
+            out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
+            trace: the file for what every worker did when, in Chrome's trace format.
+            tensorboard: the folder for TensorBoard's event files.
+
+        Returns:
+            The summary of the run on rank 0, None elsewhere.
+
+        Raises:
+            BuildError: the build was never saved: all processes must load the same directory.
+            RunError: torchrun started another number of processes than the build has workers; or there is something to
+                evaluate, and the build has no evaluation (see `fxpipe.compile`).
+        """
+        from fxpipe.runtime.process.options import RunOptions
+        from fxpipe.runtime.process.rank import join
+        from fxpipe.runtime.worker.hooks import ObjectTask, check_evaluation
+        from fxpipe.task.model_file import default_optimizer
+
+        if self.folder is None:
+            raise BuildError(
+                "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
+            )
+        if eval_data is not None:
+            check_evaluation(self.plan, "eval_data")
+        options = RunOptions(
+            build=str(self.folder),
+            steps=steps,
+            epochs=epochs,
+            eval_every=eval_every,
+            schedule=schedule,
+            policy=policy,
+            clip_norm=clip_norm,
+            log_staleness=log_staleness,
+            backend=backend,
+            weights=None if weights is None else str(weights),
+            seed=seed,
+            out=None if out is None else str(out),
+            trace=None if trace is None else str(trace),
+            tensorboard=None if tensorboard is None else str(tensorboard),
+            progress=True,
+        )
+        task = ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler, model, eval_data)
+        return join(options, task)
+
+
+def load(folder: str | Path) -> Build:
+    """Read a build back.
+
+    Raises:
+        BuildError: a file is missing, was changed (but for stages, which may be edited), or is of another version.
+    """
+    folder = Path(folder)
+    plan = load_plan(folder)
+    try:
+        tensors = load_file(folder / plan.weights_file)
+    except (SafetensorError, OSError) as error:
+        raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder)) from error
+    files = {part.file: (folder / part.file).read_text() for part in plan.code}
+    costs = read_costs(folder)
+    known = {} if costs is None else {f.name: getattr(costs, f.name) for f in dataclasses.fields(costs)}
+    return Build(
+        plan,
+        files,
+        tensors,
+        **known,
+        profile=read_profile(folder),
+        nodes=read_nodes(folder),
+        node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
+        folder=folder,
+    )
+
+
+def read_profile(folder: Path) -> Profile | None:
+    """What a build's units cost; None for a build of an earlier fxpipe, which did not keep it.
+
+    Raises:
+        BuildError: it cannot be read.
+    """
+    path = folder / PROFILE
+    if not path.is_file():
+        return None
+    try:
+        return from_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except ProfileError as error:
+        hint = "compile again, or delete it: a run does not need it"
+        raise BuildError(f"{PROFILE} cannot be read: {error.what}", where=error.where, hint=hint) from error
+
+
+def read_nodes(folder: Path) -> ProgramTable | None:
+    """A build's program, node by node; None for a build of an earlier fxpipe, which did not keep it.
+
+    Raises:
+        BuildError: it cannot be read.
+    """
+    path = folder / PROGRAM
+    if not path.is_file():
+        return None
+    return ProgramTable.from_json(path.read_text(encoding="utf-8", errors="replace"), str(folder))
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tensors that lie in another one's memory: the file format wants each apart."""
+    seen: set[int] = set()
+    made = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        made[name] = tensor.clone() if pointer in seen and tensor.numel() else tensor
+        seen.add(pointer)
+    return made

@@ -1,0 +1,1 @@
+"""What nodes and optimizers cost, measured or computed for a device, and where that is kept."""

@@ -1,0 +1,135 @@
+"""Measured costs, kept with the build: the same program on the same device is measured once. Needs no torch to read.
+
+`node_costs.json` lies in the build folder beside `costs.json` and, like it, is no part of the plan: it may be deleted.
+It is believed only under its fingerprint: the program's calls with their shapes, the device, the threads, torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from fxpipe.errors import BuildError
+
+if TYPE_CHECKING:
+    from fxpipe.ir.program import Program
+
+NODE_COSTS = "node_costs.json"
+_FORMAT = 1
+_HINT = "it may be deleted: costs are then measured"
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What every node of a program takes, measured.
+
+    Attributes:
+        fingerprint: of what was measured, and on what.
+        seconds: by node name; they add up to the whole forward and the whole backward.
+        ratios: by phase, the whole's time over the sum of its nodes' times before they were scaled by it.
+    """
+
+    fingerprint: str
+    seconds: Mapping[str, float]
+    ratios: Mapping[str, float]
+
+    def to_json(self) -> str:
+        """The text of `node_costs.json`; `read` gives the same numbers back, to the last bit."""
+        body = {
+            "format": _FORMAT,
+            "fingerprint": self.fingerprint,
+            "ratios": dict(self.ratios),
+            "seconds": dict(self.seconds),
+        }
+        return json.dumps(body, indent=1) + "\n"
+
+
+def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
+    """The costs kept at `path`; None if there are none, or of another program, device, thread count or torch.
+
+    Raises:
+        BuildError: the file is there and is not what `to_json` writes.
+    """
+    try:
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BuildError(f"the measured costs cannot be read: {error}", where=str(path), hint=_HINT) from error
+    if not isinstance(body, dict) or not isinstance(body.get("fingerprint"), str):
+        raise BuildError("the measured costs have no fingerprint", where=str(path), hint=_HINT)
+    if body.get("format") != _FORMAT or body["fingerprint"] != fingerprint:
+        return None
+    seconds, ratios = body.get("seconds"), body.get("ratios")
+    if not (_are_times(seconds) and _are_times(ratios) and _are_ratios(ratios)):
+        raise BuildError("the measured costs are no times", where=str(path), hint=_HINT)
+    return MeasuredCosts(fingerprint, seconds, ratios)
+
+
+def fingerprint(program: Program, device: str, threads: int) -> str:
+    """A digest of what decides how long the nodes of a program take: the same in every process.
+
+    Args:
+        device: its name, as `device_name` gives it.
+        threads: CPU threads while measuring.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for line in (torch.__version__, device, str(threads), str(program.autocast), *_lines(program)):
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def device_name(kind: str) -> str:
+    """The device that measures: `cuda: NVIDIA H200`, `cpu: AMD EPYC 9654, 2 cores`."""
+    if kind == "cuda":
+        import torch
+
+        return f"cuda: {torch.cuda.get_device_name()}"
+    return f"{kind}: {_processor()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _lines(program: Program) -> Iterator[str]:
+    """Every node with its phase, shapes and strides; neither its origin nor its unit: they cost nothing."""
+    from fxpipe.ir.printer import call_text
+    from fxpipe.ir.program import info, value
+
+    for name, node in program.placeholders.items():
+        yield f"{name} {_type(value(node))}"
+    for node in program:
+        yield f"{info(node).phase} {node.name} = {call_text(node, str)} {_type(value(node))}"
+    yield " ".join(node.name for node in program.output_nodes)
+
+
+def _type(found: Any) -> str:
+    import torch
+
+    if isinstance(found, torch.Tensor):
+        return f"{found.dtype}{tuple(found.shape)}{tuple(found.stride())}"
+    if isinstance(found, (tuple, list)):
+        return f"({', '.join(map(_type, found))})"
+    return type(found).__name__
+
+
+def _are_times(found: Any) -> TypeGuard[dict[str, float]]:
+    return isinstance(found, dict) and all(isinstance(v, float) and 0 <= v < float("inf") for v in found.values())
+
+
+def _are_ratios(found: Mapping[str, float]) -> bool:
+    return found.keys() == {"F", "B"} and all(found.values())

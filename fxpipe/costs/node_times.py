@@ -1,0 +1,191 @@
+"""How long every node of a program takes where it stands: between the nodes before and behind it, in plain code.
+
+Forward and backward are each run twice: as they are, and with a clock's tick between every two nodes. A node has all
+the time between two ticks, the freeing of values that die with it included; nothing is interpreted. The ticks' own
+time, and what they hinder, is taken out again: a phase's nodes are scaled to add up to the phase without ticks.
+
+On a machine that others use, a run of a phase is rarely left in peace, but some are: the fastest counts. A single node
+is so short that most runs of it are: the median counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.printer import call_text, heading
+from fxpipe.ir.program import Program, info
+from fxpipe.plan.spec import Phase
+
+PHASES: tuple[Phase, Phase] = ("F", "B")
+BUDGET = 1.5
+"""Seconds that the repeats of a small program may take in all."""
+
+LONG = 20.0
+"""Seconds of one repeat, a plain run and one with ticks, from which on there is no other."""
+
+LEAST, MOST = 3, 100
+
+Times = tuple[dict[str, float], dict[str, float]]
+
+
+def measure(program: Program, threads: int | None = None, repeats: int | None = None) -> Times:
+    """Each node's seconds, and by phase the ratio they were scaled by: the whole's time over their sum.
+
+    Plain runs and runs with ticks alternate, so that a machine that is slower for a while is slower for both. On CUDA
+    the ticks are events of the stream. The random state stays as it was.
+
+    Args:
+        threads: CPU threads while measuring; as many as there are where None.
+        repeats: runs of each kind after the warm-up; where None, as many as `again` wants.
+
+    Raises:
+        CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
+    """
+    plain = [_Code(program, phase, ticks=False) for phase in PHASES]
+    ticking = [_Code(program, phase, ticks=True) for phase in PHASES]
+    feed = {**program.values, **program.example}
+    with _threads(threads), torch.random.fork_rng(_cuda_devices(program)), torch.no_grad():
+        _run(ticking, feed)  # first, since it can say which node fails
+        _run(plain, feed)
+        wholes: list[list[float]] = []
+        nodes: list[list[list[float]]] = []
+        begin = perf_counter()
+        while len(nodes) < repeats if repeats is not None else again(len(nodes), perf_counter() - begin):
+            wholes.append([sum(times) for times in _run(plain, feed)])
+            nodes.append(_run(ticking, feed))
+    seconds: dict[str, float] = {}
+    ratios: dict[str, float] = {}
+    for i, (phase, code) in enumerate(zip(PHASES, ticking, strict=True)):
+        medians = [statistics.median(row) for row in zip(*(run[i] for run in nodes), strict=True)]
+        total = sum(medians)
+        ratios[phase] = min(run[i] for run in wholes) / total if total else 1.0
+        seconds.update((n.name, m * ratios[phase]) for n, m in zip(code.nodes, medians, strict=True))
+    return seconds, ratios
+
+
+def again(done: int, spent: float) -> bool:
+    """Whether `done` repeats in `spent` seconds are too few: 3 to 100 within the budget, one of a very long step."""
+    if done < LEAST:
+        return done == 0 or spent < done * LONG
+    return done < MOST and spent < BUDGET
+
+
+class _Code:
+    """One phase of a program as generated Python.
+
+    Backward takes forward's values from a list and forgets each after its last use, as an emitted stage does.
+    """
+
+    def __init__(self, program: Program, phase: Phase, ticks: bool) -> None:
+        self.phase = phase
+        self.nodes = [n for n in program if info(n).phase == phase]
+        self.tick = _event_tick if program.device == "cuda" else _tick
+        mine = set(self.nodes)
+        used = dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in mine)
+        self.arguments = [n.name for n in used if n.op == "placeholder"]
+        self.taken = [n.name for n in used if n.op != "placeholder"]
+        results = dict.fromkeys(n for n in program.output_nodes if n in mine)
+        if phase == "F":
+            results |= {n: None for n in self.nodes if any(u.op == "call_function" and u not in mine for u in n.users)}
+        self.results = [n.name for n in results]
+        self.function = self._compiled(list(results), list(used), ticks)
+
+    def __call__(self, feed: Mapping[str, torch.Tensor], kept: dict[str, Any]) -> list[float]:
+        """Run once: takes what it needs out of `kept`, leaves its results there; seconds between the ticks."""
+        if not self.nodes:
+            return []
+        ticks: list[Any] = []
+        taken = [kept.pop(name) for name in reversed(self.taken)]
+        arguments = [feed[name] for name in self.arguments]
+        self.tick(ticks)
+        try:
+            results = self.function(ticks, taken, *arguments)
+        except Exception as error:
+            raise self._failed(error, len(ticks) - 1) from error
+        self.tick(ticks)
+        kept.update(zip(self.results, results, strict=True))
+        if self.tick is _tick:
+            return [after - before for before, after in pairwise(ticks)]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ticks)]
+
+    def _compiled(self, results: list[fx.Node], used: list[fx.Node], ticks: bool) -> Any:
+        """`run(ticks, taken, *arguments)`: written as text, like a stage, since an fx.GraphModule takes far longer."""
+        names = {n: f"v{i}" for i, n in enumerate((*used, *self.nodes))}
+        last = {n: reader for reader in self.nodes for n in (reader, *reader.all_input_nodes)}
+        dying: dict[fx.Node, list[str]] = {}
+        for node in last.keys() - set(results):
+            dying.setdefault(last[node], []).append(names[node])
+        arguments = [names[n] for n in used if n.op == "placeholder"]
+        scope: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "tick": self.tick}
+        lines = [f"def run({', '.join(['ticks', 'taken', *arguments])}):"]
+        lines += [f"    {names[n]} = taken.pop()" for n in used if n.op != "placeholder"]
+        for i, node in enumerate(self.nodes):
+            if ticks and i:  # the first and the last tick are the caller's
+                lines.append("    tick(ticks)")
+            call = call_text(node, names.__getitem__)
+            if not isinstance(node.target, torch._ops.OpOverload) and not is_getitem(node):
+                scope[f"f{i}"] = node.target
+                call = f"f{i}({call.partition('(')[2]}"
+            lines.append(f"    {names[node]} = {call}")
+            if node in dying:
+                lines.append(f"    del {', '.join(dying[node])}")
+        lines.append(f"    return [{', '.join(names[n] for n in results)}]")
+        exec(compile("\n".join(lines), f"<{self.phase} under the clock>", "exec"), scope)
+        return scope["run"]
+
+    def _failed(self, error: Exception, position: int) -> CaptureError:
+        node = self.nodes[min(max(position, 0), len(self.nodes) - 1)]
+        where = heading(info(node)) or str(node)
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+            return CaptureError(
+                f"the whole step does not fit this device: {said}",
+                where=where,
+                hint="--cost analytic, or --device-spec NAME, computes the times from shapes and needs no memory",
+            )
+        return CaptureError(
+            f"the step fails on the first batch: {said}",
+            where=where,
+            hint="eager PyTorch would fail here too: look at the batch, its dtypes and the range of its values",
+        )
+
+
+def _run(codes: list[_Code], feed: Mapping[str, torch.Tensor]) -> list[list[float]]:
+    """Forward, then backward: the seconds between the ticks of each."""
+    kept: dict[str, Any] = {}
+    return [code(feed, kept) for code in codes]
+
+
+def _tick(ticks: list[float]) -> None:
+    ticks.append(perf_counter())
+
+
+def _event_tick(ticks: list[Any]) -> None:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    ticks.append(event)
+
+
+def _cuda_devices(program: Program) -> list[int]:
+    return [torch.cuda.current_device()] if program.device == "cuda" else []
+
+
+@contextmanager
+def _threads(wanted: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

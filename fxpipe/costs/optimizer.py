@@ -1,0 +1,183 @@
+"""What an optimizer costs for each byte of parameters: memory for its state, and time for its step; measured small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TaskError
+from fxpipe.task.model_file import MakeOptimizer
+
+Named = Sequence[tuple[str, Tensor]]
+
+STATE_SAMPLE = 4 << 20
+"""Bytes of parameters on which the size of the state is seen, at most."""
+
+TIME_SAMPLE = 16 << 20
+"""Bytes of parameters on which a step is timed, at most: with gradients and state more than caches hold."""
+
+BUDGET = 0.5
+LEAST, MOST = 5, 100
+STILL = 1e-6
+"""What learning rates are multiplied by: the weights stay where they are, and nothing overflows or underflows."""
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """What a model's optimizer costs.
+
+    Attributes:
+        state_bytes: of its state, for each byte of trained parameters.
+        seconds_per_byte: of its step, for each byte of trained parameters.
+        doubt: one sentence for a warning, where the optimizer could not be tried and they are assumed; else None.
+    """
+
+    state_bytes: float
+    seconds_per_byte: float
+    doubt: str | None = None
+
+
+def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, bandwidth: float) -> OptimizerCosts:
+    """What the optimizer costs for these parameters; never fails, since a run may well do what a sample cannot.
+
+    Args:
+        named: the trained parameters.
+        timed: measure a step here, with the threads that torch has now; else compute it: weight, gradient and state
+            are read, weight and state written.
+        bandwidth: bytes a second of the memory that is computed for; also where the optimizer cannot be tried.
+    """
+    state = 1.0
+    try:
+        state = optimizer_bytes(named, optimizer)
+        if timed:
+            return OptimizerCosts(state, update_seconds_per_byte(named, optimizer))
+    except TaskError as error:
+        said = " ".join(error.what.split())
+        doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
+        return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, doubt)
+    return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth)
+
+
+def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
+    """Bytes of optimizer state for each byte of parameters: 1.0 for SGD with momentum, 2.0 for Adam.
+
+    Every parameter takes part, made smaller as far as needed, so that one that has no state, or another group's,
+    counts as it does in the model.
+
+    Args:
+        parameters: names and tensors; only shapes and dtypes are looked at.
+        device: where the sample lies; the tensors' own where None.
+
+    Raises:
+        TaskError: the optimizer fails.
+    """
+    total = sum(t.nbytes for _, t in parameters)
+    if not total:
+        return 0.0
+    sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters], device)
+    made = _stepped(sample, optimizer)
+    state = 0.0
+    for (_, whole), (_, small) in zip(parameters, sample, strict=True):
+        for found in _tensors(made.state.get(small, {})):
+            state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
+    return state / total
+
+
+def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
+    """Seconds that the optimizer's step takes for each byte of parameters, with the threads that torch has now.
+
+    Timed on up to 16 MB of tensors like the model's own: every so many of them, large ones cut down.
+
+    Args:
+        parameters, device: as for `optimizer_bytes`.
+
+    Raises:
+        TaskError: the optimizer fails.
+    """
+    sizes = [t.numel() for _, t in parameters]
+    if not sum(t.nbytes for _, t in parameters):
+        return 0.0
+    wanted = [min(n, TIME_SAMPLE // 4 // t.element_size()) for n, (_, t) in zip(sizes, parameters, strict=True)]
+    bytes_wanted = sum(n * t.element_size() for n, (_, t) in zip(wanted, parameters, strict=True))
+    every = max(1, -(-bytes_wanted // TIME_SAMPLE))
+    sample = _sample(parameters[::every], wanted[::every], device)
+    made = _stepped(sample, optimizer)
+    taken: list[float] = []
+    begin = perf_counter()
+    while len(taken) < LEAST or (len(taken) < MOST and perf_counter() - begin < BUDGET):
+        before = _now(sample)
+        with _users():
+            made.step()
+        taken.append(_now(sample) - before)
+    return quartile(taken) / sum(p.nbytes for _, p in sample)
+
+
+def quartile(times: Sequence[float]) -> float:
+    """The lower quartile of times: not the luckiest, and not what the machine's other work has lengthened."""
+    return sorted(times)[len(times) // 4]
+
+
+def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> list[tuple[str, nn.Parameter]]:
+    """Parameters under the same names, of no more elements than said (but one each), with gradients."""
+    made = []
+    for (name, tensor), numel in zip(parameters, numels, strict=True):
+        place = device or ("cpu" if tensor.is_meta else tensor.device)
+        parameter = nn.Parameter(torch.zeros(_shrunk(tuple(tensor.shape), numel), dtype=tensor.dtype, device=place))
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        made.append((name, parameter))
+    return made
+
+
+def _shrunk(shape: tuple[int, ...], numel: float) -> tuple[int, ...]:
+    """The shape with its largest dimension halved, again and again, until it has no more elements than `numel`."""
+    sides = list(shape)
+    while sides and max(sides) > 1 and torch.Size(sides).numel() > numel:
+        largest = sides.index(max(sides))
+        sides[largest] = -(-sides[largest] // 2)
+    return tuple(sides)
+
+
+def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+    with _users():
+        made = optimizer(sample)
+        for group in made.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * STILL
+        for _ in range(2):  # the first makes the state
+            made.step()
+    return made
+
+
+@contextmanager
+def _users() -> Iterator[None]:
+    """Errors in here are the user's optimizer's."""
+    try:
+        yield
+    except Exception as error:
+        raise TaskError(
+            f"the optimizer fails on small copies of the model's parameters: {type(error).__name__}: {error}",
+            hint="optimizer(named_parameters) returns a torch.optim.Optimizer whose step() needs no arguments",
+        ) from error
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _now(sample: list[tuple[str, nn.Parameter]]) -> float:
+    if sample[0][1].device.type == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter()

@@ -1,0 +1,166 @@
+"""Puts a worker's stage onto engines, and checks each at its first action against the emitted code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe import engines as backends
+from fxpipe.engines.engine import EnginePart
+from fxpipe.errors import BackendError, FxpipeError, first_line
+from fxpipe.plan.spec import Plan
+from fxpipe.random_state import random_state, set_random_state
+from fxpipe.stages.compare import Expected, compare, rounding_alone, tolerance
+from fxpipe.stages.loaded import LoadedStage
+from fxpipe.stages.microbatch import PartCall, flat, run_exactly, run_part
+from fxpipe.stages.pure_part import trace_stage
+
+USE_EAGER = "run with --backend eager, or compile with --backend auto, which leaves out what does not work"
+
+
+def equip(
+    plan: Plan, worker: int, stage: LoadedStage, engines: tuple[str, str], cache: Path, device: str
+) -> LoadedStage:
+    """The stage with its forward and its backward on the engines named; 'eager' is the emitted code itself.
+
+    Args:
+        cache: a folder for what the engines build.
+
+    Raises:
+        BackendError: an engine is not there for this device, or cannot run the part.
+    """
+    if engines == ("eager", "eager"):
+        return stage
+    parts = trace_stage(plan, worker, stage)
+    spec = plan.stages[worker]
+    functions = []
+    for part, row, emitted, name in zip(
+        parts, (spec.forward, spec.backward), (stage.forward, stage.backward), engines, strict=True
+    ):
+        if name == "eager":
+            functions.append(emitted)
+            continue
+        chosen = backends.make(name)
+        reason = chosen.missing(torch.device(device).type)
+        if reason:
+            raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
+        functions.append(CheckedPart(EnginePart(part, row, chosen, cache, _note), emitted))
+    return replace(stage, forward=functions[0], backward=functions[1], engines=engines)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
+    """The engines of a stage's forward and backward: those of the plan, unless one is asked for.
+
+    Raises:
+        BackendError: an unknown name.
+    """
+    if backend is None or backend == "auto":
+        return plan.stages[worker].engines
+    if backend != "eager":
+        backends.make(backend)
+    return (backend, backend)
+
+
+class CheckedPart:
+    """A part on an engine whose first call is also run by the emitted code, on the same values, and compared."""
+
+    def __init__(self, part: EnginePart, emitted: Callable[..., Any]) -> None:
+        self.part = part
+        self._emitted: Callable[..., Any] | None = emitted
+
+    def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
+        if self._emitted is None:
+            return self.part(weights, buffers, third, comm)
+        emitted, self._emitted = self._emitted, None
+        heard = Heard(comm)
+        state = random_state()
+        first = list(third)
+        try:
+            result = self.part(weights, buffers, third, heard)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"{self.part.engine} fails on {self.part.part.name}: {type(error).__name__}: {first_line(error)}",
+                hint=USE_EAGER,
+            ) from error
+        after = random_state()
+        set_random_state(state)
+        part, call = self.part.part, PartCall(tuple(weights), tuple(buffers), first, heard.received)
+        expected = run_part(part, emitted, call)
+
+        def exact() -> list[Tensor]:
+            set_random_state(state)
+            return run_exactly(part, call)
+
+        check_outputs(self.part, expected, flat(part, result, heard.sent), exact)
+        set_random_state(after)
+        for name, value in heard.sent.items():
+            comm.send(name, value)
+        return result
+
+
+class Heard:
+    """A `comm` that remembers what was received, and holds back what is sent."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.received: dict[str, Tensor] = {}
+        self.sent: dict[str, Tensor] = {}
+
+    def recv(self, name: str) -> Tensor:
+        value: Tensor = self._comm.recv(name)
+        self.received[name] = value
+        return value
+
+    def send(self, name: str, value: Tensor) -> None:
+        self.sent[name] = value
+
+
+def check_outputs(
+    part: EnginePart,
+    expected: Sequence[Tensor],
+    found: Sequence[Tensor],
+    exact: Callable[[], Sequence[Tensor]],
+) -> float:
+    """The largest relative error.
+
+    Args:
+        exact: the outputs in float64; asked where an error is beyond the limit.
+
+    Raises:
+        BackendError: it is more than rounding (`fxpipe.stages.compare`).
+    """
+    rows = part.part.outputs
+    names = [f"{row.kind} {row.name}" for row in rows]
+    right: dict[str, Expected] = {}
+    for name, row, value in zip(names, rows, expected, strict=True):
+        # What a backward sends are gradients as well.
+        summed = row.kind == "gradient" or (part.part.phase == "B" and row.kind == "sent")
+        right[name] = Expected(value, peers=row.kind, summed=summed)
+    made = dict(zip(names, found, strict=True))
+    differences = compare(made, right, nan_equals_nan=True)
+    limit = tolerance(part.part.dtypes())
+    wrong = [d for d in differences if not d.error <= limit]
+    if wrong:
+        once = functools.cache(exact)
+        wrong = [d for d in wrong if not rounding_alone(d, made, right, names, once)]
+    if wrong:
+        worst = max(wrong, key=lambda d: d.error)
+        raise BackendError(
+            f"{part.engine} does not compute what eager PyTorch computes: {worst}",
+            where=part.part.name,
+            hint=USE_EAGER,
+        )
+    return max((d.error for d in differences if d.error <= limit), default=0.0)

@@ -1,0 +1,148 @@
+"""What an engine is, and how the function that it makes takes the place of an emitted one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import BackendError, FxpipeError, first_line
+from fxpipe.plan.spec import PartSpec
+from fxpipe.stages.derived_outputs import trim
+from fxpipe.stages.pure_part import PurePart
+
+Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Computes a part's outputs from its inputs, both in the part's order."""
+
+
+class Engine(ABC):
+    """Runs pure parts.
+
+    A part arrives trimmed (`fxpipe.stages.derived_outputs`): no output is an input, a view of one, or there twice.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def missing(self, device: str) -> str | None:
+        """Why it cannot be used on this machine for `device` ('cpu', 'cuda'), and what to do; None if it can."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """What else than the part decides what is built: versions of the engine and of what feeds it."""
+
+    def describe(self) -> str:
+        """For `fxpipe doctor`: versions, and what the engine runs on."""
+        return self.version()
+
+    @abstractmethod
+    def build(self, part: PurePart, cache: Path | None) -> Compute:
+        """Make the part ready to run with the process's present number of threads.
+
+        Args:
+            cache: a file or folder of this part, this engine and this version alone: read if it is there, else written
+                (whole or not at all). None keeps nothing.
+
+        Returns:
+            The function. Inputs may have any strides and are never changed; outputs are new memory at each call, laid
+            out as `fxpipe.plan.packing.Layout` of their specs.
+
+        Raises:
+            BackendError: the engine cannot run the part; one line says why, and where.
+        """
+
+
+class EnginePart:
+    """A part on an engine, called as the emitted function is: `(weights, buffers, batch or saved, comm)`.
+
+    Everything is received before the engine runs, and sent behind it.
+    """
+
+    def __init__(
+        self,
+        part: PurePart,
+        spec: PartSpec,
+        engine: Engine,
+        cache: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Make the part ready.
+
+        Args:
+            cache: the folder for what engines build.
+            say: is told when the engine has to build what the cache does not hold.
+
+        Raises:
+            BackendError: the engine cannot run the part.
+        """
+        self.part = part
+        self.engine = engine.name
+        self.kept = kept_as(part, engine)
+        self._spec = spec
+        self._trimmed = trim(part)
+        self._takes = self._trimmed.takes
+        self._device = torch.device(part.device)
+        self._updates = len(spec.updates)
+        self._compute: Compute = _nothing
+        if not self._trimmed.inner.outputs:
+            return  # a part that only passes values on needs no engine
+        path = cache and cache / self.kept
+        if path and not path.exists():
+            say(f"building {part.name} for {engine.name}, kept in {cache}")
+        try:
+            self._compute = engine.build(self._trimmed.inner, path)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
+        received = [comm.recv(name) for name in self._spec.receives]
+        drawn = [draw(self._device) for draw in self.part.draws]
+        inputs = [*weights, *buffers, *third, *received, *drawn]
+        if self.part.phase == "B":
+            third.clear()
+        computed = self._compute([inputs[i] for i in self._takes])
+        outputs = self._trimmed.finish(inputs, computed)
+        del inputs, received, drawn, computed
+        count = len(outputs) - len(self._spec.sends)
+        for name, value in zip(self._spec.sends, outputs[count:], strict=True):
+            comm.send(name, value)
+        if self.part.phase == "B":
+            return outputs[:count]
+        first = 1 if self._spec.loss else 0
+        loss = outputs[0] if first else None
+        return loss, outputs[first : first + self._updates], list(outputs[first + self._updates : count])
+
+
+def kept_as(part: PurePart, engine: Engine) -> str:
+    """The name under which the cache keeps what an engine built of a part: with a digest of all that decides it."""
+    digest = hashlib.sha256(f"{engine.version()}\n{_own_code()}\n{part.device}\n".encode())
+    digest.update(f"{part.graph.code}\n{part.inputs}\n{part.outputs}\n".encode())
+    for node in part.graph.graph.nodes:
+        if node.op == "get_attr":  # a constant: the code has its name alone
+            constant = getattr(part.graph, node.target).detach().cpu().contiguous()
+            digest.update(f"{node.target} {constant.dtype} {list(constant.shape)}\n".encode())
+            digest.update(constant.flatten().view(torch.uint8).numpy().tobytes())
+    return f"{part.name}.{engine.name}-{digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def _own_code() -> str:
+    """A digest of the code between a part and what engines make of it: what an older one made must not be used."""
+    root = Path(__file__).parents[1]
+    files = [file for room in ("stages", "onnx", "engines") for file in (root / room).rglob("*.py")]
+    files.append(root / "plan" / "packing.py")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+def _nothing(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return ()

@@ -1,0 +1,265 @@
+"""Parts compiled by torch's inductor: fused C++ on the CPU, Triton kernels on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpipe.engines.engine import Compute, Engine
+from fxpipe.errors import BackendError
+from fxpipe.ir.program import copy_graph
+from fxpipe.plan.packing import Layout
+from fxpipe.stages.pure_part import PurePart
+
+aten = torch.ops.aten
+
+_CONFIG = {
+    "compile_threads": 1,  # no pool of compiling processes, which would outlive a Ctrl-C
+    "fx_graph_cache": True,  # what is saved is taken from these two caches
+    "fx_graph_remote_cache": False,
+    "force_disable_caches": False,
+}
+_LOGGERS = ("torch._inductor", "torch._dynamo", "torch._functorch")
+
+
+class InductorEngine(Engine):
+    """Compiles each part once, for its static shapes and the process's number of threads.
+
+    The cache is a folder: inductor's own (sources, libraries), and beside them the artifact that finds them.
+    """
+
+    name: ClassVar[str] = "inductor"
+
+    def missing(self, device: str) -> str | None:
+        if importlib.util.find_spec("torch._inductor") is None:
+            return "this torch has no inductor: install torch>=2.11"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            return "inductor needs Python's headers: install python3-dev, or a Python that has them"
+        if torch.device(device).type == "cuda":
+            if importlib.util.find_spec("triton") is None:
+                return "inductor needs triton on CUDA: pip install triton"
+            if not _found(os.environ.get("CC", "gcc"), "gcc", "clang"):
+                return "triton needs a C compiler: install gcc, or set CC"
+        elif not _found(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+            return "inductor needs a C++ compiler: install g++, or set CXX"
+        return None
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}, {_machine()}"
+
+    def build(self, part: PurePart, cache: Path | None) -> Compute:
+        file = f"{hashlib.sha256(self._situation(part.device).encode()).hexdigest()[:16]}.artifact"
+        layouts = [Layout(i.tensor, i.name) for i in part.inputs]
+        results = [Layout(o.tensor, o.name) for o in part.outputs]
+        function = _load(part.device, cache, file) if cache is not None else None
+        if function is None:
+            function = self._compile(part, layouts, results, cache, file)
+        return _Compiled(function, layouts, results)
+
+    def _situation(self, device: str) -> str:
+        """What compiled code is good for beside `version`."""
+        index = torch.cuda.current_device() if torch.device(device).type == "cuda" else "cpu"
+        return f"{self.version()}, {index}, {torch.get_num_threads()} threads"
+
+    def _compile(
+        self, part: PurePart, layouts: Sequence[Layout], results: Sequence[Layout], cache: Path | None, file: str
+    ) -> Callable[..., Any]:
+        graph = _for_layouts(part, layouts, results)
+        mode = FakeTensorMode()
+        with mode:
+            examples: list[Any] = [layout.empty(part.device) for layout in layouts]
+        folder = _temporary(cache)
+        try:
+            with _quiet(part.device, folder):
+                made = torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, Exception):
+                raise
+            raise BackendError(
+                f"inductor cannot compile {part.name}: {_reason(error)}",
+                hint="use --backend eager for this build",
+            ) from error
+        function: Callable[..., Any] = made
+        if cache is not None and _save(made, folder, cache, file):
+            # As the next process will have it.
+            return _load(part.device, cache, file) or function
+        weakref.finalize(function, shutil.rmtree, folder, ignore_errors=True)
+        return function
+
+
+class _Compiled:
+    """Compiled code between inputs of any strides and outputs of the promised ones."""
+
+    __slots__ = ("_function", "_inputs", "_outputs", "_shared", "_strides")
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Layout], outputs: Sequence[Layout]) -> None:
+        self._function = function
+        self._inputs = [(layout, tuple(layout.stride)) for layout in inputs]
+        self._outputs = list(outputs)
+        self._strides = [tuple(layout.stride) for layout in outputs]
+        self._shared: frozenset[int] | None = None
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        given = [
+            x if x.stride() == stride and not x.is_conj() and not x.is_neg() else _lay(x, layout)
+            for x, (layout, stride) in zip(inputs, self._inputs, strict=True)
+        ]
+        results = self._function(*given)
+        if self._shared is None:  # the same at every call
+            self._shared = _sharing(given, results)
+        return [
+            x if x.stride() == stride and i not in self._shared else _lay(x, layout)
+            for i, (x, stride, layout) in enumerate(zip(results, self._strides, self._outputs, strict=True))
+        ]
+
+
+def _lay(x: Tensor, layout: Layout) -> Tensor:
+    """A copy of `x` in its layout."""
+    return layout.empty(x.device).copy_(x)
+
+
+def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> frozenset[int]:
+    """The outputs that lie in memory of an input or of an earlier output."""
+    seen = {x.untyped_storage().data_ptr() for x in inputs} - {0}
+    shared = set()
+    for i, x in enumerate(outputs):
+        at = x.untyped_storage().data_ptr()
+        if at in seen:
+            shared.add(i)
+        elif at:
+            seen.add(at)
+    return frozenset(shared)
+
+
+def _for_layouts(part: PurePart, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> fx.GraphModule:
+    """The graph with inputs and outputs in other strides than it was traced with, where these have gaps."""
+    graph = copy_graph(part.graph.graph)
+    for node in graph.nodes:
+        node.meta.clear()  # the strides it was traced with
+        node.type = None  # an annotation that is text would keep the code from being saved
+    if any(i.tensor.stride != tuple(layout.stride) for i, layout in zip(part.inputs, inputs, strict=True)):
+        for node in graph.nodes:
+            if node.target is aten.as_strided.default:
+                raise BackendError(f"inductor cannot run {part.name}: as_strided, and inputs that are views")
+            if node.target in (aten.view.default, aten._unsafe_view.default):
+                node.target = aten.reshape.default
+    end = graph.output_node()
+    results = list(end.args[0])  # type: ignore[arg-type]
+    with graph.inserting_before(end):
+        for i, (output, layout) in enumerate(zip(part.outputs, outputs, strict=True)):
+            if output.tensor.stride != tuple(layout.stride):
+                results[i] = graph.call_function(
+                    aten.clone.default, (results[i],), {"memory_format": torch.contiguous_format}
+                )
+    end.args = (tuple(results),)
+    return fx.GraphModule(part.graph, graph)
+
+
+def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
+    if not (cache / file).is_file():
+        return None
+    try:
+        with _quiet(device, cache):
+            from torch._inductor.standalone_compile import CompiledArtifact
+
+            loaded: Callable[..., Any] = CompiledArtifact.load(path=str(cache / file), format="binary")
+            return loaded
+    except Exception:  # damaged: it is built anew
+        return None
+
+
+def _save(made: Any, folder: Path, cache: Path, file: str) -> bool:
+    """Make `folder` the cache; False if it cannot be kept, which only costs the next compile."""
+    try:
+        made.save(path=str(folder / file), format="binary")
+        if cache.is_dir():
+            # A folder cannot replace one that holds files: the damaged one steps aside first.
+            aside = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
+            os.replace(cache, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            cache.unlink(missing_ok=True)
+        os.replace(folder, cache)
+    except Exception:  # read-only, full, another process was faster, or code that inductor cannot save
+        return False
+    return True
+
+
+def _temporary(cache: Path | None) -> Path:
+    if cache is not None:
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            for old in cache.parent.glob(f".{cache.name}.*"):  # of a process that was killed
+                shutil.rmtree(old, ignore_errors=True)
+            return Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent)).absolute()
+    return Path(tempfile.mkdtemp(prefix="fxpipe-inductor-"))
+
+
+@contextlib.contextmanager
+def _quiet(device: str, folder: Path) -> Iterator[None]:
+    """Inductor at work in this process alone, without a word, with all that it writes in `folder`."""
+    import torch._inductor.config as config
+    from torch._functorch import config as functorch
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(config.patch({k: v for k, v in _CONFIG.items() if hasattr(config, k)}))
+        stack.enter_context(functorch.patch(enable_autograd_cache=True))
+        stack.enter_context(torch.no_grad())
+        if torch.device(device).type == "cpu":
+            # Seconds of trial compiles, which inductor keeps for all processes of this user in its own cache.
+            with contextlib.suppress(Exception):
+                cpu_vec_isa.pick_vec_isa()
+        stack.enter_context(temporary_cache_dir(str(folder.absolute())))
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    """One line: of a compiler's output its first error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    line = next((line for line in lines if "error:" in line), lines[0])
+    return f"{type(error).__name__}: {line[:300]}"
+
+
+def _machine() -> str:
+    """Code is made for this very processor, and this very device."""
+    known: list[Any] = []
+    with contextlib.suppress(AttributeError, RuntimeError):
+        known += sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if "num_" not in k)
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known += [device.name, device.major, device.minor, torch.version.cuda]
+    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+    return f"machine {torch.backends.cpu.get_cpu_capability()} {digest}"
+
+
+def _found(*names: str) -> bool:
+    return any(shutil.which(name.split()[-1]) for name in names if name.strip())

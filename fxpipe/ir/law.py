@@ -1,0 +1,154 @@
+"""The law of the program, per level; run between passes.
+
+CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value, or all are metrics;
+          every placeholder stands in a table; forward never reads backward, and an evaluation has no backward.
+COSTED    every node has a unit, bytes and time; what makes weight gradients alone is backward, and nothing else of
+          backward reads it.
+PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
+          buffer that is updated only on the worker that updates it.
+WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker is kept behind
+          F of the worker before, B behind B of the worker behind; but in an evaluation, whose workers are kept in
+          step by who runs it.
+
+Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe.errors import VerifyError
+from fxpipe.ir.pace import first_gap
+from fxpipe.ir.program import INFO, Level, Program, info
+from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.plan.spec import Phase
+
+
+def verify(program: Program) -> None:
+    """Raise VerifyError if the program breaks the law of its level."""
+    program.graph.lint()
+    _captured(program)
+    if program.level >= Level.COSTED:
+        _costed(program)
+    if program.level >= Level.PLACED:
+        _placed(program)
+    if program.level >= Level.WIRED:
+        _wired(program)
+
+
+def _fail(program: Program, node: fx.Node, what: str) -> None:
+    nodes = list(program.graph.nodes)
+    at = nodes.index(node)
+    lines = [f"{'>' if n is node else ' '} {n.format_node()}" for n in nodes[max(0, at - 5) : at + 5]]
+    raise VerifyError(f"{what}\n" + "\n".join(lines))
+
+
+def _captured(program: Program) -> None:
+    inputs = program.placeholders
+    parameters = {p.node: p for p in program.parameters}
+    buffers = {b.node for b in program.buffers}
+    known = {*parameters, *buffers, *(b.node for b in program.batch if b.node)}
+    if known != set(inputs):
+        raise VerifyError(f"placeholders and tables differ: {sorted(known ^ set(inputs))}")
+    if len(program.output_nodes) != len(program.outputs):
+        raise VerifyError("the output tuple and its table differ in length")
+    if program.evaluates:
+        _forward_only(program)
+    elif sum(o.kind == "loss" for o in program.outputs) != 1:
+        raise VerifyError("a program has exactly one loss")
+    for output in program.outputs:
+        if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
+            raise VerifyError(f"{output.target} has a gradient but is no trained parameter")
+        if output.kind == "buffer" and output.target not in buffers:
+            raise VerifyError(f"{output.target} has a new value but is no buffer")
+    seen_backward = False
+    for node in program:
+        if INFO not in node.meta:
+            _fail(program, node, f"{node} has no record")
+        if info(node).phase == "B":
+            seen_backward = True
+        elif seen_backward:
+            _fail(program, node, f"{node} is forward, but stands after backward began")
+
+
+def _forward_only(program: Program) -> None:
+    if any(o.kind != "metric" for o in program.outputs):
+        raise VerifyError("an evaluation gives metrics and nothing else")
+    for node in program:
+        if INFO in node.meta and info(node).phase != "F":
+            _fail(program, node, f"{node} is backward, in an evaluation")
+
+
+def _costed(program: Program) -> None:
+    for node in program:
+        record = info(node)
+        if record.bytes is None or record.seconds is None:
+            _fail(program, node, f"{node} has no cost")
+        if not 0 <= record.unit < len(program.units):
+            _fail(program, node, f"{node} has no unit")
+        if record.weight and record.phase != "B":
+            _fail(program, node, f"{node} makes weight gradients, but is forward")
+        for source in node.all_input_nodes:
+            if source.op == "call_function" and info(source).weight and not record.weight:
+                _fail(program, node, f"{node} reads {source}, which makes weight gradients alone")
+
+
+def _placed(program: Program) -> None:
+    if program.cuts is None:
+        raise VerifyError("a placed program has cuts")
+    for node in program:
+        record = info(node)
+        if record.worker is None or not 0 <= record.worker < program.cuts.workers:
+            _fail(program, node, f"{node} has no worker")
+        for source in node.all_input_nodes:
+            if source.op != "call_function" or info(source).phase != record.phase:
+                continue
+            before, after = info(source).worker, record.worker
+            assert before is not None
+            assert after is not None
+            if (before > after) if record.phase == "F" else (before < after):
+                _fail(
+                    program,
+                    node,
+                    f"{record.phase} edge {source} → {node} runs from worker {before} to {after}",
+                )
+    placeholders = program.placeholders
+    for name, new in program.updates().items():
+        home = info(new).worker if new.op == "call_function" else 0
+        for user in placeholders[name].users:
+            if user.op == "call_function" and info(user).phase == "F" and info(user).worker != home:
+                _fail(program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere")
+
+
+def _wired(program: Program) -> None:
+    local = {p.node for p in program.parameters} | {b.node for b in program.buffers}
+    for node in program:
+        record = info(node)
+        if is_send(node) or is_recv(node):
+            edge = program.wires.get(node.name)
+            if edge is None:
+                _fail(program, node, f"{node} stands for no edge")
+                return
+            worker, phase = (edge.src, edge.src_phase) if is_send(node) else (edge.dst, edge.dst_phase)
+            if (record.worker, record.phase) != (worker, phase):
+                _fail(
+                    program,
+                    node,
+                    f"{node} lies on {record.phase} of worker {record.worker}, its edge does not",
+                )
+            val = node.meta["val"]
+            if tuple(val.shape) != edge.tensor.shape or str(val.dtype) != f"torch.{edge.tensor.dtype}":
+                _fail(program, node, f"{node} differs from its edge in shape or dtype")
+        if is_recv(node):
+            continue  # its one input is the Send, on the other worker
+        for source in node.all_input_nodes:
+            if source.op == "placeholder":
+                crosses = source.name not in local and record.worker != 0
+            else:
+                crosses = info(source).worker != record.worker
+            if crosses:
+                _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")
+    phases: tuple[Phase, ...] = () if program.evaluates else ("F", "B")
+    for phase in phases:
+        if gap := first_gap(program, phase):
+            raise VerifyError(f"nothing keeps {phase} of worker {gap.dst} behind {phase} of worker {gap.src}")

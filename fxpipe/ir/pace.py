@@ -1,0 +1,55 @@
+"""What keeps workers in step: F of a worker comes after F of the worker before, B after B of the worker behind.
+
+Schedules, versions and transports count on that order for every microbatch. A value that goes from neighbour to
+neighbour enforces it, but some pairs have none: a worker without a forward, a frozen first half that no gradient
+reaches, a skip that goes past a worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+
+from fxpipe.ir.program import Program
+from fxpipe.ir.wire import is_recv
+from fxpipe.plan.spec import Phase
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Neighbours of which nothing keeps `dst` behind `src`; `src` itself is in step from its node `after` on.
+
+    `after` is None for the worker that begins the phase: it is in step from its start.
+    """
+
+    phase: Phase
+    src: int
+    dst: int
+    after: fx.Node | None
+
+
+def first_gap(program: Program, phase: Phase) -> Gap | None:
+    """The first neighbours, in the order of the phase, that a wired program does not keep in step.
+
+    The values that count are those that the first sends after it has been kept in step itself: what it sends before
+    shows that it has begun, and not that those before it have.
+    """
+    assert program.cuts is not None
+    order: dict[fx.Node, int] = {}
+    crossing: dict[tuple[int, int], list[fx.Node]] = {}
+    for place, node in enumerate(program.graph.nodes):
+        order[node] = place
+        edge = program.wires.get(node.name)
+        if edge is not None and is_recv(node) and edge.src_phase == edge.dst_phase == phase:
+            crossing.setdefault((edge.src, edge.dst), []).append(node)
+    workers = range(program.cuts.workers)
+    after: fx.Node | None = None
+    for src, dst in pairwise(workers if phase == "F" else reversed(workers)):
+        start = -1 if after is None else order[after]
+        held = [recv for recv in crossing.get((src, dst), ()) if order[recv.all_input_nodes[0]] > start]
+        if not held:
+            return Gap(phase, src, dst, after)
+        after = min(held, key=order.__getitem__)
+    return None

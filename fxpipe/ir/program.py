@@ -1,0 +1,241 @@
+"""The program: one torch.fx graph that holds forward, loss and backward, with its tables.
+
+Placeholders are parameters, buffers (constants of the model among them) and the batch's tensors; the single output
+is a flat tuple of the loss, the buffers' new values and the parameters' gradients; of an evaluation, of its metrics.
+Every other node is an ATen call.
+A program runs at every level (`run`), so a pass can be tested by what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fxpipe.ir.stage import Part, Stage
+from fxpipe.plan.spec import EdgeSpec, LeafSpec, Phase
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile
+
+INFO = "fxpipe"  # the key of a node's record in node.meta
+
+
+class Level(IntEnum):
+    """What holds of a program; `verify` checks it."""
+
+    CAPTURED = 1
+    COSTED = 2
+    PLACED = 3
+    WIRED = 4
+
+
+@dataclass(slots=True)
+class NodeInfo:
+    """The one typed record of a node.
+
+    Attributes:
+        phase: F or B.
+        module: path of the module it belongs to ('' for the loss function and other code outside modules).
+        source: the user's line, `file.py:12`, or None.
+        text: that line's text.
+        region: number of the activation-checkpoint region it lies in, or None.
+        unit: number of its unit; a backward node has its forward node's.
+        bytes: size of its value(s).
+        seconds: its cost.
+        worker: where it runs.
+        weight: a backward node that makes weight gradients alone (W): placed by cuts of its own.
+    """
+
+    phase: Phase
+    module: str = ""
+    source: str | None = None
+    text: str = ""
+    region: int | None = None
+    unit: int = -1
+    bytes: int | None = None
+    seconds: float | None = None
+    worker: int | None = None
+    weight: bool = False
+
+    def copy(self) -> NodeInfo:
+        """A record of its own; `copy.copy` takes ten times as long."""
+        return NodeInfo(
+            self.phase, self.module, self.source, self.text, self.region, self.unit, self.bytes, self.seconds,
+            self.worker, self.weight,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, all names of a tied one together; `node` is its placeholder's name."""
+
+    node: str
+    names: tuple[str, ...]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer under its names, or a constant that capture found (`constant`: in no state dict)."""
+
+    node: str
+    names: tuple[str, ...]
+    persistent: bool
+    constant: bool = False
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """A leaf of the batch; `node` is None for a plain constant."""
+
+    node: str | None
+    leaf: LeafSpec
+
+
+OutputKind = Literal["loss", "buffer", "gradient", "metric"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one element of the output tuple is: the loss, a buffer's new value, a parameter's gradient or a metric.
+
+    `target` is the placeholder's name of that buffer or parameter, or the metric's name ('' for the loss).
+    """
+
+    kind: OutputKind
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph and its tables. Passes return a new program and never change the one they are given.
+
+    Attributes:
+        outputs: what each element of the output tuple is.
+        values: the model's own tensors by placeholder name: parameters, buffers, constants.
+        example: the example batch's tensors by placeholder name.
+        batch_spec: the serialised pytree of a batch.
+        units: the module path each unit starts in, once `units` has numbered them.
+        profile: what every unit costs, once `cut` has read it.
+        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
+        wires: the edge each Send/Recv node stands for, by node name, once `comm` has run.
+        stages: each worker's two graphs, once `split` has run; empty for an evaluation.
+        shares: each worker's graph of an evaluation, once `split` has run.
+        files: the emitted source by file name, once `codegen` has run.
+    """
+
+    graph: fx.Graph
+    level: Level
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    batch: tuple[BatchInput, ...]
+    outputs: tuple[Output, ...]
+    values: Mapping[str, torch.Tensor]
+    example: Mapping[str, torch.Tensor]
+    batch_spec: str
+    device: str
+    autocast: str | None = None
+    units: tuple[str, ...] = ()
+    cuts: Cuts | None = None
+    profile: Profile | None = None
+    partitions: tuple[Partition, ...] = ()
+    wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    shares: tuple[Part, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def copy(self, **changes: Any) -> Program:
+        """A program with its own graph (same node names, own records), other fields replaced by `changes`."""
+        return replace(self, graph=copy_graph(self.graph), **changes)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        """The calls, in order: every node but placeholders and the output."""
+        return (n for n in self.graph.nodes if n.op == "call_function")
+
+    @property
+    def placeholders(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
+
+    @property
+    def output_nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of the output tuple, in the order of `outputs`."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def loss_node(self) -> fx.Node:
+        return next(n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
+
+    @property
+    def edges(self) -> tuple[EdgeSpec, ...]:
+        """Every edge once, in the order in which they are sent."""
+        return tuple(dict.fromkeys(self.wires[n.name] for n in self if n.name in self.wires))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation: forward only, and its outputs are metrics."""
+        return any(o.kind == "metric" for o in self.outputs)
+
+    def metrics(self) -> dict[str, fx.Node]:
+        """Node by metric; empty for a training step."""
+        return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "metric"}
+
+    def gradients(self) -> dict[str, fx.Node]:
+        """Gradient node by its parameter's placeholder name."""
+        return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "gradient"}
+
+    def updates(self) -> dict[str, fx.Node]:
+        """New-value node by its buffer's placeholder name."""
+        return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "buffer"}
+
+    def run(
+        self,
+        values: Mapping[str, torch.Tensor] | None = None,
+        batch: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the outputs, on the model's own values and the example batch unless others are given."""
+        feed = {**self.values, **self.example, **(values or {}), **(batch or {})}
+        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        with torch.no_grad():
+            return tuple(module(*(feed[name] for name in self.placeholders)))
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The node's record; only calls have one."""
+    record: NodeInfo = node.meta[INFO]
+    return record
+
+
+def unit_name(path: str) -> str:
+    """A unit's module path; code outside modules, the loss function's among it, has none."""
+    return path or "(no module)"
+
+
+def value(node: fx.Node) -> Any:
+    """The node's fake value: a tensor, or a tuple of them."""
+    return node.meta["val"]
+
+
+def size_of(example: Any) -> int:
+    """Bytes of a (fake) tensor, or of a tuple of them."""
+    if isinstance(example, torch.Tensor):
+        return example.numel() * example.element_size()
+    if isinstance(example, (tuple, list)):
+        return sum(size_of(e) for e in example)
+    return 0
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph with the same nodes under the same names and their own records."""
+    new = fx.Graph()
+    mapped: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapped[node] = new.node_copy(node, lambda n: mapped[n])
+        if INFO in node.meta:
+            mapped[node].meta[INFO] = node.meta[INFO].copy()
+    return new

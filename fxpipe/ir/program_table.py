@@ -1,0 +1,184 @@
+"""The program after its last pass as plain rows, one a node: what a build keeps for those who want to look at it.
+
+`program.json` is this table. A run does not need it, and it needs no torch to be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fxpipe.errors import BuildError
+from fxpipe.plan.build_folder import PROGRAM
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from fxpipe.ir.program import Program
+    from fxpipe.plan.spec import Phase, Plan
+
+FORMAT = 1
+
+
+class Row(NamedTuple):  # a tuple: there are tens of thousands
+    """One node.
+
+    Attributes:
+        name: the node's, which is the value's in the emitted stages, too.
+        phase: F or B; None for a placeholder.
+        module: path of the module it belongs to; '' outside all modules, and for the model's own code.
+        op: `aten.mm`, `getitem`, `send`, `recv`; of a placeholder `parameter`, `buffer` or `input`.
+        type: `f32[4, 128]`.
+        bytes: size of its value(s).
+        ms: its cost; None for a placeholder.
+        worker: where it runs; of a parameter its owner, of a buffer its home, of an input worker 0.
+        unit: number of its unit; None for a placeholder.
+        weight: whether it makes weight gradients alone (W).
+        source, text: the user's line, `gpt.py:51` and what stands there; of a placeholder its names in the model.
+        inputs: the rows that it reads.
+    """
+
+    name: str
+    phase: Phase | None
+    module: str
+    op: str
+    type: str
+    bytes: int
+    ms: float | None
+    worker: int
+    unit: int | None
+    weight: bool
+    source: str | None
+    text: str
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ProgramTable:
+    """All nodes, inputs before their readers.
+
+    Attributes:
+        sends: the row in which each edge of the plan is sent, by the edge's name.
+        gradients: the row that makes each trained parameter's gradient, by the name of the parameter's row.
+        names: what the model calls a placeholder, by the name of its row: of a tied parameter several.
+    """
+
+    rows: tuple[Row, ...] = field(repr=False)
+    sends: Mapping[str, int] = field(default_factory=dict, repr=False)
+    gradients: Mapping[str, int] = field(default_factory=dict, repr=False)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+
+    def to_json(self) -> str:
+        """Stable text, a line a row; `from_json` reads it back to an equal table."""
+        head = {"format": FORMAT, "columns": list(Row._fields)}
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in self.rows)
+        tail = {"sends": dict(self.sends), "gradients": dict(self.gradients), "names": dict(self.names)}
+        more = json.dumps(tail, ensure_ascii=False, separators=(",", ":"))[1:]
+        return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n], {more}\n'
+
+    @staticmethod
+    def from_json(text: str, where: str) -> ProgramTable:
+        """Read `to_json`'s text.
+
+        Raises:
+            BuildError: not JSON, or of another form.
+        """
+        try:
+            body = json.loads(text)
+            if (body["format"], body["columns"]) != (FORMAT, list(Row._fields)):
+                raise ValueError(f"format {body['format']} is not {FORMAT}, or its columns are others")
+            rows = tuple(Row._make([*row[:-1], tuple(row[-1])]) for row in body["rows"])
+            names = {row: tuple(found) for row, found in body.get("names", {}).items()}
+            return ProgramTable(rows, dict(body["sends"]), dict(body["gradients"]), names)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            hint = "compile again, or delete it: a run does not need it"
+            raise BuildError(f"{PROGRAM} cannot be read: {error!r}", where=where, hint=hint) from error
+
+
+def table_of(program: Program, plan: Plan) -> ProgramTable:
+    """The rows of a program that has been through every pass, and its plan's owners and homes."""
+    from fxpipe.ir.wire import is_send
+
+    names = _names(program)
+    placeholders = {row.name: row for row in _placeholders(program, plan, names)}
+    numbers: dict[fx.Node, int] = {}
+    rows: list[Row] = []
+    sends: dict[str, int] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        numbers[node] = len(rows)
+        if node.op == "placeholder":
+            rows.append(placeholders[node.name])
+            continue
+        if is_send(node):
+            sends[program.wires[node.name].name] = len(rows)
+        rows.append(_call(node, tuple(numbers[n] for n in node.all_input_nodes)))
+    gradients = {parameter: numbers[made] for parameter, made in program.gradients().items()}
+    return ProgramTable(tuple(rows), sends, gradients, names)
+
+
+def _call(node: fx.Node, inputs: tuple[int, ...]) -> Row:
+    from fxpipe.ir.printer import type_text
+    from fxpipe.ir.program import info, size_of
+
+    record = info(node)
+    example = node.meta.get("val")
+    return Row(
+        name=node.name,
+        phase=record.phase,
+        module=record.module,
+        op=_op(node),
+        type=type_text(example),
+        bytes=size_of(example) if record.bytes is None else record.bytes,
+        ms=1e3 * (record.seconds or 0.0),
+        worker=record.worker or 0,
+        unit=record.unit,
+        weight=record.weight,
+        source=record.source,
+        text=record.text,
+        inputs=inputs,
+    )
+
+
+def _op(node: fx.Node) -> str:
+    from torch._ops import OpOverload
+
+    from fxpipe.ir.wire import is_recv, is_send
+
+    if is_send(node) or is_recv(node):
+        return "send" if is_send(node) else "recv"
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return str(target).removesuffix(".default")
+    return str(getattr(target, "__name__", target))
+
+
+def _names(program: Program) -> dict[str, tuple[str, ...]]:
+    """What the model calls its parameters, buffers and inputs, by their nodes."""
+    found = {p.node: p.names for p in program.parameters}
+    found |= {b.node: b.names for b in program.buffers}
+    return found | {b.node: (b.leaf.name,) for b in program.batch if b.node is not None}
+
+
+def _placeholders(program: Program, plan: Plan, names: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
+    from fxpipe.ir.printer import type_text
+    from fxpipe.ir.program import size_of
+
+    owners = {p.name: p.owner for p in plan.parameters}
+    homes = {b.name: b.home if b.home is not None else b.workers[0] for b in plan.buffers}
+    found: list[tuple[str, str, int]] = []
+    found += [(p.node, "parameter", owners[p.names[0]]) for p in program.parameters]
+    found += [(b.node, "buffer", homes[b.names[0]]) for b in program.buffers]
+    found += [(b.node, "input", 0) for b in program.batch if b.node is not None]
+    nodes = program.placeholders
+    for name, op, worker in found:
+        example = nodes[name].meta["val"]
+        first = names[name][0]
+        module = "" if op == "input" else first.rpartition(".")[0]
+        yield Row(
+            name, None, module, op, type_text(example), size_of(example), None, worker, None, False, None,
+            ", ".join(names[name]), (),
+        )  # fmt: skip

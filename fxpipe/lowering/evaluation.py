@@ -1,0 +1,176 @@
+"""Evaluation in the pipeline: `metrics(model, batch)` becomes a function for each worker, for every shape of batch.
+
+It is captured in eval mode and cut as training has spread the weights, so that every worker evaluates what it holds.
+Where that is impossible a build says why, and runs evaluate the final weights in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.build.build import Build
+from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, Plan
+from fxpipe.random_state import random_state_kept
+from fxpipe.task.batch import describe, dump, shape_key, tensor_spec
+from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
+from fxpipe.tracing.refusals import DATA_DEPENDENT
+
+SHAPES = 8
+"""How many shapes of batches are cut into stages, each on its own."""
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The captured evaluations, one for each shape of batch, or the `reason` why there are none."""
+
+    captured: tuple[CapturedEvaluation, ...] = ()
+    reason: str = ""
+
+
+def capture_evaluations(model: nn.Module, metrics: Metrics, batches: Iterable[Any], device: str) -> Evaluations:
+    """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
+
+    Args:
+        batches: all that will be evaluated on; read once. Random generators are left as they were.
+        device: where the model is.
+    """
+    try:
+        with random_state_kept():
+            examples = one_of_each(batches)
+        return Evaluations(tuple(capture_evaluation(model, metrics, _moved(b, device)) for b in examples))
+    except (CaptureError, BatchError, TaskError) as error:
+        return Evaluations(reason=_reason(error))
+
+
+def one_of_each(batches: Iterable[Any]) -> list[Any]:
+    """The first batch of every shape.
+
+    Raises:
+        BatchError: there is none, there are too many shapes, or a batch is no pytree of tensors.
+    """
+    found: dict[Any, Any] = {}
+    for batch in batches:
+        leaves, _, spec = describe(batch)
+        found.setdefault(shape_key(dump(spec), leaves), batch)
+        if len(found) > SHAPES:
+            raise BatchError(
+                f"eval_data() gives batches of more than {SHAPES} shapes", hint="pad them, or use drop_last=True"
+            )
+    if not found:
+        raise BatchError("eval_data() gave no batch")
+    return list(found.values())
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
+
+
+def _reason(error: FxpipeError) -> str:
+    cause = error.__cause__
+    hint = error.hint
+    if cause is not None and re.search(DATA_DEPENDENT, f"{type(cause).__name__}: {cause}"):
+        hint = "return tensors from metrics(): without .item(), float() and `if` on their values"
+    place = f" ({error.where})" if error.where else ""
+    return f"{error.what}{place}{f'; {hint}' if hint else ''}"
+
+
+def with_evaluations(build: Build, evaluations: Evaluations, command: str) -> Build:
+    """The build with the files, the plan and the tensors that evaluating in its pipeline takes.
+
+    Args:
+        command: what is written into the files' headers.
+    """
+    if evaluations.reason:
+        plan = dataclasses.replace(build.plan, not_evaluated=evaluations.reason)
+        warning = f"runs evaluate the final weights only, in one process: {evaluations.reason}"
+        return dataclasses.replace(build, plan=plan, warnings=(*build.warnings, warning))
+    found = build
+    try:
+        for shape, captured in enumerate(evaluations.captured):
+            found = _with_evaluation(found, captured, shape, command)
+    except CutError as error:
+        return with_evaluations(build, Evaluations(reason=_reason(error)), command)
+    return dataclasses.replace(found, warnings=tuple(dict.fromkeys(found.warnings)))
+
+
+def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, command: str) -> Build:
+    from fxpipe.passes import evaluation_passes
+
+    plan = build.plan
+    owners = {p.name: p.owner for p in plan.parameters}
+    owners |= {b.name: b.home for b in plan.buffers if b.home is not None}
+    program = _name_constants(captured.program, shape, build.tensors)
+    passes = evaluation_passes(plan.workers, owners, shape, command)
+    program = run_passes(program, passes, dumped_as=f"evaluate_{shape}_")
+    stages = tuple(
+        EvaluationStage(name, hashlib.sha256(source.encode()).hexdigest(), share.spec)
+        for (name, source), share in zip(program.files.items(), program.shares, strict=True)
+    )
+    spec = EvaluationSpec(
+        batch=tuple(b.leaf for b in program.batch),
+        batch_spec=program.batch_spec,
+        metrics=captured.metrics,
+        constants=captured.constants,
+        edges=program.edges,
+        stages=stages,
+    )
+    buffers = _buffers(plan, program, stages)
+    read = {b.name for b in buffers} - build.tensors.keys()
+    own = {b.names[0]: program.values[b.node].detach().clone() for b in program.buffers if b.names[0] in read}
+    return dataclasses.replace(
+        build,
+        plan=dataclasses.replace(plan, buffers=buffers, evaluations=(*plan.evaluations, spec)),
+        files={**build.files, **program.files},
+        tensors={**build.tensors, **own},
+        warnings=(*build.warnings, *(f"evaluation: {warning}" for warning in program.warnings)),
+    )
+
+
+def _name_constants(program: Program, shape: int, known: Mapping[str, torch.Tensor]) -> Program:
+    """Names for the constants that capture found: that of an equal constant the build has, else one of their own."""
+    constants = {name: t for name, t in known.items() if re.fullmatch(r"(evaluate\.\d+\.)?constant_\d+", name)}
+    rows = []
+    for row in program.buffers:
+        if row.constant:
+            tensor = program.values[row.node]
+            same = next((name for name, t in constants.items() if _equal(t, tensor)), None)
+            row = dataclasses.replace(row, names=(same or f"evaluate.{shape}.{row.names[0]}",))
+        rows.append(row)
+    return dataclasses.replace(program, buffers=tuple(rows))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor_spec(one) == tensor_spec(other) and torch.equal(one, other)
+
+
+def _buffers(plan: Plan, program: Program, stages: Sequence[EvaluationStage]) -> tuple[BufferSpec, ...]:
+    """The plan's buffers, with those that evaluation alone reads, and its workers as readers of what nobody updates."""
+    readers: dict[str, tuple[int, ...]] = {}
+    for worker, stage in enumerate(stages):
+        for name in stage.part.buffers:
+            readers[name] = (*readers.get(name, ()), worker)
+    known = {b.name for b in plan.buffers}
+    alone = [row for row in program.buffers if row.names[0] in readers.keys() - known]
+    return (
+        *(b if b.home is not None else _read_by(b, readers.get(b.name, ())) for b in plan.buffers),
+        *(
+            BufferSpec(row.names, tensor_spec(program.values[row.node]), False, None, readers[row.names[0]])
+            for row in alone
+        ),
+    )
+
+
+def _read_by(buffer: BufferSpec, workers: Sequence[int]) -> BufferSpec:
+    return dataclasses.replace(buffer, workers=tuple(dict.fromkeys((*buffer.workers, *workers))))

@@ -1,0 +1,248 @@
+"""`--backend auto`: measures every part of every stage on every engine; takes the fastest that agrees with eager."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+import statistics
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxpipe import engines as backends
+from fxpipe.engines import ENGINES
+from fxpipe.engines.attach import check_outputs
+from fxpipe.engines.engine import EnginePart
+from fxpipe.errors import BackendError, FxpipeError, first_line
+from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
+from fxpipe.plan.costs import EdgeTiming, EngineTime
+from fxpipe.plan.spec import PartSpec, Phase, Plan
+from fxpipe.stages.comm import Replay
+from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.microbatch import PartCall, record_calls, run_exactly, run_part
+from fxpipe.stages.pure_part import PurePart, trace_stage
+from fxpipe.threads import threads as worker_threads
+
+if TYPE_CHECKING:
+    from fxpipe.build.build import Build
+
+BUDGET = 1.0
+"""Seconds for which a part is measured on all its engines together, once each has run `LEAST` times."""
+
+LEAST, MOST = 3, 50
+"""Rounds; in each, every engine runs once, in turn."""
+
+GAIN = 0.97
+"""Another engine is taken where its time is less than this part of eager's: less is noise."""
+
+
+def choose_engines(
+    build: Build,
+    leaves: Mapping[str, Any],
+    *,
+    backend: str = "auto",
+    threads: int | None = None,
+    budget: float = BUDGET,
+    known: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Build:
+    """The build with an engine for every part in its plan, the measured times, and the files that engines made.
+
+    Args:
+        leaves: the batch leaves of one microbatch by their names.
+        backend: 'auto', or an engine for all parts, which is then only checked and timed against eager.
+        threads: CPU threads of one worker; by default its share of the cores, as in a run.
+        budget: seconds of measuring a part, on all its engines together.
+        known: what engines made of an earlier build; taken where it is of the same parts.
+        say: is told which part is being built and timed.
+
+    Raises:
+        BackendError: the engine asked for is not there, cannot run a part, or computes something else.
+    """
+    plan = build.plan
+    names = [n for n in (ENGINES[1:] if backend == "auto" else (backend,)) if n != "eager"]
+    times: list[EngineTime] = []
+    names_kept: dict[tuple[int, Phase, str], str] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="fxpipe_engines_") as temporary,
+        worker_threads(threads, plan.workers),
+        torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
+        torch.no_grad(),
+    ):
+        folder = Path(temporary)
+        for name, source in build.files.items():
+            (folder / name).write_text(source)
+        cache = folder / ENGINES_FOLDER
+        if known is not None and known.is_dir():
+            shutil.copytree(known, cache)
+        stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+        calls = record_calls(plan, stages, build.tensors, leaves)
+        there = {n: backends.make(n).missing(plan.device) for n in names}
+        absent = [reason for reason in there.values() if reason]
+        if absent and backend != "auto":
+            raise BackendError("; ".join(absent), hint="--backend auto takes what is there")
+        for worker, stage in enumerate(stages):
+            spec = plan.stages[worker]
+            phases: tuple[tuple[Phase, PartSpec, Callable[..., Any]], ...] = (
+                ("F", spec.forward, stage.forward),
+                ("B", spec.backward, stage.backward),
+            )
+            try:
+                parts = trace_stage(plan, worker, stage)
+            except BackendError as error:
+                if backend != "auto":
+                    raise
+                times += [
+                    EngineTime(worker, phase, n, reason=there[n] or _line(error))
+                    for phase, _, _ in phases
+                    for n in names
+                ]
+                continue
+            for part, (phase, row, emitted) in zip(parts, phases, strict=True):
+                say(f"{part.name} on {', '.join(n for n in names if not there[n])}")
+                trial = _Trial(part, row, emitted, calls[worker, phase], cache, backend != "auto", budget)
+                found, kept = trial.times(there)
+                times += found
+                names_kept |= {(worker, phase, engine): name for engine, name in kept.items()}
+        files = {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.rglob("*")) if path.is_file()}
+    if backend == "auto":
+        times = _fastest(times)
+    else:
+        times = [dataclasses.replace(t, chosen=t.engine == backend) for t in times]
+    plan = _with_engines(plan, times)
+    return dataclasses.replace(
+        build,
+        plan=plan,
+        timings=tuple(_as_whole(plan, build.timings)),
+        engine_times=tuple(times),
+        engine_files=_chosen(files, {names_kept.get((t.worker, t.phase, t.engine)) for t in times if t.chosen}),
+    )
+
+
+def _fastest(times: Sequence[EngineTime]) -> list[EngineTime]:
+    """The rows, for each part the fastest engine marked that gains; eager where none does."""
+    gaining = [(t.ratio, t) for t in times if t.engine != "eager" and t.ratio is not None and t.ratio < GAIN]
+    best: dict[str, str] = {}
+    for _, row in sorted(gaining, key=lambda pair: pair[0]):
+        best.setdefault(row.part, row.engine)
+    return [dataclasses.replace(t, chosen=best.get(t.part, "eager") == t.engine) for t in times]
+
+
+def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:
+    chosen = {(t.worker, t.phase): t.engine for t in times if t.chosen}
+    stages = tuple(
+        dataclasses.replace(s, engines=(chosen.get((k, "F"), "eager"), chosen.get((k, "B"), "eager")))
+        for k, s in enumerate(plan.stages)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]:
+    """An engine waits for all that a part receives, and gives all that it sends, at once."""
+    edges = {e.name: e for e in plan.edges}
+
+    def on_engine(worker: int, phase: Phase) -> bool:
+        return plan.stages[worker].engines[0 if phase == "F" else 1] != "eager"
+
+    for timing in timings:
+        edge = edges[timing.name]
+        made = 1.0 if on_engine(edge.src, edge.src_phase) else timing.made
+        needed = 0.0 if on_engine(edge.dst, edge.dst_phase) else timing.needed
+        yield EdgeTiming(timing.name, made, needed)
+
+
+def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:
+    """The files of the engines that are taken: each has a file or a folder of its own."""
+    return {path: content for path, content in files.items() if path.partition("/")[0] in names}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One part on all engines.
+
+    Attributes:
+        strict: whether an engine that fails is an error, not left out.
+    """
+
+    part: PurePart
+    spec: PartSpec
+    emitted: Callable[..., Any]
+    call: PartCall
+    cache: Path
+    strict: bool
+    budget: float
+
+    def times(self, there: Mapping[str, str | None]) -> tuple[list[EngineTime], dict[str, str]]:
+        """A row for eager and one for each engine, and the name under which an engine's work is kept."""
+        part = self.part
+        rows, ready = {}, {}
+        for name, reason in there.items():
+            try:
+                if reason:
+                    raise BackendError(reason)
+                begin = perf_counter()
+                made = EnginePart(part, self.spec, backends.make(name), self.cache)
+                seconds = perf_counter() - begin
+                error = self._check(made)
+            except BackendError as problem:
+                if self.strict:
+                    raise
+                rows[name] = EngineTime(part.worker, part.phase, name, reason=_line(problem))
+                continue
+            rows[name] = EngineTime(part.worker, part.phase, name, error=error, build=seconds)
+            ready[name] = made
+        spans = self._measure({"eager": self.emitted, **ready})
+        base = spans["eager"]
+        found = [EngineTime(part.worker, part.phase, "eager", statistics.median(base), 1.0, 0.0)]
+        for name, row in rows.items():
+            if name in spans:
+                ratio = statistics.median(mine / eager for mine, eager in zip(spans[name], base, strict=True))
+                row = dataclasses.replace(row, seconds=statistics.median(spans[name]), ratio=ratio)
+            found.append(row)
+        return found, {name: made.kept for name, made in ready.items()}
+
+    def _check(self, made: EnginePart) -> float:
+        """The engine's largest error. Raises BackendError: it is too large, or the engine fails when it runs."""
+        expected = run_part(self.part, self.emitted, self.call, seed=0)
+        try:
+            found = run_part(self.part, made, self.call, seed=0)
+        except Exception as error:
+            text = f"{type(error).__name__}: {first_line(error)}"
+            raise BackendError(f"{made.engine} fails when it runs: {text}") from error
+        exact = functools.partial(run_exactly, self.part, self.call, seed=0)
+        return check_outputs(made, expected, found, exact)
+
+    def _measure(self, functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[float]]:
+        """Seconds of every call, engines in turn; the first round warms up."""
+        spans: dict[str, list[float]] = {name: [] for name in functions}
+        begin = perf_counter()
+        for turn in range(MOST + 1):
+            for name, function in functions.items():
+                comm, call = Replay(dict(self.call.received)), self.call
+                third = list(call.third)
+                before = self._now()
+                result = function(call.weights, call.buffers, third, comm)
+                span = self._now() - before
+                del result, comm
+                if turn:
+                    spans[name].append(span)
+            if turn >= LEAST and (len(functions) == 1 or perf_counter() - begin > self.budget):
+                break
+        return spans
+
+    def _now(self) -> float:
+        if self.part.device == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+
+def _line(error: FxpipeError) -> str:
+    text = textwrap.shorten(error.what, 300, placeholder=" …")
+    return f"{text} ({error.where})" if error.where else text

@@ -1,0 +1,279 @@
+"""How long every stage of a build takes, measured: the emitted code, worker by worker, alone, as a run would run it.
+
+The node costs that chose the cuts come from the program before it was cut. What is measured here has what the runtime
+adds: predicted weights, kept copies, sums of gradients, the update, the packing of replicas. Messages are not in it:
+what a worker receives was computed once beforehand and lies ready, and what it sends goes nowhere.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.costs.optimizer import STILL, quartile
+from fxpipe.plan.costs import StageTime
+from fxpipe.plan.packing import Layout, Pack
+from fxpipe.plan.spec import BufferSpec, EdgeSpec, ParameterSpec, Phase, Plan
+from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.runtime.wires.transport import Note, Transport
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.weights import WeightStore
+from fxpipe.schedule.action import Action
+from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.microbatch import record_calls
+from fxpipe.task.batch import Splitter
+from fxpipe.task.model_file import MakeOptimizer, default_optimizer
+from fxpipe.threads import threads as worker_threads
+
+if TYPE_CHECKING:
+    from fxpipe.build.build import Build
+
+BUDGET = 2.0
+"""Seconds that measuring may take for all workers together, once each has measured the least: see `_Worker.measure`."""
+
+LONG = 1.0
+"""Seconds of one microbatch's forward and backward on one worker, from which on they are measured once."""
+
+WANTED, MOST = 3, 50
+"""Minibatches: how many the budget should hold, so that fewer microbatches of each are run, and how many are enough."""
+
+
+def measure_stages(
+    build: Build,
+    batch: Any,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    threads: int | None = None,
+    repeats: int | None = None,
+    schedule: str | None = None,
+    policy: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[StageTime, ...]:
+    """Each worker's times, in this process; the build and the random state stay as they are.
+
+    One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline, for
+    about `BUDGET` seconds in all; longer only where a few microbatches take longer.
+
+    Args:
+        batch: one whole minibatch.
+        optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
+        threads: CPU threads of one worker; by default its share of the cores, as in a run.
+        repeats: minibatches that are measured, whatever they take; by default up to 50, as `BUDGET` allows.
+        schedule, policy: the build's own where None.
+        say: is told which stage is being timed.
+
+    Raises:
+        BatchError: the batch does not fit the build.
+        RunError: a stage failed.
+    """
+    plan = build.plan
+    device = torch.device(plan.device)
+    recipe = choose(plan, schedule, policy)
+    leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)(batch, 0)
+    cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with (
+        tempfile.TemporaryDirectory(prefix="fxpipe_build_") as temporary,
+        worker_threads(threads, plan.workers),
+        torch.random.fork_rng(cuda),
+        torch.no_grad(),
+    ):
+        folder = build.folder
+        if folder is None:
+            folder = Path(temporary) / "build"
+            build.save(folder)
+        rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
+        weights = {name: build.tensors[row.name] for row in rows for name in row.names}
+        stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+        batch_leaves = dict(zip([leaf.name for leaf in plan.batch], leaves[0], strict=True))
+        calls = record_calls(plan, stages, build.tensors, batch_leaves)
+        values = {name: value for call in calls.values() for name, value in call.received.items()}
+        del calls
+        found = []
+        for rank in range(plan.workers):
+            say(f"timing stage {rank + 1} of {plan.workers}")
+            transport = _Ready(plan, rank, recipe.demand, values, weights, device)
+            made = optimizer or default_optimizer
+            worker = _Worker(plan, folder, rank, recipe, transport, made, device)
+            found.append(worker.measure(leaves, repeats, _nodes(build, rank)))
+    return tuple(found)
+
+
+def _nodes(build: Build, rank: int) -> tuple[float, float] | None:
+    if not build.workers:
+        return None
+    row = build.workers[rank]
+    return row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3
+
+
+class _Ready(Transport):
+    """A transport on which everything has arrived: values as they were computed once, replicas of initial weights."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        demand: Demand,
+        values: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.worker = worker
+        self.demand = demand
+        self.values = values
+        self.weights = weights
+        self.device = device
+        self.layouts = {e.name: Layout(e.tensor, e.name) for e in plan.edges if worker in (e.src, e.dst)}
+        self._blocks: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+
+    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
+        layout = self.layouts[edge.name]
+        layout.flat(layout(value))  # what every transport does before the message goes
+
+    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
+        # New memory, as from the wire: gradients may be summed in place. This time is not the stage's own.
+        return self.layouts[edge.name].empty(self.device).copy_(self.values[edge.name])
+
+    def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
+        pass
+
+    def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
+        messages = self.demand.messages(owner, self.worker, version, 0, None)
+        names = next(m.names for m in messages if m.ahead == ahead)
+        if (owner, names) not in self._blocks:
+            pack = Pack([self.demand.parameters[name].tensor for name in names])
+            self._blocks[owner, names] = pack.pack([self.weights[name].to(self.device) for name in names])
+        return self._blocks[owner, names]
+
+    def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
+        raise AssertionError("nothing is clipped here")
+
+    def recv_note(self, source: int, what: Note) -> Tensor:
+        raise AssertionError("nothing is clipped here")
+
+
+class _Worker:
+    """One worker, running alone."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        rank: int,
+        recipe: Recipe,
+        transport: Transport,
+        optimizer: MakeOptimizer,
+        device: torch.device,
+    ) -> None:
+        def still(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+            made = optimizer(named)
+            for group in made.param_groups:
+                if "lr" in group:
+                    group["lr"] = group["lr"] * STILL
+            return made
+
+        self.plan = plan
+        self.recipe = recipe
+        self.rank = rank
+        self.cuda = device.type == "cuda"
+        self.executor = open_worker(plan, folder, rank, recipe, transport, still, device=device)
+        self.updates: list[float] = []
+        self._watch(self.executor.store)
+
+    def measure(
+        self, leaves: Sequence[tuple[Any, ...]], repeats: int | None, nodes: tuple[float, float] | None
+    ) -> StageTime:
+        """Run its schedule, less the microbatches that others stand for, until enough is measured.
+
+        That is when the worker's share of the budget is used, and at least two minibatches behind the warm-up have
+        been measured, by two microbatches each; where these are long, one minibatch by one.
+        """
+        microbatches, workers = self.plan.microbatches, self.plan.workers
+        share = BUDGET / workers
+        # Without a flush: then the pipeline is full, and every kind of weights has been read.
+        warm = 1 if self.recipe.schedule.synchronous else workers + 1
+        count = 1
+        kept: dict[int, set[int]] = {}  # by minibatch, which microbatches are run
+        last: dict[Phase, float] = {}  # seconds of the newest minibatch's last microbatch
+        spent: dict[tuple[Phase, int], list[float]] = defaultdict(list)
+        updates: list[float] = []
+        measuring = False
+        self.executor.store.begin(0)
+        begin = perf_counter()
+        for action in self.recipe.schedule.actions(self.rank):
+            phase, minibatch = action.phase, action.minibatch
+            if action.microbatch not in kept.setdefault(minibatch, _some(microbatches, count)):
+                self.executor.store.release(action)
+                continue
+            seconds, update = self._execute(action, leaves)
+            if measuring:
+                spent[phase, minibatch].append(seconds)
+            if action.microbatch < microbatches - 1:
+                continue
+            last[phase] = seconds
+            if phase == "F":
+                continue
+            step, used = sum(last.values()), perf_counter() - begin
+            if repeats is not None:
+                least = most = repeats
+                count = microbatches
+            elif step > LONG:
+                least = most = count = 1
+            else:
+                least, most = 2, MOST
+                count = max(2, int(share / (WANTED * step))) if step else microbatches
+            if measuring:
+                updates.append(update)
+                if len(updates) >= (least if used > share else most):
+                    break
+            elif minibatch + 1 >= warm or (repeats is None and used > share / 2):
+                measuring, begin = True, perf_counter()
+        spans: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
+        for (phase, minibatch), times in spent.items():
+            if len(times) == len(kept[minibatch]):
+                others = times[1:] or times
+                spans[phase].append((times[0] + sum(others) / len(others) * (microbatches - 1)) / microbatches)
+        return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates), nodes)
+
+    def _execute(self, action: Action, leaves: Sequence[tuple[Any, ...]]) -> tuple[float, float]:
+        """Seconds of an action without its waits and its update, and of the update."""
+        executor = self.executor
+        executor.expect(action)
+        first = self.rank == 0 and action.phase == "F"
+        arriving = executor.watch.seconds("receive", "wait")
+        before = self._now()
+        executor.execute(action, leaves[action.microbatch] if first else None)
+        seconds = self._now() - before - (executor.watch.seconds("receive", "wait") - arriving)
+        update = self.updates.pop() if self.updates else 0.0
+        return seconds - update, update
+
+    def _watch(self, store: WeightStore) -> None:
+        """Note the seconds of every update: for the executor they are part of the backward."""
+        update = store.update
+
+        def timed(minibatch: int) -> None:
+            before = self._now()
+            update(minibatch)
+            self.updates.append(self._now() - before)
+
+        store.update = timed  # type: ignore[method-assign]
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was asked to."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return perf_counter()
+
+
+def _some(microbatches: int, count: int) -> set[int]:
+    """`count` microbatches that stand for all: the first and the last ones; the last, which updates, if it is one."""
+    if count == 1:
+        return {microbatches - 1}
+    return {0, *range(max(0, microbatches - count + 1), microbatches)}

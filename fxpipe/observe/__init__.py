@@ -1,0 +1,1 @@
+"""What a run writes while it runs, read back, and where its time went."""

@@ -1,0 +1,194 @@
+"""Progress on stderr: drawn anew on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from fxpipe.observe.live import PERIOD, Board, Looker, WorkerState
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+SHOWN = 16
+"""Workers that have a line of their own; of more, those that wait most."""
+
+
+class Progress(Protocol):
+    """Told of every step; `close` ends the display."""
+
+    def watch(self, board: Board) -> None:
+        """Training begins, and `board` tells how the workers stand."""
+
+    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The state after so many steps was evaluated."""
+
+    def close(self) -> None: ...
+
+
+def default_progress() -> Progress:
+    """What fits stderr."""
+    return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+class BarProgress:
+    """A line with a bar, the loss, samples/s and the time left, and beneath it a line for every worker."""
+
+    def __init__(self) -> None:
+        self._rate = _Smoothed()
+        self._states = _States()
+        self._bar = _bar(self._states)
+        self._task = self._bar.add_task("", total=None, text="starting")
+        self._bar.start()
+
+    def watch(self, board: Board) -> None:
+        self._states.looker = Looker(board)
+
+    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
+        rate = self._rate(samples_per_second)
+        self._bar.update(self._task, completed=step, total=total, text=_text(loss, rate))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._bar.console.print(_evaluated(step, metrics), highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._states.looker = None
+        self._bar.stop()
+
+
+class LineProgress:
+    """A line every few seconds, and one for the last step."""
+
+    def __init__(self, stream: TextIO | None = None, pause: float = 5.0) -> None:
+        self._stream = stream or sys.stderr
+        self._pause = pause
+        self._last = 0.0
+        self._rate = _Smoothed()
+        self._steps = _Smoothed()
+        self._before: float | None = None
+        self._states = _States()
+
+    def watch(self, board: Board) -> None:
+        self._states.looker = Looker(board)
+        self._before = perf_counter()
+
+    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
+        rate = self._rate(samples_per_second)
+        now = perf_counter()
+        steps = None if self._before is None else self._steps(1 / max(now - self._before, 1e-9))
+        self._before = now
+        if now - self._last < self._pause and step < total:
+            return
+        self._last = now
+        left = "" if steps is None or step >= total else f"  {_clock((total - step) / steps)} left"
+        self._stream.write(f"step {step}/{total}  {_text(loss, rate)}{left}{self._busy()}\n")
+        self._stream.flush()
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._stream.write(_evaluated(step, metrics) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def _busy(self) -> str:
+        shares = [100 * state.busy for state in self._states.now()]
+        if not any(shares):
+            return ""
+        if len(shares) > SHOWN:
+            return f"  busy {min(shares):.0f} to {max(shares):.0f} %"
+        return f"  busy {' '.join(f'{share:.0f}' for share in shares)} %"
+
+
+class _States:
+    """What the board says, asked once a second at most."""
+
+    def __init__(self) -> None:
+        self.looker: Looker | None = None
+        self._asked = 0.0
+        self._found: list[WorkerState] = []
+
+    def now(self) -> list[WorkerState]:
+        now = perf_counter()
+        if self.looker is not None and now - self._asked >= PERIOD:
+            self._asked = now
+            self._found = self.looker.look()
+        return self._found
+
+
+def _bar(states: _States) -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    class WithWorkers(Progress):
+        def get_renderables(self) -> Iterable[Any]:
+            yield self.make_tasks_table(self.tasks)
+            if found := states.now():
+                yield _table(found)
+
+    return WithWorkers(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeLeft(),
+        console=Console(stderr=True),
+        refresh_per_second=4,
+    )
+
+
+def _table(states: Sequence[WorkerState]) -> Any:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "right"):
+        table.add_column(justify=justify)
+    rows = list(enumerate(states))
+    if len(rows) > SHOWN:
+        rows = sorted(sorted(rows, key=lambda row: -row[1].waiting)[: SHOWN - 1])
+    for worker, state in rows:
+        shares = f"busy {100 * state.busy:.0f} %", f"waiting {100 * state.waiting:.0f} %"
+        table.add_row(f"worker {worker}", *shares, f"{state.in_flight} in flight")
+    if len(rows) < len(states):
+        table.add_row(f"{len(states) - len(rows)} others wait less", "", "", "")
+    return table
+
+
+def _text(loss: float, rate: float) -> str:
+    return f"loss {loss:.4f}  {rate:.1f} samples/s"
+
+
+def held_out(metrics: Mapping[str, float | None]) -> str:
+    """`held out accuracy 0.9100, loss 0.3000`; None is a value that was not finite, read back from a file."""
+    found = (f"{name} –" if value is None else f"{name} {value:.4f}" for name, value in metrics.items())
+    return "held out " + ", ".join(found)
+
+
+def _evaluated(step: int, metrics: Mapping[str, float]) -> str:
+    return f"step {step}  {held_out(metrics)}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Smoothed:
+    """A running mean of the last twenty or so values, harmonic as rates want it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._weight = 0.0
+
+    def __call__(self, rate: float) -> float:
+        self._seconds = 0.95 * self._seconds + 0.05 / max(rate, 1e-9)
+        self._weight = 0.95 * self._weight + 0.05
+        return self._weight / self._seconds

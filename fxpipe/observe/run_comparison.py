@@ -1,0 +1,261 @@
+"""Two runs side by side: settings, speed, loss, where their time went, and which is faster and why; as plain JSON.
+
+Works on what `fxpipe.observe.run_folder.read_run` reads of both; their builds may differ.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+Json = dict[str, Any]
+Pair = list[Any]
+"""What the first run has and what the second has; None for nothing."""
+
+SETTINGS = (
+    "schedule", "policy", "microbatches", "seed", "clip_norm", "threads", "transport", "device", "samples", "steps",
+)  # fmt: skip
+
+SMOOTH = 20
+"""Steps whose mean is a smoothed loss."""
+
+ALIKE = 0.01
+"""Throughputs that differ by less are called the same."""
+
+
+def compare(first: Json, second: Json) -> Json:
+    """Two runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON. Lists of two are of
+    both runs.
+
+    settings     those that differ: {name: [·, ·]}
+    speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median,
+                 bubble is what workers wait, feed data or pause
+    loss         {at_steps: [{step, raw, smoothed}], at_seconds: [{seconds, step, raw, smoothed}], final};
+                 both are None where the loss is not finite
+    evaluation   {metric: [·, ·]}
+    workers      [{worker, busy, seconds, spent: {kind: shares of the worker's time}}]
+    staleness    [{worker, group, stale, ahead, rmse, rms}]: means over the run
+    time_losses  the rows of both
+    faster       0 or 1, None where they are alike or it is not known; `ratio` is the second's throughput to the first's
+    verdict      sentences
+    problems     those of both
+    """
+    runs = [first, second]
+    speed: dict[str, Pair] = {
+        "samples_per_second": [_throughput(run) for run in runs],
+        **{name: [run.get(name) for run in runs] for name in ("efficiency", "bubble")},
+        "step_ms": [_step_ms(run) for run in runs],
+        "seconds": [_seconds(run) for run in runs],
+    }
+    rates = speed["samples_per_second"]
+    ratio = rates[1] / rates[0] if all(rates) else None
+    found: Json = {
+        "runs": [run["folder"] for run in runs],
+        "settings": _settings(runs),
+        "speed": speed,
+        "loss": _losses(runs),
+        "evaluation": _evaluations(runs),
+        "workers": _workers(runs),
+        "staleness": _staleness(runs),
+        "time_losses": [run.get("time_losses") or [] for run in runs],
+        "faster": None if ratio is None or abs(ratio - 1) < ALIKE else int(ratio > 1),
+        "ratio": ratio,
+        "problems": [run["problems"] for run in runs],
+    }
+    return found | {"verdict": _verdict(runs, found)}
+
+
+def _throughput(run: Json) -> float | None:
+    """Of the summary, else of the steps that are there."""
+    if run.get("samples_per_second") is not None:
+        return float(run["samples_per_second"])
+    rates = [rate for rate in run["metrics"]["samples_per_second"] if rate]
+    return len(rates) / sum(1 / rate for rate in rates) if rates else None
+
+
+def _seconds(run: Json) -> float | None:
+    if run.get("seconds") is not None:
+        return float(run["seconds"])
+    return max((value for value in run["metrics"]["seconds"] if value is not None), default=None)
+
+
+def _step_ms(run: Json) -> float | None:
+    ends = [0.0, *(value for value in run["metrics"]["seconds"] if value is not None)]
+    return 1e3 * median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else None
+
+
+def _settings(runs: Sequence[Json]) -> dict[str, Pair]:
+    found: dict[str, Pair] = {}
+    builds = [run.get("build") or {} for run in runs]
+    if len({build.get("digest") for build in builds}) > 1:
+        found["build"] = [_build_name(build) for build in builds]
+    counts = [len(run["workers"]) if run.get("workers") else None for run in runs]
+    engines = [_engines(run) for run in runs]
+    steps = [run.get("steps") or len(run["metrics"]["step"]) for run in runs]
+    values: dict[str, Pair] = {"workers": counts, "engines": engines}
+    values |= {name: [run.get(name) for run in runs] for name in SETTINGS} | {"steps": steps}
+    return found | {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+
+def _build_name(build: Json) -> str | None:
+    return f"{build.get('folder')} ({str(build['digest'])[:8]})" if build.get("digest") else None
+
+
+def _engines(run: Json) -> str | None:
+    names = dict.fromkeys(name for row in run.get("workers") or () for name in row.get("engines") or ())
+    return ", ".join(names) or None
+
+
+def _losses(runs: Sequence[Json]) -> Json:
+    steps = [[int(step) for step in run["metrics"]["step"]] for run in runs]
+    places = [{step: i for i, step in enumerate(own)} for own in steps]
+    common = sorted(places[0].keys() & places[1].keys())
+    picked = sorted({common[(len(common) - 1) * i // 4] for i in range(5)}) if common else []
+    ends = [[value or 0.0 for value in run["metrics"]["seconds"]] for run in runs]
+    until = min((own[-1] for own in ends if own), default=0.0) if all(ends) else 0.0
+    at_seconds = []
+    for moment in [until * i / 4 for i in range(1, 5)] if until else []:
+        last = [bisect_right(own, moment) - 1 for own in ends]
+        row: Json = {
+            "seconds": moment,
+            "step": [own[i] if i >= 0 else None for own, i in zip(steps, last, strict=True)],
+        }
+        at_seconds.append(row | _both(runs, last))
+    at_steps = [{"step": step, **_both(runs, [own[step] for own in places])} for step in picked]
+    return {"at_steps": at_steps, "at_seconds": at_seconds, "final": _both(runs, [len(own) - 1 for own in steps])}
+
+
+def _both(runs: Sequence[Json], places: Sequence[int]) -> dict[str, Pair]:
+    """The losses at these places of both runs' metrics, as they are and smoothed; None where they are not finite."""
+    pairs: dict[str, Pair] = {"raw": [], "smoothed": []}
+    for run, place in zip(runs, places, strict=True):
+        tail = [loss for loss in run["metrics"]["loss"][max(place + 1 - SMOOTH, 0) : place + 1] if loss is not None]
+        raw = run["metrics"]["loss"][place] if place >= 0 else None
+        pairs["raw"].append(raw)
+        pairs["smoothed"].append(sum(tail) / len(tail) if raw is not None else None)
+    return pairs
+
+
+def _diverged(run: Json) -> int | None:
+    """The step from which on no loss of a run is finite; None where the last one is."""
+    first = None
+    for step, loss in zip(run["metrics"]["step"], run["metrics"]["loss"], strict=True):
+        first = None if loss is not None else int(step) if first is None else first
+    return first
+
+
+def _evaluations(runs: Sequence[Json]) -> dict[str, Pair]:
+    found = [run.get("evaluation") or {} for run in runs]
+    return {name: [one.get(name) for one in found] for name in dict.fromkeys(n for one in found for n in one)}
+
+
+def _workers(runs: Sequence[Json]) -> list[Json]:
+    rows = [{row["rank"]: row for row in run.get("workers") or ()} for run in runs]
+    return [
+        {
+            "worker": rank,
+            "busy": [own.get(rank, {}).get("busy") for own in rows],
+            "seconds": [own.get(rank, {}).get("seconds") for own in rows],
+            "spent": [_shares(own.get(rank, {})) for own in rows],
+        }
+        for rank in sorted(rows[0].keys() | rows[1].keys())
+    ]
+
+
+def _shares(row: Json) -> dict[str, float] | None:
+    spent, seconds = row.get("spent"), row.get("seconds")
+    return {kind: value / seconds for kind, value in spent.items()} if spent and seconds else None
+
+
+def _staleness(runs: Sequence[Json]) -> list[Json]:
+    found: dict[tuple[int, int], Json] = {}
+    names = ("stale", "ahead", "rmse", "rms")
+    for i, run in enumerate(runs):
+        for series in run["staleness"]:
+            key = series["worker"], series["group"]
+            row = found.setdefault(key, {"worker": key[0], "group": key[1]} | {name: [None, None] for name in names})
+            for name in names:
+                known = [value for value in series[name] if value is not None]
+                row[name][i] = sum(known) / len(known) if known else None
+    return [row for _, row in sorted(found.items())]
+
+
+def _verdict(runs: Sequence[Json], found: Json) -> list[str]:
+    said = []
+    if found["ratio"] is None:
+        said.append("Which is faster cannot be told: the throughput of one is missing.")
+    elif found["faster"] is None:
+        said.append("They are equally fast.")
+    else:
+        fast = found["faster"]
+        ratio, rates = max(found["ratio"], 1 / found["ratio"]), found["speed"]["samples_per_second"]
+        why = _why(runs, fast)
+        said.append(
+            f"Run {fast + 1} is {ratio:.2f} times as fast ({rates[fast]:.1f} samples/s against {rates[1 - fast]:.1f})"
+            f"{': ' + why if why else ''}."
+        )
+    diverged = [_diverged(run) for run in runs]
+    for number, step in enumerate(diverged, start=1):
+        if step is not None:
+            said.append(f"Run {number}'s loss is not finite from step {step} on.")
+    last = found["loss"]["at_seconds"][-1:]
+    if last and diverged == [None, None] and None not in last[0]["smoothed"]:
+        losses = last[0]["smoothed"]
+        better = int(losses[1] < losses[0])
+        if abs(losses[0] - losses[1]) > 1e-3 * max(map(abs, losses)):
+            said.append(
+                f"After the same time ({last[0]['seconds']:.3g} s) run {better + 1} has the lower loss: "
+                f"{losses[better]:.4g} against {losses[1 - better]:.4g}."
+            )
+    return said
+
+
+def _why(runs: Sequence[Json], fast: int) -> str:
+    """What most of the difference is, if one thing is: the workers' time for a sample, taken apart."""
+    quick, slow = runs[fast], runs[1 - fast]
+    local = [run.get("transport") == "local" for run in (quick, slow)]
+    if local[0] != local[1]:
+        return f"run {fast + 1 if local[0] else 2 - fast} had all its workers in one process"
+    counts = [len(run.get("workers") or ()) for run in (quick, slow)]
+    if not all(counts):
+        return ""
+    if counts[0] < counts[1]:
+        return ""
+    if counts[0] > counts[1]:
+        return f"it has {counts[0]} workers, the other {counts[1]}"
+    parts = [_sample_ms(run) for run in (quick, slow)]
+    if not all(parts):
+        return ""
+    one, other = parts
+    saved = {what: other[what] - one[what] for what in one}
+    most = max(saved, key=lambda what: saved[what])
+    if saved[most] < sum(saved.values()) / 2:
+        return ""
+    if most == "waits":
+        shares = [f"{100 * own[most] / sum(own.values()):.0f} %" for own in parts]
+        return f"its workers wait {shares[0]} of their time, the other's {shares[1]}"
+    take = [f"{own[most]:.3g} ms" for own in parts]
+    return f"its {most} take {take[0]} of the workers' time for a sample, the other's {take[1]}"
+
+
+def _sample_ms(run: Json) -> dict[str, float]:
+    """Milliseconds of its workers' time that a sample took, by what for; empty where that is not known."""
+    samples = (run.get("steps") or 0) * (run.get("samples") or 0)
+    spent = [row.get("spent") for row in run["workers"]]
+    if not samples or not all(spent):
+        return {}
+
+    def total(*kinds: str) -> float:
+        return sum(1e3 * own.get(kind, 0.0) for own in spent for kind in kinds) / samples
+
+    return {
+        "forwards and backwards": total("F", "B"),
+        "waits": total("wait"),
+        "messages": total("send", "receive"),
+        "data": total("data"),
+        "updates and predictions": total("update", "predict"),
+        "pauses between actions": total("other"),
+    }

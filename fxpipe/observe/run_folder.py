@@ -1,0 +1,262 @@
+"""What a run left in its folder, read back: all that is there, with a sentence on what is missing. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import RunError
+from fxpipe.observe.trace.nesting import flatten
+from fxpipe.observe.trace.reader import read_trace, trace_workers
+
+RUN, METRICS = "run.json", "metrics.jsonl"
+FORMAT = 1
+
+SPANS = 6000
+"""Of the measured timeline the first minibatches are given, so many that they have at most so many spans."""
+
+_METRICS = ("step", "loss", "lr", "grad_norm", "seconds", "samples_per_second")
+_STALENESS = ("step", "stale", "ahead", "rmse", "rms")
+_STALENESS_FILE = re.compile(r"staleness_(\d+)\.jsonl")
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "build": dict,
+    "forecast": dict,
+    "workers": list,
+    "time_losses": list,
+    "evaluation": dict,
+    "evaluations": list,
+    "trace": str,
+    "steps": int,
+    "samples": int,
+    "microbatches": int,
+    **dict.fromkeys(("seconds", "evaluation_seconds", "samples_per_second", "bubble", "efficiency"), (int, float)),
+}
+
+
+def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
+    """All of a run in one dict of plain JSON.
+
+    It has the keys of `run.json`, as far as that can be read, and
+
+        folder      as it was given
+        problems    what is missing or wrong, a sentence each
+        metrics     columns of one length: step, loss, lr, grad_norm, seconds, samples_per_second; null where absent
+        evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
+        staleness   for each worker and group of its optimizer: {worker, group, step, stale, ahead, rmse, rms}: columns
+        timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:
+                    of the first minibatches, at least of one; spans of a worker do not overlap, times are seconds
+
+    Args:
+        digest: of the plan of the build that it must be a run of.
+
+    Raises:
+        RunError: the folder is no run, or the run is of another build.
+    """
+    folder = Path(folder)
+    if not (folder / RUN).is_file() and not (folder / METRICS).is_file():
+        what = "it does not exist" if not folder.exists() else f"it has neither {RUN} nor {METRICS}"
+        raise RunError(f"{folder} is no run: {what}", hint="give the folder that was --out of `fxpipe run`")
+    problems: list[str] = []
+    run = _summary(folder, problems)
+    if digest is not None:
+        _check_build(folder, run, digest, problems)
+    metrics, evaluations = _metrics(folder, run, problems)
+    evaluations = run.get("evaluations") or evaluations
+    staleness = _staleness(folder, run, problems)
+    timeline = _timeline(folder, run, problems)
+    found = {"metrics": metrics, "evaluations": evaluations, "staleness": staleness, "timeline": timeline}
+    return {**run, "folder": str(folder), "problems": problems, **found}
+
+
+def _summary(folder: Path, problems: list[str]) -> dict[str, Any]:
+    path = folder / RUN
+    if not path.is_file():
+        problems.append(f"{RUN} is missing: the run did not end, its settings and its timeline are unknown")
+        return {}
+    try:
+        run = json.loads(path.read_text(encoding="utf-8", errors="replace"), parse_constant=lambda _: None)
+    except ValueError as error:
+        line = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        problems.append(f"{RUN} is broken{line}: settings, summary and timeline are unknown")
+        return {}
+    except OSError as error:
+        problems.append(f"{RUN} cannot be read ({error.strerror}): settings, summary and timeline are unknown")
+        return {}
+    if not isinstance(run, dict):
+        problems.append(f"{RUN} holds no object: settings, summary and timeline are unknown")
+        return {}
+    if run.get("format") != FORMAT:
+        problems.append(f"{RUN} is of format {run.get('format')}, this fxpipe reads {FORMAT}: parts may be missing")
+    for key, kind in _TYPES.items():
+        if run.get(key) is not None and not isinstance(run[key], kind):
+            problems.append(f"{RUN}: what stands under '{key}' is of the wrong kind: left out")
+            del run[key]
+    for key, needed in (("workers", "rank"), ("workers", "busy"), ("time_losses", "text"), ("evaluations", "metrics")):
+        rows = run.get(key) or ()
+        if not all(isinstance(row, dict) and needed in row for row in rows):
+            problems.append(f"{RUN}: a row of '{key}' has no '{needed}': all are left out")
+            del run[key]
+    return run
+
+
+def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[str]) -> None:
+    build = run.get("build") or {}
+    found = build.get("digest")
+    if found is None:
+        problems.append(f"{RUN} does not say which build it ran: that it was this one is not certain")
+    elif found != digest:
+        hint = f"give the build it ran, {build['folder']}, as it was then" if build.get("folder") else None
+        raise RunError(
+            f"{folder} is a run of another build: that one's digest is {str(found)[:12]}, this one's {digest[:12]}",
+            where=str(folder / RUN),
+            hint=hint or "run this build, or give the build that was run",
+        )
+
+
+def _metrics(
+    folder: Path, run: dict[str, Any], problems: list[str]
+) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+    """The steps by column, and the evaluations among them."""
+    columns: dict[str, list[Any]] = {name: [] for name in _METRICS}
+    evaluations: list[dict[str, Any]] = []
+    lost = "loss and throughput over time are missing"
+    for row in _rows(folder / METRICS, ("step",), "step", lost, problems, besides="eval"):
+        if isinstance(row.get("eval"), dict):
+            values = {name: _number(value) for name, value in row["eval"].items()}
+            evaluations.append({"step": row["step"], "metrics": values})
+            continue
+        for name, column in columns.items():
+            column.append(_number(row.get(name)))
+    shown, steps = len(columns["step"]), run.get("steps")
+    if steps is not None and steps > shown and (folder / METRICS).is_file():
+        problems.append(f"{METRICS} holds {shown} of the run's {steps} steps")
+    return columns, evaluations
+
+
+def _staleness(folder: Path, run: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    files = {int(m[1]): path for path in folder.iterdir() if (m := _STALENESS_FILE.fullmatch(path.name))}
+    logged = {row["rank"] for row in run.get("workers") or () if row.get("staleness")}
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for worker in sorted(files.keys() | logged):
+        path = folder / f"staleness_{worker}.jsonl"
+        needed = ("step", "group", "stale", "rmse")
+        for row in _rows(path, needed, "sample", f"how stale worker {worker}'s weights were is missing", problems):
+            group = int(row["group"])
+            series = found.setdefault((worker, group), {"worker": worker, "group": group} | {n: [] for n in _STALENESS})
+            for name in _STALENESS:
+                series[name].append(_number(row.get(name)))
+    return [series for _, series in sorted(found.items())]
+
+
+def _rows(
+    path: Path, needed: Sequence[str], what: str, lost: str, problems: list[str], besides: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The lines of a JSON lines file that are objects with the `needed` numbers; says which are not.
+
+    Args:
+        what: a line is, but for those with the key `besides`, which are not counted.
+    """
+    wrong: list[int] = []
+    number = shown = 0
+    whole = True
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                whole = line.endswith("\n")
+                row = _object(line)
+                if row is not None and all(_number(row.get(name)) is not None for name in needed):
+                    shown += besides not in row
+                    yield row
+                elif line.strip():
+                    wrong.append(number)
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing: {lost}")
+        return
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror}): {lost}")
+        return
+    if wrong and wrong[-1] == number and not whole:
+        plural = " is" if shown == 1 else "s are"
+        problems.append(f"{path.name} ends in the middle of line {wrong.pop()}: {shown} {what}{plural} shown")
+    elif not shown and not wrong:
+        problems.append(f"{path.name} holds no {what} yet")
+    if wrong:
+        more = f", nor are {len(wrong) - 1} more" if len(wrong) > 2 else ", nor is one more" if len(wrong) > 1 else ""
+        problems.append(f"{path.name}: line {wrong[0]} is no {what}{more}: left out")
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    if run.get("trace") is None:
+        return None
+    path = folder / run["trace"]
+    name = path.name
+    workers, microbatches = len(run.get("workers") or ()), run.get("microbatches") or 1
+    try:
+        least = (
+            2 * max(workers or trace_workers(path), 1) * microbatches
+        )  # spans of a minibatch: forwards and backwards
+        trace = read_trace(path, max(SPANS // least, 1))
+    except FileNotFoundError:
+        problems.append(f"{name} is missing where {RUN} says it is ({run['trace']}): there is no timeline")
+        return None
+    except OSError as error:
+        problems.append(f"{name} cannot be read ({error.strerror}): there is no timeline")
+        return None
+    problems += trace.problems
+    digest, steps = (run.get("build") or {}).get("digest"), run.get("steps")
+    if digest is not None and trace.other.get("build", digest) != digest:
+        problems.append(f"{name} was since written by a run of another build: there is no timeline")
+        return None
+    if trace.other and steps is not None and trace.minibatches != steps:
+        problems.append(f"{name} is of {trace.minibatches} steps, the run of {steps}: it was written by another run")
+        return None
+    spans = flatten(trace.events)
+    if not spans:
+        return None
+    silent = sorted({row["rank"] for row in run.get("workers") or ()} - {span.worker for span in spans})
+    if silent:
+        named = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        problems.append(f"{name} holds nothing of {named} in what is shown")
+    shown = _first(Counter(span.minibatch for span in spans))
+    kept = [span for span in spans if span.minibatch < shown]
+    return {
+        "seconds": max(span.end for span in kept) / 1e9,
+        "minibatches": shown,
+        "of": max(trace.minibatches, steps or 0),
+        "spans": [[s.worker, s.kind, s.minibatch, s.microbatch, s.begin / 1e9, s.end / 1e9] for s in kept],
+    }
+
+
+def _first(counts: Counter[int]) -> int:
+    """How many of the first minibatches have at most `SPANS` spans together; at least one that has any."""
+    shown = total = 0
+    for minibatch in sorted(counts):
+        total += counts[minibatch]
+        if shown and total > SPANS:
+            break
+        shown = minibatch + 1
+    return shown
+
+
+def staleness_file(worker: int | str) -> str:
+    """The name of a worker's file; `*` for the pattern of all."""
+    return f"staleness_{worker}.jsonl"

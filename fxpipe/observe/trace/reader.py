@@ -1,0 +1,160 @@
+"""Reads a trace file, as far as it goes: its events, and a sentence on what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxpipe.observe.trace import HEAD, KINDS, TAIL, Event
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What could be read of a trace file.
+
+    Attributes:
+        events: those of the wanted minibatches, in the file's order.
+        workers: how many it is of, as far as one can see.
+        minibatches: how many the whole file is of, wanted or not.
+        other: the file's `otherData`: build, schedule, seconds; empty where the file is cut off.
+        problems: what is missing or wrong, a sentence each.
+    """
+
+    events: tuple[Event, ...]
+    workers: int
+    minibatches: int
+    other: dict[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
+    """Read a trace file, as far as it goes.
+
+    Args:
+        minibatches: only the events of the first so many; all where None. The others take no memory.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    path = Path(path)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if file.readline().strip() == HEAD:
+            return _read_lines(path.name, file, minibatches)
+        file.seek(0)
+        try:  # some other program's form of it
+            body = json.load(file)
+        except (ValueError, RecursionError):
+            return Trace((), 0, 0, problems=(f"{path.name} is no trace of fxpipe: its timeline is missing",))
+    found = body.get("traceEvents") if isinstance(body, dict) else body
+    if not isinstance(found, list):
+        return Trace((), 0, 0, problems=(f"{path.name} holds no traceEvents: its timeline is missing",))
+    reading = _Reading(minibatches)
+    for event in found:
+        reading.take(event)
+    other = body.get("otherData") if isinstance(body, dict) else None
+    return reading.trace(other if isinstance(other, dict) else {}, [])
+
+
+def trace_workers(path: str | Path) -> int:
+    """How many workers the first lines of a trace file name: 0 if it is none of ours."""
+    workers = 0
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        if file.readline().strip() != HEAD:
+            return 0
+        for line in file:
+            if not line.startswith('{"ph":"M"'):
+                break
+            workers += '"process_name"' in line
+    return workers
+
+
+class _Reading:
+    """Events as they are read, counted and kept."""
+
+    def __init__(self, minibatches: int | None) -> None:
+        self.limit = minibatches
+        self.events: list[Event] = []
+        self.workers = 0
+        self.minibatches = 0
+        self.shown = 0
+
+    def passes(self, line: str) -> bool:
+        """Whether a line is of a minibatch that is not wanted, known without parsing it."""
+        if self.limit is None:
+            return False
+        begin = line.rfind('"minibatch":') + 12
+        end = line.find(",", begin)
+        if begin < 12 or end < 0 or not line.endswith("}}"):
+            return False
+        number = line[begin:end]
+        if not number.isdigit() or int(number) < self.limit:
+            return False
+        self.minibatches = max(self.minibatches, int(number) + 1)
+        self.shown += 1
+        return True
+
+    def take(self, event: Any) -> None:
+        """Keep an event if it is one of ours; any other is passed over.
+
+        Raises:
+            ValueError: it is no event at all.
+        """
+        if not isinstance(event, dict):
+            raise ValueError("no event")
+        worker = event.get("pid")
+        if isinstance(worker, int):
+            self.workers = max(self.workers, worker + 1)
+        arguments = event.get("args")
+        if event.get("ph") != "X" or event.get("cat") not in KINDS or not isinstance(arguments, dict):
+            return
+        try:
+            minibatch, microbatch = int(arguments["minibatch"]), int(arguments.get("microbatch", 0))
+            begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+            found = Event(int(event["pid"]), event["cat"], str(event["name"]), minibatch, microbatch, begin, 0)
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError("no event") from error
+        self.minibatches = max(self.minibatches, minibatch + 1)
+        self.shown += 1
+        if self.limit is None or minibatch < self.limit:
+            self.events.append(found._replace(end=begin + max(length, 0)))
+
+    def trace(self, other: dict[str, Any], problems: Sequence[str]) -> Trace:
+        return Trace(tuple(self.events), self.workers, self.minibatches, other, tuple(problems))
+
+
+def _read_lines(name: str, file: Iterable[str], minibatches: int | None) -> Trace:
+    """The lines behind the first, up to the one that ends the list of events."""
+    reading = _Reading(minibatches)
+    wrong: list[int] = []
+    number = 1
+    for number, line in enumerate(file, start=2):
+        line = line.strip()
+        if line.startswith(TAIL):
+            problems = _wrong_lines(name, wrong)
+            try:
+                other = json.loads(HEAD + line).get("otherData", {})
+            except ValueError:
+                return reading.trace({}, [*problems, f"{name} ends in the middle of line {number}, behind all events"])
+            return reading.trace(other if isinstance(other, dict) else {}, problems)
+        body = line.removesuffix(",")
+        if not body or reading.passes(body):
+            continue
+        try:
+            reading.take(json.loads(body))
+        except ValueError:
+            wrong.append(number)
+    cut = bool(wrong) and wrong[-1] == number
+    end = f"in the middle of line {number}" if cut else f"behind line {number}"
+    events = f"{reading.shown} event{'s' if reading.shown != 1 else ''}"
+    problems = _wrong_lines(name, wrong[:-1] if cut else wrong)
+    return reading.trace({}, [*problems, f"{name} ends {end}: what follows its first {events} is missing"])
+
+
+def _wrong_lines(name: str, wrong: Sequence[int]) -> list[str]:
+    if not wrong:
+        return []
+    more = f", nor {'are' if len(wrong) > 2 else 'is'} {len(wrong) - 1} behind it" if len(wrong) > 1 else ""
+    return [f"{name}: line {wrong[0]} is no event{more}: left out"]

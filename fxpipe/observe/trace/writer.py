@@ -1,0 +1,215 @@
+"""Writes a trace file, worker after worker, with an arrow along every microbatch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from fxpipe.errors import RunError
+from fxpipe.files import check_creatable
+from fxpipe.observe.trace import ACTIONS, HEAD, TAIL
+
+_ARRIVALS = ("wait", "receive")
+_MARK = 1000
+"""An arrow ends so many nanoseconds behind the point it is to show, where there is room: a viewer that rounds times to
+another nanosecond still binds it to the action."""
+
+
+def check_trace(path: str | Path) -> None:
+    """Refuse, before any work is done, a path that no trace can be written to.
+
+    Raises:
+        BuildError: a folder or file stands in its way, or permission is missing.
+        RunError: it is a folder, or a device, or anything else that is there and no plain file.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no plain file"
+        raise RunError(f"{path} cannot be written: it is {what}", hint="choose another --trace")
+    check_creatable(path.resolve().parent, path, "--trace")
+
+
+def partial(path: str | Path) -> Path:
+    """Where a trace lies while it is written; if nobody writes, a process that was killed has left it."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.partial")
+
+
+class TraceWriter:
+    """Writes a trace, worker after worker, and keeps nothing of those written.
+
+        with TraceWriter("trace.json", workers=2, microbatches=1) as writer:
+            writer.add(0, kinds, names, minibatches, microbatches, begins, ends)
+            writer.add(1, …)
+            writer.close({"seconds": 9.8, …})
+
+    The file appears when it is closed, and not before: without `close`, leaving the block leaves nothing behind.
+
+    Arrows lead along every microbatch through all of its forwards and backwards, from the forward on worker 0 to the
+    backward on worker 0. In an action they touch the moment at which it has what it waited for, before it sends.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, workers: int, microbatches: int = 1) -> None:
+        self.path = Path(path)
+        self.workers = workers
+        self.microbatches = microbatches
+        self._partial = partial(self.path)
+        self._separator = "\n"
+        self._file: TextIO | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._partial.open("w", encoding="utf-8")
+            self._file.write(HEAD)
+        except OSError as error:
+            raise self._refused(error) from error
+        self._write(
+            json.dumps(event, separators=(",", ":")) for worker in range(workers) for event in worker_metadata(worker)
+        )
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.abort()
+
+    def add(
+        self,
+        worker: int,
+        kind: Sequence[str],
+        name: Sequence[str],
+        minibatch: Sequence[int],
+        microbatch: Sequence[int],
+        begin: Sequence[int],
+        end: Sequence[int],
+    ) -> None:
+        """Write a worker's events, given as columns of one length, in any order.
+
+        Args:
+            begin, end: nanoseconds from where training began on worker 0. An event that ends later than the one it
+                begins in is cut to it, so that events always nest.
+        """
+        if not len(kind) == len(name) == len(minibatch) == len(microbatch) == len(begin) == len(end):
+            raise ValueError("the columns differ in length")
+        self._write(self._lines(worker, kind, name, minibatch, microbatch, begin, end))
+
+    def close(self, other: dict[str, Any]) -> None:
+        """End the file with `other` as its `otherData`, and put it into its place."""
+        assert self._file is not None
+        try:
+            tail = f'{TAIL}: "ms", "otherData": {json.dumps(other)}}}\n'
+            self._file.write("\n" + tail)
+            self._file.close()
+            self._file = None
+            self._partial.replace(self.path)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def abort(self) -> None:
+        """Leave nothing behind, if the file is not closed yet."""
+        file, self._file = self._file, None
+        with suppress(OSError):  # of a full disk
+            if file is not None:
+                file.close()
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def _lines(
+        self,
+        worker: int,
+        kinds: Sequence[str],
+        names: Sequence[str],
+        minibatches: Sequence[int],
+        microbatches: Sequence[int],
+        begins: Sequence[int],
+        ends: Sequence[int],
+    ) -> Iterator[str]:
+        order = sorted(range(len(kinds)), key=lambda i: kinds[i] not in ACTIONS)  # the outer one of equals is first
+        order.sort(key=ends.__getitem__, reverse=True)
+        order.sort(key=begins.__getitem__)
+        open_ends: list[int] = []
+        flow: _Flow | None = None
+        place = f'"pid":{worker},"tid":0,"ts":'
+        for i in order:
+            kind, begin, end = kinds[i], begins[i], ends[i]
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            if open_ends:
+                end = min(end, open_ends[-1])
+            if not open_ends:
+                if flow is not None:
+                    yield self._arrow(worker, flow)
+                action = kind in ACTIONS
+                flow = _Flow(kind, minibatches[i], microbatches[i], begin, end) if action else None
+            elif flow is not None:
+                flow.inside(kind, begin, end, outermost=len(open_ends) == 1)
+            open_ends.append(end)
+            yield (
+                f'{{"ph":"X","cat":"{kind}","name":{json.dumps(names[i])},{place}{begin / 1e3:.3f},'
+                f'"dur":{(end - begin) / 1e3:.3f},'
+                f'"args":{{"minibatch":{minibatches[i]},"microbatch":{microbatches[i]}}}}}'
+            )
+        if flow is not None:
+            yield self._arrow(worker, flow)
+
+    def _arrow(self, worker: int, flow: _Flow) -> str:
+        number = flow.minibatch * self.microbatches + flow.microbatch
+        phase = "t" if worker else "s" if flow.kind == "F" else "f"
+        bound = ',"bp":"e"' if phase == "f" else ""  # else it would bind to the next event, not to the one around it
+        return (
+            f'{{"ph":"{phase}","cat":"minibatch","name":"minibatch {flow.minibatch}","id":{number},'
+            f'"pid":{worker},"tid":0,"ts":{flow.point / 1e3:.3f}{bound}}}'
+        )
+
+    def _write(self, lines: Iterable[str]) -> None:
+        assert self._file is not None
+        write = self._file.write
+        try:
+            for line in lines:
+                write(self._separator + line)
+                self._separator = ",\n"
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> RunError:
+        self.abort()
+        return RunError(f"{self.path} cannot be written: {error.strerror or error}", hint="choose another --trace")
+
+
+def worker_metadata(worker: int) -> list[dict[str, Any]]:
+    """The events that name a worker's process and its row, and give it its place among the others."""
+    return [
+        {"ph": "M", "name": "process_name", "pid": worker, "tid": 0, "args": {"name": f"worker {worker}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": worker, "tid": 0, "args": {"sort_index": worker}},
+        {"ph": "M", "name": "thread_name", "pid": worker, "tid": 0, "args": {"name": "compute"}},
+    ]
+
+
+class _Flow:
+    """Where in an action an arrow touches it: behind what it waits for before it first sends, and in no inner event."""
+
+    def __init__(self, kind: str, minibatch: int, microbatch: int, begin: int, end: int) -> None:
+        self.kind, self.minibatch, self.microbatch = kind, minibatch, microbatch
+        self._from, self._to = begin, end  # of the stretch; `_to` moves to the next inner event
+        self._end = self._until = end  # `_until` is where the outermost inner event ends
+        self._met = self._sent = False
+
+    def inside(self, kind: str, begin: int, end: int, outermost: bool) -> None:
+        """Told of an inner event, in order of their beginnings."""
+        if outermost and not self._met:
+            self._to, self._met = max(begin, self._from), True
+        if kind == "send":
+            self._sent = True
+        if outermost:
+            self._until = end
+        if kind in _ARRIVALS and not self._sent:  # behind the outermost event that it is in
+            self._from, self._to, self._met = max(self._until, self._from), self._end, False
+
+    @property
+    def point(self) -> int:
+        return self._from + min((self._to - self._from) // 2, _MARK)

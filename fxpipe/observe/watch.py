@@ -1,0 +1,300 @@
+"""Where one worker's time goes: always in sums, and span by span for `fxpipe run --trace`.
+
+All that a worker does on behalf of a run opens a span and closes it: an action, and within it what it waits for, sends,
+receives, predicts and updates. A span's own time is without the spans inside it, so own times never count twice.
+
+On a CPU a span begins and ends when the code does. On CUDA the code only asks for work; there a span is what the
+device's stream does between two events, and the events are read once they have passed: nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from fxpipe.observe.trace import KINDS, OF_TRAINING, Kind
+from fxpipe.schedule.action import Action
+
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_IDLE: tuple[Kind, ...] = ("wait", "data", "evaluate")
+_WHOLES = ("F", "B", "update", "data", "evaluate")
+"""Kinds that what lies inside them is counted to, too: an update is no part of the backward that it is made in."""
+
+_REBASE = 10**9
+"""Nanoseconds after which CUDA's clock is read against a newer event: it tells distances in 32 bits."""
+
+
+class Cause(NamedTuple):
+    """What a span is about: `what` kind of thing (an edge's kind, 'weights', 'norm', 'loss'), its name, and the other
+    worker."""
+
+    what: str
+    name: str
+    worker: int
+
+
+class Status(NamedTuple):
+    """What a worker has done since it began, in nanoseconds, and how many microbatches it holds."""
+
+    now: int
+    busy: int
+    waiting: int
+    in_flight: int
+
+
+class _Mark(NamedTuple):
+    """The beginning of a span; its end is None. `whole` is the kind of the whole that it is part of."""
+
+    kind: int
+    whole: int
+    cause: Cause | None
+    minibatch: int
+    microbatch: int
+
+
+class Watch:
+    """Measures one worker. Not for several threads, but `status` may be asked by any.
+
+    Evaluation is no part of training: `busy`, `spent` and `waits` leave it out, and `training` is the time without it.
+
+    Attributes:
+        refills: an evaluation brings the workers out of step, since their pipeline does not empty before it: what a
+            worker then waits until its first backward is over belongs to the evaluation.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._clock: _CudaClock | None = None
+        self._minibatch = self._microbatch = 0
+        self._wholes: list[int] = []  # of what is open
+        self.refills = False
+        self._spans: Spans | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins now: all sums are 0."""
+        if self._device.type == "cuda":
+            self._clock = _CudaClock(self._device)
+        self._stack: list[tuple[_Mark, int]] = []
+        self._since = 0  # what lies before belongs to somebody
+        self._own = [0] * (len(KINDS) * len(KINDS))  # by whole and kind
+        self._closed = [0] * len(KINDS)
+        self._waits: dict[tuple[str, int], int] = {}
+        self._fill = 0
+        self._refilling = False
+        self.began = self.ended = perf_counter_ns()
+        if self._spans is not None:
+            self._spans = Spans()
+
+    def record(self) -> None:
+        """Keep every span from now on, some 30 bytes each."""
+        self._spans = Spans()
+
+    def end(self) -> None:
+        """Training is over on this worker."""
+        if self._clock is not None:
+            drift = self._clock.end()
+            self._read()
+            if self._spans is not None:
+                self._spans.stretch(self.began, *drift)
+        self.ended = perf_counter_ns()
+
+    def at(self, action: Action) -> None:
+        """What is opened from now on belongs to this action."""
+        self._minibatch, self._microbatch = action.minibatch, action.microbatch
+
+    def open(self, kind: Kind, cause: Cause | None = None) -> None:
+        """Begin a span inside the one that is open."""
+        number = _NUMBER[kind]
+        whole = number if kind in _WHOLES or not self._wholes else self._wholes[-1]
+        self._wholes.append(whole)
+        mark = _Mark(number, whole, cause, self._minibatch, self._microbatch)
+        if self._clock is None:
+            self._apply(perf_counter_ns(), mark)
+        else:
+            self._clock.record(mark)
+
+    def close(self) -> None:
+        """End the innermost open span."""
+        self._wholes.pop()
+        if self._clock is None:
+            self._apply(perf_counter_ns(), None)
+            return
+        self._clock.record(None)
+        if not self._wholes:
+            self._read()
+
+    def seconds(self, *kinds: Kind, within: Kind | None = None) -> float:
+        """Own time of all spans of these kinds: all, or only what belongs to F, to B without its update, to updates."""
+        if self._clock is not None and not self._wholes:
+            self._read()
+        size = len(KINDS)
+        wholes = range(size) if within is None else (_NUMBER[within],)
+        return sum(self._own[whole * size + _NUMBER[kind]] for whole in wholes for kind in kinds) / 1e9
+
+    def count(self, kind: Kind) -> int:
+        """How many spans of a kind are closed."""
+        return self._closed[_NUMBER[kind]]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from `begin` to `end`."""
+        return (self.ended - self.began) / 1e9
+
+    @property
+    def training(self) -> float:
+        """Seconds from `begin` to `end` without evaluations."""
+        return max(self.elapsed - self.seconds("evaluate"), 0.0)
+
+    @property
+    def busy(self) -> float:
+        """Seconds spent in spans, but on waiting, feeding data and evaluating."""
+        return self.seconds(*(kind for kind in KINDS if kind not in _IDLE))
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds of training by kind, with what lies between all spans as 'other': they add up to `training`."""
+        found: dict[str, float] = {kind: self.seconds(kind) for kind in OF_TRAINING}
+        return {**found, "other": max(self.training - sum(found.values()), 0.0)}
+
+    @property
+    def waits(self) -> list[dict[str, Any]]:
+        """Seconds of waiting by what was waited for and from whom."""
+        return [{"what": what, "from": worker, "seconds": t / 1e9} for (what, worker), t in sorted(self._waits.items())]
+
+    @property
+    def fill(self) -> float:
+        """The seconds of waiting before its first backward could run: the pipeline fills."""
+        return self._fill / 1e9
+
+    @property
+    def status(self) -> Status:
+        """How it stands now; what is open counts up to now, but on CUDA up to what was read last."""
+        size = len(KINDS)
+        own = [sum(self._own[kind::size]) for kind in range(size)]
+        now = perf_counter_ns()
+        if self._clock is None and (stack := self._stack[-1:]):
+            own[stack[0][0].kind] += max(now - self._since, 0)
+        waiting = own[_NUMBER["wait"]]
+        busy = sum(own) - sum(own[_NUMBER[kind]] for kind in _IDLE)
+        return Status(now - self.began, busy, waiting, self.count("F") - self.count("B"))
+
+    @property
+    def spans(self) -> Spans:
+        """What was recorded, by the spans' ends; nothing unless `record` was called."""
+        return Spans() if self._spans is None else self._spans
+
+    def _read(self) -> None:
+        assert self._clock is not None
+        for now, mark in self._clock.passed():
+            self._apply(now, mark)
+
+    def _apply(self, now: int, mark: _Mark | None) -> None:
+        stack = self._stack
+        if stack:
+            self._own[self._place(stack[-1][0])] += now - self._since
+        self._since = now
+        if mark is not None:
+            stack.append((mark, now))
+            return
+        mark, begin = stack.pop()
+        kind = KINDS[mark.kind]
+        if kind == "evaluate":
+            self._refilling = self.refills
+        elif kind == "B":
+            self._refilling = False
+        if kind == "wait" and mark.cause is not None and not self._refilling:
+            key = (mark.cause.what, mark.cause.worker)
+            self._waits[key] = self._waits.get(key, 0) + now - begin
+            if not self._closed[_NUMBER["B"]]:
+                self._fill += now - begin
+        self._closed[mark.kind] += 1
+        if self._spans is not None:
+            self._spans.add(mark, begin, now)
+
+    def _place(self, mark: _Mark) -> int:
+        """Where in `_own` the time of an open span counts."""
+        if self._refilling and mark.kind == _NUMBER["wait"]:
+            return _NUMBER["evaluate"] * (len(KINDS) + 1)
+        return mark.whole * len(KINDS) + mark.kind
+
+
+class Spans:
+    """Closed spans by column, since a long run has millions; times are nanoseconds of `perf_counter_ns`.
+
+    Attributes:
+        kinds: places in `KINDS`.
+        causes: places in `table`.
+    """
+
+    def __init__(self) -> None:
+        self.table: dict[Cause | None, int] = {None: 0}
+        self.kinds, self.causes = array("b"), array("i")
+        self.minibatches, self.microbatches = array("i"), array("i")
+        self.begins, self.ends = array("q"), array("q")
+
+    def add(self, mark: _Mark, begin: int, end: int) -> None:
+        self.kinds.append(mark.kind)
+        self.causes.append(self.table.setdefault(mark.cause, len(self.table)))
+        self.minibatches.append(mark.minibatch)
+        self.microbatches.append(mark.microbatch)
+        self.begins.append(begin)
+        self.ends.append(end)
+
+    def stretch(self, begin: int, end: int, true_end: int) -> None:
+        """Move times so that `begin` stays and `end` becomes `true_end`: for a clock that drifts steadily."""
+        length, drift = max(end - begin, 1), true_end - end
+        for times in (self.begins, self.ends):
+            for i, time in enumerate(times):
+                times[i] = time + drift * (time - begin) // length
+
+
+class _CudaClock:
+    """Marks in the device's stream, read in the time of `perf_counter_ns` once the device has passed them.
+
+    The device's clock is set by `perf_counter_ns` once, at the beginning; `end` tells by how much it has drifted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: deque[tuple[torch.cuda.Event, _Mark | None]] = deque()
+        self._free: list[torch.cuda.Event] = []
+        torch.cuda.synchronize(device)
+        self._base = self._event()
+        self._base.record()
+        self._base.synchronize()
+        self._base_ns = perf_counter_ns()
+
+    def record(self, mark: _Mark | None) -> None:
+        event = self._event()
+        event.record()
+        self._pending.append((event, mark))
+
+    def end(self) -> tuple[int, int]:
+        """Wait for the device; one moment by its clock and by `perf_counter_ns`. All marks have passed."""
+        torch.cuda.synchronize(self._device)
+        event = self._event()
+        event.record()
+        event.synchronize()
+        now = perf_counter_ns()
+        return self._time(event), now
+
+    def passed(self) -> Iterator[tuple[int, _Mark | None]]:
+        while self._pending and self._pending[0][0].query():
+            event, mark = self._pending.popleft()
+            now = self._time(event)
+            if now - self._base_ns > _REBASE:
+                self._base, self._base_ns, event = event, now, self._base
+            self._free.append(event)
+            yield now, mark
+
+    def _time(self, event: torch.cuda.Event) -> int:
+        return self._base_ns + round(1e6 * self._base.elapsed_time(event))
+
+    def _event(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,130 @@
+"""A build on disk: how its directory is written, and whether what is read back can be trusted. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import fxpipe
+from fxpipe.errors import BuildError
+from fxpipe.files import check_creatable
+from fxpipe.plan.spec import Plan
+
+PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
+PROFILE, PROGRAM = "profile.json", "program.json"
+_OWN = re.compile(
+    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|evaluate_\d+(_\d+)?\.py|"
+    r"engines|__pycache__"
+)
+
+
+def read_plan(folder: str | Path) -> Plan:
+    """The plan of a build directory, of which nothing else is looked at.
+
+    Raises:
+        BuildError: there is none, or it was changed, or is of another version.
+    """
+    folder = Path(folder)
+    if not (folder / PLAN).is_file():
+        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
+    text = (folder / PLAN).read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 fails the digest
+    return Plan.from_json(text, str(folder / PLAN))
+
+
+def _again(folder: Path) -> str:
+    return f"compile the model again: fxpipe compile MODEL -o {folder}"
+
+
+def load_plan(folder: str | Path) -> Plan:
+    """The plan of a build directory, once all its files are there and its weights are the ones that were written.
+
+    Raises:
+        BuildError: a file is missing or was changed (stages may be), or the build is of another version.
+    """
+    folder = Path(folder)
+    plan = read_plan(folder)
+    again = _again(folder)
+    if plan.fxpipe != fxpipe.__version__:
+        raise BuildError(
+            f"the build was made by fxpipe {plan.fxpipe}, this is {fxpipe.__version__}", where=str(folder), hint=again
+        )
+    missing = [f for f in (*(s.file for s in plan.code), plan.weights_file) if not (folder / f).is_file()]
+    if missing:
+        raise BuildError(f"the build is incomplete: {', '.join(missing)} missing", where=str(folder), hint=again)
+    with open(folder / plan.weights_file, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != plan.weights_digest:
+        raise BuildError(f"{plan.weights_file} was changed after it was written", where=str(folder), hint=again)
+    return plan
+
+
+def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) -> Path | None:
+    """The user's file: the one given, else the one the plan names; None for a build made from objects."""
+    if given is not None:
+        return Path(given)
+    return None if plan.model_file is None else Path(os.path.normpath(Path(folder) / plan.model_file))
+
+
+def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
+    """What became of the model file, and of the files it imports, since: `gpt.py changed`, `data.py is gone`."""
+    path = model_path(plan, folder, given)
+    if path is None:
+        return []
+    root = path.resolve().parent
+    changed = []
+    own = Path(plan.model_file).name if plan.model_file else path.name
+    for name, digest in plan.sources.items():
+        file = path if name == own else root / name
+        if not file.is_file():
+            changed.append(f"{name} is gone")
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            changed.append(f"{name} changed")
+    return changed
+
+
+def check_current(plan: Plan, folder: str | Path, given: str | Path | None = None) -> None:
+    """Refuse a build whose model file, or a file it imports, has changed since.
+
+    Raises:
+        BuildError: names every file that changed or is gone.
+    """
+    path = model_path(plan, folder, given)
+    changed = stale_sources(plan, folder, given)
+    if path is not None and changed:
+        raise BuildError(
+            f"the build is stale: since it was compiled, {', '.join(changed)}",
+            where=str(folder),
+            hint=f"compile it again: fxpipe compile {path} -o {folder}, with the options that stage_0.py begins with"
+            if path.is_file()
+            else "give the model file with --model PATH, or compile again",
+        )
+
+
+def check_target(folder: Path) -> None:
+    """Refuse, before any work is done, a folder that a build could not be written to.
+
+    Raises:
+        BuildError: it holds something that is not a build, or a build and files beside it, or cannot be created.
+    """
+    if folder.exists() and not (folder / PLAN).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BuildError(f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it yourself")
+    if folder.is_dir():
+        foreign = sorted(entry.name for entry in folder.iterdir() if not _OWN.fullmatch(entry.name))
+        if foreign:
+            raise BuildError(
+                f"{folder} is a build, but it holds {', '.join(foreign[:5])} as well, which a new build would delete",
+                hint="move that out of the build, or choose another -o",
+            )
+    check_creatable(folder.resolve().parent, folder, "-o")
+
+
+def check_output(folder: str | Path | None) -> None:
+    """Refuse, before any work is done, an output folder that a run could not write to.
+
+    Raises:
+        BuildError: it cannot be created or written.
+    """
+    if folder is not None:
+        check_creatable(Path(folder).resolve(), Path(folder), "--out")

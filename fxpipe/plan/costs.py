@@ -1,0 +1,125 @@
+"""What a build costs, in records that `costs.json` keeps: workers, stages, edges, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.plan.spec import Phase
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """One worker. Times are milliseconds a microbatch, as `cost` has them.
+
+    Attributes:
+        backward_ms: without what makes weight gradients alone: that is `weight_ms`, of the units `weight_units`.
+        update_ms: of one minibatch.
+        begins: the module paths where its forward and its backward begin.
+        bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
+        owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
+        saved_bytes: what forward keeps for backward, once for each microbatch in flight.
+        memory_bytes: weights, their gradients, replicas, and the saved values of all microbatches in flight. What the
+            optimizer keeps, temporaries and message buffers come on top.
+    """
+
+    rank: int
+    forward_units: tuple[int, int]
+    backward_units: tuple[int, int]
+    weight_units: tuple[int, int]
+    begins: tuple[str, str]
+    forward_ms: float
+    backward_ms: float
+    weight_ms: float
+    update_ms: float
+    owned: int
+    owned_bytes: int
+    replicas: int
+    replica_bytes: int
+    bytes_in: int
+    bytes_out: int
+    saved_bytes: int
+    in_flight: int
+    memory_bytes: int
+
+    @staticmethod
+    def from_row(row: dict[str, Any]) -> WorkerSummary:
+        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+        }
+        return WorkerSummary(**fields)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One worker's times, in seconds.
+
+    Attributes:
+        forward, backward: of one microbatch: the mean over a minibatch's, the lower quartile over minibatches, since
+            what else the machine does only ever adds. Of many microbatches some stand for all: the first, which also
+            predicts weights and begins the sum of gradients, and some of the others.
+        update: once a minibatch, behind its last backward: kept copies, the optimizer's step, replicas packed.
+        nodes: the sums of the node costs of its forward and its backward, where the build has them.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    nodes: tuple[float, float] | None = None
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> StageTime:
+        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
+        return StageTime(row["forward"], row["backward"], row["update"], row["nodes"] and tuple(row["nodes"]))
+
+    @property
+    def correction(self) -> float | None:
+        """Forward and backward as measured, over the sum of their node costs; None where these are not known."""
+        if self.nodes is None or not sum(self.nodes):
+            return None
+        return (self.forward + self.backward) / sum(self.nodes)
+
+
+@dataclass(frozen=True)
+class EdgeTiming:
+    """One edge of the plan.
+
+    Attributes:
+        made: the share of its source's F or B, by time, that is over when the value is sent.
+        needed: the share of its destination's F or B that is over when the value is waited for.
+    """
+
+    name: str
+    made: float
+    needed: float
+
+
+@dataclass(frozen=True)
+class EngineTime:
+    """One part of a stage on one engine.
+
+    Attributes:
+        seconds: of one call, the median; None where the engine is left out.
+        ratio: over eager's time, the median of the rounds' ratios.
+        error: largest relative error against the emitted code.
+        build: seconds to make it ready.
+        reason: why the engine is left out.
+        chosen: whether the plan takes it.
+    """
+
+    worker: int
+    phase: Phase
+    engine: str
+    seconds: float | None = None
+    ratio: float | None = None
+    error: float | None = None
+    build: float = 0.0
+    reason: str = ""
+    chosen: bool = False
+
+    @property
+    def part(self) -> str:
+        """`stage_0.forward`."""
+        return f"stage_{self.worker}.{'forward' if self.phase == 'F' else 'backward'}"

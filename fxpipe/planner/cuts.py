@@ -1,0 +1,66 @@
+"""The cuts: which worker runs which units, forward, backward and weight gradients apart."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from fxpipe.errors import CutError
+from fxpipe.plan.spec import Phase
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The cuts: stage k runs F of units [forward[k], forward[k+1]), and so B by `backward` and W by `weights`.
+
+    W are the backward's nodes that make weight gradients alone; an empty `weights` is the same as `backward`. Each
+    starts with 0, never falls, and ends with the number of units; a stage with [n, n) does nothing of that kind.
+
+    Attributes:
+        recompute: (worker, first, end): that worker's backward computes forward units [first, end) again from what
+            enters them, instead of receiving what they saved. Units whose forward is its own are not meant.
+
+    Raises:
+        CutError: they are not so, or W of a unit lies on a later worker than its B. A worker's W runs inside its B
+            action, and B actions run from the last worker to the first: W would come before the gradient it reads.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weights: tuple[int, ...] = ()
+    recompute: tuple[tuple[int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            object.__setattr__(self, "weights", self.backward)
+        count = self.forward[-1] if self.forward else 0
+        for name, cuts in (("forward", self.forward), ("backward", self.backward), ("weights", self.weights)):
+            if len(cuts) < 2 or len(cuts) != len(self.forward):
+                raise CutError(f"{name} cuts {cuts}: every kind needs one position more than there are workers")
+            if cuts[0] != 0 or cuts[-1] != count or list(cuts) != sorted(cuts):
+                raise CutError(f"{name} cuts {cuts} must start with 0, never fall, and end with {count} units")
+        for k, (backward, weights) in enumerate(zip(self.backward, self.weights, strict=True)):
+            if weights < backward:
+                raise CutError(
+                    f"weight gradients of unit {weights} lie on worker {k}, behind their backward on worker {k - 1}",
+                    hint="a cut of weight gradients stands at the backward's or at a later unit",
+                )
+        for worker, first, end in self.recompute:
+            if not (0 <= worker < self.workers and 0 <= first <= end <= count):
+                raise CutError(
+                    f"units {first} to {end - 1} cannot be recomputed on worker {worker}: there are {self.workers} "
+                    f"workers and {count} units"
+                )
+
+    @property
+    def workers(self) -> int:
+        return len(self.forward) - 1
+
+    def worker(self, phase: Phase, unit: int, weight: bool = False) -> int:
+        """The worker of a unit's forward or backward; of what makes weight gradients alone, with `weight`."""
+        bounds = self.forward if phase == "F" else self.weights if weight else self.backward
+        return bisect_right(bounds, unit) - 1
+
+    def recomputes(self, worker: int, unit: int) -> bool:
+        """Whether that worker's backward is to compute the unit's forward again."""
+        return any(w == worker and first <= unit < end for w, first, end in self.recompute)

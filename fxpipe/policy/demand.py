@@ -1,0 +1,196 @@
+"""Which weights every action reads, and therefore what every owner sends: pure functions of plan, schedule and policy.
+
+Both ends of a weight edge compute the same messages from here, so that nothing about weights is ever negotiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxpipe.errors import PolicyError
+from fxpipe.plan.spec import ParameterSpec, Phase, Plan
+from fxpipe.policy.base import Policy
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.versions import Versions
+
+PHASES: tuple[Phase, Phase] = ("F", "B")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one phase of a worker reads of one owner's trained parameters, all at the same lags.
+
+    Attributes:
+        lags: by microbatch: an action of minibatch m reads version max(start, m − lag).
+        past: own weights, of which some action reads a version that is over by then: copies are kept.
+        names: the parameters.
+        positions: their places in the `weights` argument.
+    """
+
+    phase: Phase
+    owner: int
+    lags: tuple[int, ...]
+    past: bool
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Weights of one version, predicted `ahead` updates, for one reader.
+
+    Attributes:
+        uses: how many actions of each phase read it.
+        by_phase: the names that actions of each phase read; the same wherever the run ends.
+    """
+
+    version: int
+    ahead: int
+    uses: dict[Phase, int]
+    by_phase: dict[Phase, tuple[str, ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys(name for names in self.by_phase.values() for name in names))
+
+
+class Demand:
+    """The weights that every worker reads under a schedule and a policy.
+
+    With a policy whose backward keeps the weights of its forward, B reads the version that F saw: on its own
+    worker, or, where B's worker has no forward of that parameter, on the nearest worker that has.
+
+    Raises:
+        PolicyError: the policy asks for a version that does not exist yet.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, policy: Policy) -> None:
+        self.plan = plan
+        self.schedule = schedule
+        self.policy = policy
+        self.versions = Versions(schedule)
+        self.parameters: dict[str, ParameterSpec] = {n: p for p in plan.parameters for n in p.names}
+        self._forwards: dict[str, list[int]] = {}
+        for worker, stage in enumerate(plan.stages):
+            for name in dict.fromkeys(self.parameters[n].name for n in stage.forward.weights):
+                self._forwards.setdefault(name, []).append(worker)
+        self._readings = {(w, ph): self._group(w, ph) for w in range(plan.workers) for ph in PHASES}
+
+    def readings(self, worker: int, phase: Phase) -> tuple[Reading, ...]:
+        """Everything trained that `worker` reads in `phase`, by owner and lag."""
+        return self._readings[worker, phase]
+
+    def readers(self, owner: int) -> tuple[int, ...]:
+        """The other workers that hold replicas of `owner`'s trained parameters."""
+        return tuple(
+            worker
+            for worker in range(self.plan.workers)
+            if worker != owner and any(r.owner == owner for ph in PHASES for r in self.readings(worker, ph))
+        )
+
+    def delays(self, owner: int) -> dict[str, int]:
+        """How many updates old the gradients of `owner`'s parameters are, in steady state; the greatest for each."""
+        found: dict[str, int] = {}
+        for worker in range(self.plan.workers):
+            for reading in (r for r in self.readings(worker, "F") if r.owner == owner):
+                for name in reading.names:
+                    found[name] = max(found.get(name, 0), *reading.lags)
+        return found
+
+    def version(self, reading: Reading, action: Action, start: int) -> int:
+        """How many updates the weights have had that an action reads."""
+        return max(start, action.minibatch - reading.lags[action.microbatch])
+
+    def ahead(self, reading: Reading, action: Action, version: int) -> int:
+        """How many updates past `version` the policy predicts for it.
+
+        Raises:
+            PolicyError: the policy's answer makes no sense.
+        """
+        if action.phase == "B" and self.policy.keeps_forward:
+            action = Action("F", action.minibatch, action.microbatch)
+        ahead = self.policy.ahead(action, version, reading.owner, self.schedule)
+        if ahead < 0 or (ahead and not self.policy.predicts):
+            raise PolicyError(
+                f"policy '{self.policy}' wants version {version} of worker {reading.owner}'s weights predicted "
+                f"{ahead} updates ahead for {action}",
+                hint="ahead() must not be below 0, and above it only where the class says `predicts = True`",
+            )
+        return ahead
+
+    def messages(self, owner: int, reader: int, version: int, start: int, stop: int | None) -> list[Message]:
+        """What `reader` needs of `owner`'s `version`: one message for each prediction distance, in rising order.
+
+        Args:
+            start: the minibatch the pipeline began with; its version serves all minibatches of the warm-up.
+            stop: the first minibatch that never comes; None while there is no end in sight.
+
+        With `reader == owner`: what its own actions read of `version`, in place while it lives.
+        """
+        uses: dict[int, dict[Phase, int]] = {}
+        names: dict[int, dict[Phase, dict[str, None]]] = {}
+        for reading in (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner):
+            for action in self._reads(reading, version, start):
+                ahead, phase = self.ahead(reading, action, version), reading.phase
+                names.setdefault(ahead, {}).setdefault(phase, {}).update(dict.fromkeys(reading.names))
+                if stop is None or action.minibatch < stop:
+                    of_phase = uses.setdefault(ahead, {})
+                    of_phase[phase] = of_phase.get(phase, 0) + 1
+        return [
+            Message(version, ahead, uses[ahead], {phase: tuple(found) for phase, found in names[ahead].items()})
+            for ahead in sorted(uses)
+        ]
+
+    def _reads(self, reading: Reading, version: int, start: int) -> Iterator[Action]:
+        """The actions that read `version`, in a run without an end."""
+        for microbatch, lag in enumerate(reading.lags):
+            for minibatch in range(start if version == start else version + lag, version + lag + 1):
+                yield Action(reading.phase, minibatch, microbatch)
+
+    def _group(self, worker: int, phase: Phase) -> tuple[Reading, ...]:
+        places: dict[tuple[int, int | None], list[tuple[str, int]]] = {}
+        for position, name in enumerate(self._weights(worker, phase)):
+            parameter = self.parameters[name]
+            if parameter.trained:
+                where = parameter.owner, self._forward_of(parameter, worker, phase)
+                places.setdefault(where, []).append((parameter.name, position))
+        groups: dict[tuple[int, tuple[int, ...]], list[tuple[str, int]]] = {}
+        for (owner, forward), members in places.items():
+            groups.setdefault((owner, self._lags(worker, phase, owner, forward)), []).extend(members)
+        readings: list[Reading] = []
+        for (owner, lags), members in sorted(groups.items()):
+            newest = [self.versions.lag(phase, worker, owner, j) for j in range(len(lags))]
+            past = owner == worker and any(lag > least for lag, least in zip(lags, newest, strict=True))
+            members = sorted(members, key=lambda member: member[1])
+            names, positions = zip(*members, strict=True)
+            readings.append(Reading(phase, owner, lags, past, names, positions))
+        return tuple(readings)
+
+    def _lags(self, worker: int, phase: Phase, owner: int, forward: int | None) -> tuple[int, ...]:
+        lags: list[int] = []
+        for microbatch in range(self.schedule.microbatches):
+            least = self.versions.lag(phase, worker, owner, microbatch)
+            read: tuple[Phase, int] = (phase, worker) if forward is None else ("F", forward)
+            lag = self.policy.lag(self.versions, read[0], microbatch, read[1], owner)
+            if lag < least:
+                raise PolicyError(
+                    f"policy '{self.policy}' wants {phase} on worker {worker} to read worker {owner}'s weights "
+                    f"{lag} updates behind, where {least} is the least with schedule '{self.schedule.name}'",
+                    hint="lag() must not be below newest.lag()",
+                )
+            lags.append(lag)
+        return tuple(lags)
+
+    def _forward_of(self, parameter: ParameterSpec, worker: int, phase: Phase) -> int | None:
+        """Whose forward's weights a backward reads again; None if it has weights of its own."""
+        if phase == "F" or not self.policy.keeps_forward:
+            return None
+        forwards = self._forwards.get(parameter.name, ())
+        return min(forwards, key=lambda w: (abs(w - worker), w), default=None)
+
+    def _weights(self, worker: int, phase: Phase) -> tuple[str, ...]:
+        stage = self.plan.stages[worker]
+        return stage.forward.weights if phase == "F" else stage.backward.weights

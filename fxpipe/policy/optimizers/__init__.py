@@ -1,0 +1,1 @@
+"""What policies know of optimizers: how weights are predicted and steps repaired."""

@@ -1,0 +1,179 @@
+"""Weights some updates ahead, along the direction the optimizer moved last."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import PolicyError
+from fxpipe.policy.optimizers.learning_rates import LearningRates
+from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
+
+
+class Predictor:
+    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − (the rates to come, summed)·(the direction).
+
+    What the direction is depends on the optimizer (`fxpipe.policy.optimizers.rules` has the table): momentum, Adam's
+    quotient, the last gradient, or, for an optimizer that is not known here, the last update itself. Each parameter
+    group has a rule of its own, chosen once; the options it needs, `lr` first, are read when predicting, so that a
+    scheduler may change any of them.
+
+    Nothing is changed in place: neither a live parameter nor the optimizer's state. A prediction lies in memory of
+    its own, taken from what `give_back` has returned: new memory for it in every step would cost more (page faults)
+    than the prediction itself.
+
+    Memory, besides the predictions: none where the optimizer holds momentum or moments; the last gradient, where
+    `keeps_gradients`; one copy of the weights for the last-update rule.
+
+    Args:
+        optimizer: holds the state that is read; it may load another one at any time.
+        parameters: what can be predicted, in the caller's order. One that is in no group is frozen.
+        weight_form: for every optimizer Ŵ = W + steps·(W_t − W_{t−1}), whatever the learning rate does.
+        decay: predict only what momentum still carries when all gradients to come are zero.
+        rates: the learning rates to come, where they are known. Otherwise the present one stands for all of them.
+
+    Attributes:
+        rules: the name of each parameter group's rule.
+        keeps_gradients: some rule needs `parameter.grad` after the step, unchanged until the next one.
+
+    Raises:
+        PolicyError: `decay` where there is no momentum that could decay.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        *,
+        weight_form: bool = False,
+        decay: bool = False,
+        rates: LearningRates | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = tuple(parameters)
+        self.weight_form = weight_form
+        self.decay = decay
+        self.rates = rates
+        groups = optimizer.param_groups
+        self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
+        self.rules = tuple(rule.name for rule in self._rules)
+        self.keeps_gradients = any(rule.gradient for rule in self._rules)
+        if decay:
+            self._refuse_decay()
+        # By number, since loading a state replaces the groups themselves.
+        self._group = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+        self._observed = [p for p in self.parameters if id(p) in self._group and self._rule(p) is LAST_UPDATE]
+        self._update: dict[int, Tensor] = {}  # last-update: W_t − W_{t−1} by parameter's id
+        self._used: list[float | None] = [None] * len(groups)  # last-update: the rate that made it, by group
+        self._spare: dict[int, list[Tensor]] = defaultdict(list)  # memory for predictions, by parameter's id
+
+    @torch.no_grad()
+    def predict(self, steps: int, subset: Sequence[int] | None = None) -> list[Tensor]:
+        """The parameters (those of these indices) `steps` updates ahead, in memory that nobody else reads.
+
+        With steps = 0, for a frozen parameter and before a parameter's first update: the live parameter
+        itself.
+        """
+        wanted = list(self.parameters if subset is None else (self.parameters[index] for index in subset))
+        if steps == 0:
+            return wanted
+        by_group: dict[int, list[int]] = defaultdict(list)
+        for place, parameter in enumerate(wanted):
+            if id(parameter) in self._group and self._has_direction(parameter):
+                by_group[self._group[id(parameter)]].append(place)
+        for number, places in by_group.items():
+            ahead = self._ahead(steps, number, [wanted[p] for p in places])
+            for place, predicted in zip(places, ahead, strict=True):
+                wanted[place] = predicted
+        return wanted
+
+    def give_back(self, predicted: Sequence[Tensor], subset: Sequence[int]) -> None:
+        """Nobody reads these results of `predict(steps, subset)` any more: their memory may be used again."""
+        for tensor, index in zip(predicted, subset, strict=True):
+            parameter = self.parameters[index]
+            if tensor is not parameter:
+                self._spare[id(parameter)].append(tensor)
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Call right before every `optimizer.step()`: the last-update rule keeps a copy of the weights."""
+        if self._observed:
+            if not self._update:
+                self._update = {id(p): torch.empty_like(p, requires_grad=False) for p in self._observed}
+            torch._foreach_copy_(self._last_updates(self._observed), self._observed)
+            self._used = [_rate(group) for group in self.optimizer.param_groups]
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Call once the weights have changed, before the rates do: the last-update rule turns its copy into the update.
+
+        That is right after every `optimizer.step()` and whatever else belongs to the update.
+        """
+        if self._observed:
+            updates = self._last_updates(self._observed)
+            torch._foreach_neg_(updates)
+            torch._foreach_add_(updates, self._observed)
+
+    def _memory(self, parameter: Tensor) -> Tensor:
+        spare = self._spare[id(parameter)]
+        return spare.pop() if spare else torch.empty_like(parameter, requires_grad=False)
+
+    def _last_updates(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [self._update[id(weight)] for weight in weights]
+
+    def _rule(self, parameter: Tensor) -> Rule:
+        return self._rules[self._group[id(parameter)]]
+
+    def _has_direction(self, parameter: Tensor) -> bool:
+        rule = self._rule(parameter)
+        if rule is LAST_UPDATE:
+            return id(parameter) in self._update
+        return rule.has_direction(parameter, self.optimizer.state.get(parameter, {}))
+
+    def _ahead(self, steps: int, number: int, weights: list[Tensor]) -> list[Tensor]:
+        out = [self._memory(weight) for weight in weights]
+        group, write = self.optimizer.param_groups[number], self._rules[number].write
+        if write is None:
+            add(out, weights, self._last_updates(weights), self._repeats(steps, number))
+        else:
+            states = [self.optimizer.state.get(weight, {}) for weight in weights]
+            write(Look(out, weights, states, group, self._to_come(steps, number, float(group["lr"])), self.decay))
+        return out
+
+    def _to_come(self, steps: int, number: int, present: float) -> Sequence[float]:
+        """The rates of the next updates; the present one for all of them where no more is known."""
+        known = self.rates.reach(number, steps) if self.rates else None
+        return [present] * steps if known is None else known
+
+    def _repeats(self, steps: int, number: int) -> float:
+        """How many times the last update fits into the next ones: more than `steps` where the rate grows."""
+        present, used = _rate(self.optimizer.param_groups[number]), self._used[number]
+        if self.weight_form or not present or not used:
+            return steps
+        return math.fsum(rate / used for rate in self._to_come(steps, number, present))
+
+    def _refuse_decay(self) -> None:
+        for number, rule in enumerate(self._rules):
+            if rule.momentum:
+                continue
+            kind, where = type(self.optimizer).__name__, f" in parameter group {number}" if len(self._rules) > 1 else ""
+            if self.weight_form:
+                what, hint = "the weight form of prediction has no momentum to decay", "leave out +decay"
+            elif rule is LAST_UPDATE:
+                what = f"decay needs momentum, and that of {kind}{where} is not known"
+                hint = "take SGD or RMSprop with momentum, Adam or AdamW (no subclass of them), or leave out +decay"
+            else:
+                what = f"decay needs momentum, and {kind}{where} has none"
+                hint = "take SGD or RMSprop with momentum > 0, Adam or AdamW, or leave out +decay"
+            raise PolicyError(what, hint=hint)
+
+
+def _rate(group: dict[str, Any]) -> float | None:
+    """The learning rate of a group; an optimizer that is not torch's need not have one."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)

@@ -1,0 +1,35 @@
+"""How a plan is run: its schedule and its policy, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe import policy as policies
+from fxpipe import schedule as schedules
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.base import Policy
+from fxpipe.policy.demand import Demand
+from fxpipe.schedule.base import Schedule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a plan is run: the schedule, the policy, and what follows from them for the weights."""
+
+    schedule: Schedule
+    policy: Policy
+    demand: Demand
+
+
+def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None = None) -> Recipe:
+    """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
+
+    Raises:
+        ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+    """
+    made = schedules.make(schedule or plan.schedule, plan.workers, plan.microbatches)
+    if policy is None:
+        policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
+    chosen = policies.make(policy) if isinstance(policy, str) else policy
+    chosen.check(made)
+    return Recipe(made, chosen, Demand(plan, made, chosen))

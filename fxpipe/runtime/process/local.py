@@ -1,0 +1,390 @@
+"""All workers of a pipeline in one process: for debugging, studies of many workers, and a single device.
+
+Gives the same bits as the distributed run: the same actions, versions, seeds and memory layouts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.observe.record import OnEvaluation, OnStep
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.policy.base import Policy
+from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.runtime.wires.local_evaluation import LocalEvaluation
+from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.worker.assembly import open_worker, watch_staleness
+from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.final_weights import buffer_worker
+from fxpipe.runtime.worker.hooks import check_evaluation
+from fxpipe.runtime.worker.initial_weights import Start
+from fxpipe.schedule.action import Action
+from fxpipe.task.batch import Splitter
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, default_optimizer
+
+if TYPE_CHECKING:
+    from fxpipe.build.build import Build
+
+
+class LocalPipeline:
+    """Trains a build step by step in this process.
+
+        pipeline = LocalPipeline("build/", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+        for batch in data:
+            loss = pipeline.step(batch)
+        pipeline.flush()
+        model.load_state_dict(pipeline.state_dict())
+
+    Args:
+        folder: a build directory.
+        optimizer: called once for each worker that trains, with its (name, parameter) pairs.
+        lr_scheduler: called with each optimizer; may return None.
+        schedule, policy: names; by default the plan's.
+        seed: of the random numbers in the stages. The process's own random state is left alone.
+        keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
+        report: called when worker 0 ends a minibatch (see `fxpipe.observe.record.OnStep`).
+        clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
+        log_staleness: compare the weights that forwards use with those that their updates meet; see `staleness()`.
+        backend: the engine of all stages: 'eager', 'onnxruntime', 'inductor'; those of the plan where None or 'auto'.
+        start: where the first weights come from; from the build where None.
+
+    Raises:
+        BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `choose`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: MakeOptimizer,
+        lr_scheduler: MakeScheduler | None = None,
+        schedule: str | None = None,
+        policy: str | Policy | None = None,
+        seed: int = 0,
+        report: OnStep | None = None,
+        keep_gradients: bool = True,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
+        backend: str | None = None,
+        start: Start | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.plan = read_plan(folder)
+        self.recipe: Recipe = choose(self.plan, schedule, policy)
+        self.device = torch.device(self.plan.device)
+        self.report = report
+        self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches, self.device)
+        self._mailbox = Mailbox(self.plan)
+        self._synchronous = self.recipe.schedule.synchronous
+        self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
+        self.executors: list[Executor] = [
+            open_worker(
+                self.plan,
+                folder,
+                w,
+                self.recipe,
+                transport,
+                optimizer,
+                lr_scheduler,
+                seed,
+                self.device,
+                keep_gradients=keep_gradients and self._synchronous,
+                clip_norm=clip_norm,
+                backend=backend,
+                start=start,
+            )
+            for w, transport in enumerate(self.transports)
+        ]
+        if log_staleness:
+            for executor in self.executors:
+                watch_staleness(executor.store, None)
+        self.fed = 0
+        self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
+        self._rows: list[Iterator[Action]] = []
+        self._broken = False
+        self._seed = seed
+        self._evaluation: LocalEvaluation | None = None
+        self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
+        self._evaluated = 0  # the newest version that was due and is evaluated
+        self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    @staticmethod
+    def of(
+        build: Build,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        schedule: str | None = None,
+        policy: str | Policy | None = None,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        log_staleness: bool = False,
+        backend: str | None = None,
+        start: Start | None = None,
+    ) -> LocalPipeline:
+        """A pipeline of a build in memory or on disk; `optimizer` defaults to SGD(lr=0.01, momentum=0.9).
+
+        The stages of a build in memory are written to a temporary folder, where a debugger finds them; it
+        goes with the pipeline.
+        """
+        temporary = None
+        folder = build.folder
+        if folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
+            folder = Path(temporary.name) / "build"
+            build.save(folder)
+        pipeline = LocalPipeline(
+            folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed,
+            clip_norm=clip_norm, log_staleness=log_staleness, backend=backend, start=start,
+        )  # fmt: skip
+        pipeline._temporary = temporary
+        return pipeline
+
+    @property
+    def edited(self) -> list[Path]:
+        """Stage files that were changed since they were emitted."""
+        return [e.stage.path for e in self.executors if e.stage.edited]
+
+    def step(self, batch: Any) -> Tensor:
+        """Feed one minibatch and run every action that can run; its loss (a detached float32 scalar).
+
+        Synchronous schedules have then made the update; `async` may still hold backwards of it, and of
+        minibatches before it, until later steps or `flush`.
+
+        Raises:
+            BatchError: the batch does not fit the build.
+            RunError: a stage failed.
+        """
+        self._whole()
+        if not self._rows:
+            self._begin()
+        minibatch = self.fed
+        for microbatch, leaves in enumerate(self._split(batch, minibatch)):
+            self._leaves[minibatch, microbatch] = leaves
+        self.fed += 1
+        self._pump()
+        found, loss = self._newest
+        if found != minibatch:
+            raise self._stuck()
+        return loss
+
+    def flush(self) -> None:
+        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
+        self._whole()
+        if not self._in_flight:
+            return
+        self._ending = True
+        for executor in self.executors:
+            executor.store.end(self.fed)
+        self._pump()
+        if self._in_flight:
+            raise self._stuck()
+        self._mailbox.letters.clear()
+        self._rows = []
+
+    def run(self, batches: Iterable[Any]) -> list[float]:
+        """A step for every batch, then a flush; the losses."""
+        losses = [self.step(batch) for batch in batches]
+        self.flush()
+        return [float(loss) for loss in losses]
+
+    def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
+        """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
+
+        Raises:
+            RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
+            BatchError: a batch is of no shape that the build was compiled for.
+            TaskError: there is no batch.
+        """
+        self._whole()
+        self._settled("evaluate")
+        check_evaluation(self.plan, "evaluate()")
+        if isinstance(batches, EvaluationData):
+            return self._evaluate(batches, self.fed)
+        given = batches
+        return self._evaluate(EvaluationData(self.plan, lambda: given, self._seed), self.fed)
+
+    def evaluate_while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
+        """From now on, evaluate after so many steps as are `due`, and `report` it.
+
+        Workers may be ahead by then: the weights that they had are kept until the last one has come so far.
+        """
+        self._while_training = (data, report)
+        for executor in self.executors:
+            executor.evaluates = due
+
+    @property
+    def evaluation(self) -> LocalEvaluation:
+        """What evaluates, loaded when it is first asked for."""
+        if self._evaluation is None:
+            self._evaluation = LocalEvaluation(self.plan, self.folder, self._seed)
+        return self._evaluation
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all parameters and persistent buffers, under every name the model has for them.
+
+        Raises:
+            RunError: minibatches are in flight, so that workers are at different versions.
+        """
+        self._settled("state_dict")
+        found: dict[str, Tensor] = {}
+        for parameter in self.plan.parameters:
+            value = self.executors[parameter.owner].store.parameters[parameter.name].detach().clone()
+            found |= dict.fromkeys(parameter.names, value)
+        for buffer in self.plan.buffers:
+            if buffer.persistent:
+                worker = buffer_worker(buffer)
+                value = self.executors[worker].buffers[buffer.name].clone()
+                found |= dict.fromkeys(buffer.names, value)
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradient of the last step for every trained parameter, under its first name.
+
+        Raises:
+            RunError: the schedule is asynchronous, where no one moment has all gradients.
+        """
+        if not self._synchronous:
+            raise RunError(
+                f"schedule '{self.recipe.schedule.name}' has no moment at which all gradients of one step exist",
+                hint="use schedule='1f1b' or 'gpipe' to look at gradients",
+            )
+        return {name: g for e in self.executors for name, g in e.store.gradients().items()}
+
+    def staleness(self) -> list[dict[str, Any]]:
+        """The means over the run by worker and parameter group (needs `log_staleness`; see `StalenessLog`)."""
+        logs = [executor.store.staleness for executor in self.executors]
+        return [{"worker": log.worker, **row} for log in logs if log is not None for row in log.summary()]
+
+    def _begin(self) -> None:
+        self._ending = False
+        schedule = self.recipe.schedule
+        self._rows = [schedule.actions(w, self.fed) for w in range(self.plan.workers)]
+        self._next = [next(row) for row in self._rows]
+        for executor in self.executors:
+            executor.reset()
+            executor.store.begin(self.fed)
+
+    @property
+    def _in_flight(self) -> bool:
+        return any(e.store.version < self.fed for e in self.executors)
+
+    def _pump(self) -> None:
+        """Let the workers act in turn, one action each, until none can."""
+        self._broken = True
+        with self._random_apart(any(p.random for s in self.plan.stages for p in (s.forward, s.backward))):
+            acted = True
+            while acted:
+                acted = False
+                for worker in range(self.plan.workers):
+                    acted |= self._act(worker)
+        self._broken = False
+
+    def _random_apart(self, random: bool) -> AbstractContextManager[None]:
+        """Leave the process's own random state alone."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=random)
+
+    def _act(self, worker: int) -> bool:
+        if self.executors[worker].unsettled is not None:
+            return self._settle(worker)
+        while self._ending and self._next[worker].minibatch >= self.fed:
+            if self.executors[worker].store.version == self.fed:
+                return False
+            self._next[worker] = next(self._rows[worker])
+        action = self._next[worker]
+        if not self._ready(worker, action):
+            return False
+        key = (action.minibatch, action.microbatch)
+        leaves = self._leaves.pop(key) if worker == 0 and action.phase == "F" else None
+        executor = self.executors[worker]
+        self._keep_evaluated(worker, action)
+        lr = executor.store.updater.lr
+        loss = executor.execute(action, leaves)
+        if loss is not None:
+            self._losses[action.minibatch] = loss
+            self._newest = (action.minibatch, loss)
+        self._next[worker] = next(self._rows[worker])
+        if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
+            reported = self._losses.pop(action.minibatch)
+            if self.report:
+                self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
+        self._evaluate_due()
+        return True
+
+    def _settle(self, worker: int) -> bool:
+        """Make the update that waits for other workers, if they have said what it waits for."""
+        executor = self.executors[worker]
+        if not executor.can_settle:
+            return False
+        executor.settle()
+        self._evaluate_due()
+        return True
+
+    def _keep_evaluated(self, worker: int, action: Action) -> None:
+        """Copy the weights that the action's update changes, if they have yet to be evaluated."""
+        executor = self.executors[worker]
+        version = executor.store.version
+        updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
+        if updates and version > self._evaluated and executor.evaluates(version):
+            trained = executor.store.trained
+            state = executor.state(version)
+            self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}
+
+    def _evaluate_due(self) -> None:
+        """Evaluate, once all workers have come to a version that is due."""
+        version = min(executor.store.version for executor in self.executors)
+        if self._while_training is None or version <= self._evaluated or not self.executors[0].evaluates(version):
+            return
+        self._evaluated = version
+        data, report = self._while_training
+        for executor in self.executors:
+            executor.watch.open("evaluate")
+        begin = perf_counter()
+        metrics = self._evaluate(data, version)
+        for executor in self.executors:
+            executor.watch.close()
+        report(version, metrics, perf_counter() - begin)
+
+    def _evaluate(self, data: EvaluationData, version: int) -> dict[str, float]:
+        states = [self._state(worker, version) for worker in range(self.plan.workers)]
+        return self.evaluation.run(data, states)
+
+    def _state(self, worker: int, version: int) -> dict[str, Tensor]:
+        passed = (worker, version) in self._passed
+        return self._passed.pop((worker, version)) if passed else self.executors[worker].state(version)
+
+    def _ready(self, worker: int, action: Action) -> bool:
+        if action.minibatch >= self.fed:
+            return False
+        edges, replicas = self.executors[worker].waits_for(action)
+        transport = self.transports[worker]
+        return all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges) and all(
+            transport.arrived_weights(*key) for key in replicas
+        )
+
+    def _whole(self) -> None:
+        if self._broken:
+            raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
+
+    def _settled(self, what: str) -> None:
+        if self._in_flight:
+            raise RunError(f"{what}() was asked for while minibatches are in flight", hint="call flush() first")
+
+    def _stuck(self) -> RunError:
+        waiting = ", ".join(f"worker {w} at {action}" for w, action in enumerate(self._next))
+        return RunError(
+            f"the pipeline stands still: {waiting}",
+            hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
+        )

@@ -1,0 +1,108 @@
+"""`fxpipe run --local`: the whole run in this process, with the same files and the same numbers as the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fxpipe.observe.live import LocalBoard
+from fxpipe.observe.progress import Progress, default_progress
+from fxpipe.observe.record import FINAL_WEIGHTS, Record, samples_of
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.wires.trace import WorkerTrace, write_trace
+from fxpipe.runtime.worker.assembly import watch_staleness
+from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluator import every
+from fxpipe.runtime.worker.feed import Feed, TrainingTask
+from fxpipe.runtime.worker.final_weights import held, write_final_weights
+from fxpipe.runtime.worker.hooks import (
+    evaluates,
+    start_of,
+    task_of,
+    warn_if_edited,
+    warn_of_staleness,
+    weights_are_safe,
+)
+from fxpipe.schedule.action import Action
+from fxpipe.threads import threads
+
+
+def run_local(
+    options: RunOptions, task: TrainingTask | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train a build with all its workers in this process; the summary (see `summarize_run`).
+
+    Args:
+        task: the user's hooks; by default the file that options or plan name.
+        progress: by default one that fits stderr, if `options.progress`.
+
+    Raises:
+        FxpipeError: whatever the user can mend.
+    """
+    plan = read_plan(options.build)
+    task = task or task_of(options, plan)
+    if progress is None and options.progress:
+        progress = default_progress()
+    evaluating = evaluates(plan, task, options.eval_every)
+    with threads(options.threads, plan.workers):
+        feed = Feed(task, options.seed)
+        total = feed.total(options.steps, options.epochs)
+        data = EvaluationData(plan, task.eval_data, options.seed, task) if evaluating else None
+        record = Record(options.out, samples_of(plan), total, progress, options.tensorboard)
+        try:
+            pipeline = LocalPipeline(
+                options.build, task.optimizer, task.lr_scheduler, options.schedule, options.policy,
+                options.seed, record.step, keep_gradients=False, clip_norm=options.clip_norm, backend=options.backend,
+                start=start_of(options, task),
+            )  # fmt: skip
+            executors = pipeline.executors
+            watches = [executor.watch for executor in executors]
+            for executor in executors:
+                warn_if_edited(executor.stage)
+                if options.log_staleness:
+                    watch_staleness(executor.store, options.out)
+                if options.trace:
+                    executor.watch.record()
+            if data is not None:
+                for evaluator in pipeline.evaluation.evaluators:
+                    for loaded in evaluator.loaded:
+                        warn_if_edited(loaded)
+                pipeline.evaluate_while_training(every(options.eval_every, total), data, record.evaluated)
+            warn_of_staleness(pipeline.recipe, executors[0])
+            for watch in watches:
+                watch.begin()
+            record.begin(LocalBoard(watches))
+            for step in range(total):
+                watches[0].at(Action("F", step))
+                watches[0].open("data")
+                batch = feed.next_batch()
+                watches[0].close()
+                pipeline.step(batch)
+            pipeline.flush()
+            for watch in watches:
+                watch.end()
+            if record.out is not None:
+                write_final_weights(Path(record.out) / FINAL_WEIGHTS, plan, lambda t: held(executors[t.worker], t))
+            rows = [worker_row(executor) for executor in executors]
+            recipe = pipeline.recipe
+            summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
+            if (path := options.trace) is not None:
+                traces = [WorkerTrace.of(watch) for watch in watches]
+                add_trace(
+                    summary, path, lambda: write_trace(path, plan, recipe, watches[0].elapsed, traces.__getitem__)
+                )
+            if data is not None:
+                begin = perf_counter()
+                with weights_are_safe(options.out):
+                    metrics = pipeline.evaluate(data)
+                evaluated_last(record, summary, metrics, perf_counter() - begin)
+            record.end(summary)
+        finally:
+            record.close()
+        return summary

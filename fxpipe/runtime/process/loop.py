@@ -1,0 +1,72 @@
+"""One process's way through its actions, with receives posted ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.observe.record import OnStep
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.wires.distributed import DistTransport
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.schedule.action import Action
+
+LOOKAHEAD = 4
+"""Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
+
+
+def train(
+    plan: Plan,
+    executor: Executor,
+    transport: DistTransport,
+    actions: Iterator[Action],
+    feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
+    report: OnStep | None = None,
+    between: Callable[[int], None] | None = None,
+) -> None:
+    """Run all actions of one worker.
+
+    Args:
+        feed: on worker 0, the microbatches of a minibatch.
+        report: on worker 0, called when it ends a minibatch (see `OnStep`).
+        between: called between actions, when an update that waited is made, with the number of updates made.
+    """
+    last = plan.microbatches - 1
+    window: deque[Action] = deque()
+    leaves: list[tuple[Any, ...]] = []
+    losses: dict[int, Tensor] = {}
+    first, remote_loss = executor.worker == 0, plan.loss_worker != 0
+    while True:
+        while len(window) <= LOOKAHEAD and (action := next(actions, None)) is not None:
+            executor.expect(action)
+            if first and remote_loss and action.phase == "B" and action.microbatch == last:
+                transport.expect_loss(action.minibatch)
+            window.append(action)
+        executor.settle()
+        if between is not None:
+            between(executor.store.version)
+        if not window:
+            return
+        action = window.popleft()
+        mine = None
+        if feed is not None and action.phase == "F":
+            if action.microbatch == 0:
+                executor.watch.at(action)
+                executor.watch.open("data")
+                leaves = feed(action.minibatch)[::-1]
+                executor.watch.close()
+            mine = leaves.pop()
+        updater = executor.store.updater
+        lr = updater.lr
+        loss = executor.execute(action, mine)
+        if loss is not None and not first:
+            transport.send_loss(loss)
+        elif loss is not None:
+            losses[action.minibatch] = loss
+        if first and action.phase == "B" and action.microbatch == last:
+            found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
+            if report is not None:
+                report(action.minibatch, float(found), lr, updater.norm)

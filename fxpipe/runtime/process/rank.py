@@ -1,0 +1,357 @@
+"""What one process of a distributed run does: `python -m fxpipe.runtime.process.rank OPTIONS`, or under torchrun."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.observe.live import StoreBoard
+from fxpipe.observe.progress import Progress, default_progress
+from fxpipe.observe.record import FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.watch import Cause
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import choose
+from fxpipe.random_state import seed_everything
+from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.loop import train
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.wires.clocks import Reading, read_offset
+from fxpipe.runtime.wires.distributed import DistTransport, Wires, channels_of, first_free_tag, peer_errors
+from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.wires.trace import WorkerTrace, receive_trace, send_trace, write_trace
+from fxpipe.runtime.worker.assembly import open_worker, watch_staleness
+from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluator import Evaluator, every
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.feed import Feed, TrainingTask
+from fxpipe.runtime.worker.final_weights import FinalTensor, final_tensors, held, write_final_weights
+from fxpipe.runtime.worker.hooks import (
+    evaluates,
+    start_of,
+    task_of,
+    warn_if_edited,
+    warn_of_staleness,
+    weights_are_safe,
+)
+from fxpipe.schedule import check
+from fxpipe.schedule.action import Action
+from fxpipe.task.batch import Splitter
+from fxpipe.threads import threads_for
+
+TIMEOUT = timedelta(minutes=30)
+LINGER = 3.0
+"""Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
+
+
+def join(
+    options: RunOptions, task: TrainingTask | None = None, progress: Progress | None = None
+) -> dict[str, Any] | None:
+    """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
+
+    Returns:
+        The summary (see `summarize_run`) on rank 0, None elsewhere.
+
+    Raises:
+        PeerLost: another worker stopped first; the caller exits quietly.
+        FxpipeError: the user's problem, on the worker where it showed.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise RunError(
+            "this process was not started by torchrun: it has no RANK and WORLD_SIZE",
+            hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
+        )
+    reuse_freed_memory()
+    plan = read_plan(options.build)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != plan.workers:
+        raise RunError(
+            f"the build has {plan.workers} workers, but {world} processes were started",
+            hint=f"start {plan.workers} processes in all, or compile with -n {world}",
+        )
+    task = task or task_of(options, plan)
+    if options.progress and progress is None and rank == 0:
+        progress = default_progress()
+    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    torch.set_num_threads(threads_for(options.threads, local_workers))
+    device = _device(plan.device, local_workers)
+    with peer_errors(rank):
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        return _Worker(options, plan, rank, task, device, progress).run()
+    except PeerLost:
+        time.sleep(LINGER)
+        raise
+    finally:
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+class _Worker:
+    """The state of one worker's run. It ends before the process group does: its threads use the group's store."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        plan: Plan,
+        rank: int,
+        task: TrainingTask,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
+        recipe = choose(plan, options.schedule, options.policy)
+        self.recipe = recipe
+        # The user's code first, the data before all of it: as in a local run.
+        self.feed = Feed(task, options.seed) if rank == 0 else None
+        if self.feed is None:
+            seed_everything(options.seed)
+        self.total = self._agree_total()
+        evaluating = evaluates(plan, task, options.eval_every)
+        self.backend = self._backend()
+        wires = Wires(rank, self.backend, channels_of(plan, recipe.demand), device)
+        in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
+        self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
+        self.executor: Executor = open_worker(
+            plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device,
+            clip_norm=options.clip_norm, backend=options.backend, start=start_of(options, task),
+        )  # fmt: skip
+        self.evaluation: DistributedEvaluation | None = None
+        self._evaluated = 0
+        self.record: Record | None = None
+        if evaluating:
+            evaluator = Evaluator(plan, rank, options.build, options.seed)
+            data = EvaluationData(plan, task.eval_data, options.seed, task) if rank == 0 else None
+            tag = first_free_tag(plan, recipe.demand)
+            self.evaluation = DistributedEvaluation(plan, evaluator, wires, tag, data)
+            self.executor.evaluates = every(options.eval_every, self.total)
+            self.executor.watch.refills = not recipe.schedule.synchronous
+        if options.log_staleness:
+            watch_staleness(self.executor.store, options.out)
+        if options.trace:
+            self.executor.watch.record()
+        self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
+
+    def run(self) -> dict[str, Any] | None:
+        """All actions, then the final weights, and last of all their evaluation: nothing is lost if that fails."""
+        options, plan = self.options, self.plan
+        warn_if_edited(self.executor.stage)
+        for loaded in self.evaluation.evaluator.loaded if self.evaluation is not None else ():
+            warn_if_edited(loaded)
+        if self.rank == 0:
+            self.record = Record(options.out, samples_of(plan), self.total, self.progress, options.tensorboard)
+            warn_of_staleness(self.recipe, self.executor)
+        record = self.record
+        try:
+            trace = self._train()
+            rows: list[Any] = [None] * plan.workers
+            with peer_errors(self.rank):
+                dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+            if options.out is not None:
+                self._final_weights(Path(options.out) / FINAL_WEIGHTS)
+            summary = None
+            if record is not None:
+                summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+            if options.trace is not None:
+                self._trace(options.trace, trace, summary)
+            if self.evaluation is not None:
+                begin = perf_counter()
+                with weights_are_safe(options.out):
+                    metrics = self.evaluation.run(self.executor.state(self.total))
+                if record is not None and summary is not None and metrics is not None:
+                    evaluated_last(record, summary, metrics, perf_counter() - begin)
+            if record is not None:
+                record.end(summary)
+        finally:
+            if record is not None:
+                record.close()
+        return summary
+
+    def _train(self) -> WorkerTrace:
+        watch, record = self.executor.watch, self.record
+        self.executor.store.begin(0, self.total)
+        board = StoreBoard(self.rank, self.plan.workers, watch)
+        before = self._clock()
+        with peer_errors(self.rank):
+            dist.barrier()
+        watch.begin()
+        try:
+            board.begin()
+            if record is not None:
+                record.begin(board)
+            actions = self.recipe.schedule.until(self.rank, self.total)
+            feed, report = (None, None) if record is None else (self._feed, record.step)
+            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due)
+            self.transport.finish()
+            watch.end()
+        finally:
+            board.end()
+        return WorkerTrace(watch.spans, before, self._clock())
+
+    def _evaluate_if_due(self, version: int) -> None:
+        """Evaluate between two actions, where a version is due that this worker has just reached."""
+        if self.evaluation is None or version == self._evaluated or not self.executor.evaluates(version):
+            return
+        self._evaluated = version
+        watch = self.executor.watch
+        watch.at(Action("B", version - 1))
+        if self.rank and self.recipe.schedule.synchronous:  # it would wait as long for the next minibatch
+            watch.open("wait", Cause("token", "evaluation", self.rank - 1))
+            self.evaluation.await_start()
+            watch.close()
+        begin = perf_counter()
+        watch.open("evaluate")
+        metrics = self.evaluation.run(self.executor.state(version))
+        watch.close()
+        if self.record is not None and metrics is not None:
+            self.record.evaluated(version, metrics, perf_counter() - begin)
+
+    def _clock(self) -> Reading:
+        """This process's clock against worker 0's; only a trace needs it."""
+        if self.options.trace is None:
+            return Reading(0, 0, 0)
+        with peer_errors(self.rank):
+            return read_offset(self.rank, self.plan.workers)
+
+    def _trace(self, path: str, own: WorkerTrace, summary: dict[str, Any] | None) -> None:
+        """Send what was recorded to worker 0, which writes it, or takes it from all workers even if it cannot."""
+        if summary is None:
+            with peer_errors(self.rank):
+                send_trace(own)
+            return
+        others = iter(range(1, self.plan.workers))
+
+        def fetch(worker: int) -> WorkerTrace:
+            if worker == 0:
+                return own
+            with peer_errors(self.rank):
+                return receive_trace(next(others))
+
+        seconds = self.executor.watch.elapsed
+        add_trace(summary, path, lambda: write_trace(path, self.plan, self.recipe, seconds, fetch))
+        for worker in others:
+            with peer_errors(self.rank):
+                receive_trace(worker)
+
+    def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
+        assert self.feed is not None
+        return self.split(self.feed.next_batch(), minibatch)
+
+    def _agree_total(self) -> int:
+        box: list[Any] = [None]
+        if self.feed is not None:
+            box[0] = self.feed.total(self.options.steps, self.options.epochs)
+        with peer_errors(self.rank):
+            dist.broadcast_object_list(box, 0)
+        return int(box[0])
+
+    def _backend(self) -> str:
+        """NCCL if every worker everywhere has a device of its own, else gloo."""
+        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.workers))
+        own = self.device.type == "cuda" and torch.cuda.device_count() >= local_workers
+        answers: list[Any] = [None] * self.plan.workers
+        with peer_errors(self.rank):
+            dist.all_gather_object(answers, own)
+        return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
+
+    def _final_weights(self, path: Path) -> None:
+        if self.rank == 0:
+            write_final_weights(path, self.plan, self._fetch)
+            return
+        for tensor in final_tensors(self.plan):
+            if tensor.worker == self.rank:
+                with peer_errors(self.rank):
+                    dist.send(held(self.executor, tensor).cpu().contiguous(), 0)
+
+    def _fetch(self, tensor: FinalTensor) -> torch.Tensor:
+        if tensor.worker == 0:
+            return held(self.executor, tensor)
+        value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
+        with peer_errors(self.rank):
+            dist.recv(value, tensor.worker)
+        return value
+
+
+def main(text: str) -> NoReturn:
+    """A worker under `launch`: its error or its summary is left in the exchange folder."""
+    options = RunOptions.from_json(text)
+    assert options.exchange is not None
+    exchange = Path(options.exchange)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; no traceback of ours
+    threading.Thread(target=_die_with, args=(os.getppid(), exchange), daemon=True).start()
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    rank = os.environ["RANK"]
+    try:
+        summary = join(options)
+    except FxpipeError as error:
+        said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
+        _leave(exchange, rank, {"kind": type(error).__name__, **said})
+    except Exception as error:
+        trace = traceback.format_exc()
+        _leave(exchange, rank, {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace})
+    else:
+        if summary is not None:
+            (exchange / "summary.json").write_text(json.dumps(summary))
+        end_process(0)
+    end_process(1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without tearing the interpreter down.
+
+    Threads of gloo may still hold Python objects: one that lets go of them while the interpreter ends takes the
+    process down with SIGABRT, and threads of a broken process group would be waited for.
+    """
+    if code == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave(exchange: Path, rank: str, error: dict[str, Any]) -> None:
+    path = exchange / f"{rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**error, "rank": int(rank), "time": time.time()}))
+    os.replace(temporary, path)
+
+
+def _die_with(parent: int, exchange: Path) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    shutil.rmtree(exchange, ignore_errors=True)  # nobody else is left to do it
+    os._exit(1)
+
+
+def _device(name: str, local_workers: int) -> torch.device:
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise RunError("the run wants CUDA, but torch sees no CUDA device", hint="compile the model with --device cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,217 @@
+"""`run.json`: what a run was, what it did and where its time went."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.build.costs import read_costs
+from fxpipe.errors import FxpipeError, PeerLost
+from fxpipe.observe.record import Record, samples_of
+from fxpipe.observe.run_folder import FORMAT, RUN
+from fxpipe.observe.time_losses import time_losses
+from fxpipe.observe.trace import OF_TRAINING, Kind
+from fxpipe.plan.spec import Plan
+from fxpipe.planner.links import Links
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.simulator.forecast import expect
+from fxpipe.strict_json import dumps
+
+if TYPE_CHECKING:
+    from fxpipe.plan.costs import EdgeTiming, StageTime, WorkerSummary
+    from fxpipe.policy.recipe import Recipe
+
+_OWN: tuple[Kind, ...] = tuple(kind for kind in OF_TRAINING if kind != "wait")
+_COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
+_PLANNED: tuple[Kind, ...] = ("F", "B", "update")
+
+
+def worker_row(executor: Executor) -> dict[str, Any]:
+    """What a worker did.
+
+    `engines` run its forward and its backward; `forward_ms` and `backward_ms` (with its update) are means over actions
+    without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is all of the worker's training, `spent`
+    its parts: they add up to it; `evaluate` is what evaluations took besides, while it trained. `took` is what its
+    forwards, its backwards without updates, and its updates took with all that lies in them but waits and receives:
+    what the plan calls so (see `fxpipe.plan.costs.StageTime`). `waits` says what was waited for and from whom, `fill`
+    how much of it before the first backward. `staleness` is there if it was logged (see `StalenessLog.summary`).
+    """
+    watch, log = executor.watch, executor.store.staleness
+    if log is not None:
+        log.close()
+    forward = watch.seconds(*_OWN, within="F")
+    backward = watch.seconds(*_OWN, within="B") + watch.seconds(*_OWN, within="update")
+    row = {
+        "rank": executor.worker,
+        "engines": list(executor.stage.engines),
+        "busy": watch.busy / max(watch.training, 1e-9),
+        "forward_ms": 1000 * forward / max(watch.count("F"), 1),
+        "backward_ms": 1000 * backward / max(watch.count("B"), 1),
+        "wait_ms": 1000 * watch.seconds("wait") / max(watch.count("B"), 1),
+        "seconds": watch.training,
+        "evaluate": watch.seconds("evaluate"),
+        "spent": watch.spent,
+        "took": {whole: watch.seconds(*_COMPUTE, within=whole) for whole in _PLANNED},
+        "waits": watch.waits,
+        "fill": watch.fill,
+    }
+    return row if log is None else row | {"staleness": log.summary()}
+
+
+def summarize_run(
+    record: Record,
+    options: RunOptions,
+    plan: Plan,
+    recipe: Recipe,
+    rows: Sequence[dict[str, Any]],
+    transport: str,
+    threads: int,
+) -> dict[str, Any]:
+    """The run in one JSON object; all of it but the losses is `run.json`, which is written here. It has no trace yet.
+
+    `seconds` and all that is computed from times are of training; `evaluation_seconds` are those of evaluations before
+    the last step, on worker 0. `evaluations` are `{"step", "metrics"}`, `evaluation` the newest one's metrics if there
+    is any: they are kept up to date by `add_evaluation`.
+
+    `busy` of the workers is of the time that the whole run took, since who is ready first waits for the others to end.
+    `bubble` is what the workers are not busy, `efficiency` the throughput between the filling and the emptying of the
+    pipeline over the forecast's: None where too few steps lie between these. In one process (`local`) the workers take
+    turns: there is neither of them.
+
+    Args:
+        rows: of all workers, by rank.
+        transport: 'gloo', 'nccl', or 'local'.
+        threads: CPU threads of a worker.
+    """
+    steps = len(record.losses)
+    together = transport != "local"
+    seconds = max(row["seconds"] for row in rows)
+    rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
+    forecast = _forecast(options.build, plan, recipe) if together else None
+    steady = record.steady_samples_per_second(plan.workers)
+    summary: dict[str, Any] = {
+        "format": FORMAT,
+        "build": {"folder": options.build, "digest": plan.digest},
+        "schedule": recipe.schedule.name,
+        "policy": str(recipe.policy),
+        "microbatches": plan.microbatches,
+        "seed": options.seed,
+        "weights": options.weights,
+        "clip_norm": options.clip_norm,
+        "threads": threads,
+        "transport": transport,
+        "device": plan.device,
+        "steps": steps,
+        "samples": record.samples,
+        "seconds": record.seconds,
+        "evaluation_seconds": record.evaluation_seconds,
+        "samples_per_second": record.samples_per_second,
+        "bubble": 1 - sum(row["busy"] for row in rows) / len(rows) if together else None,
+        "forecast": forecast,
+        "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
+        "time_losses": time_losses(rows, forecast, seconds, steps, plan.microbatches, recipe.schedule.name)
+        if together
+        else [],
+        "workers": list(rows),
+        "trace": None,
+        "out": None if record.out is None else str(record.out),
+        "evaluations": [],
+        "losses": record.losses,
+    }
+    for evaluation in record.evaluations:
+        add_evaluation(summary, evaluation["step"], evaluation["metrics"])
+    write_run(summary)
+    return summary
+
+
+def add_evaluation(summary: dict[str, Any], step: int, metrics: dict[str, float]) -> None:
+    """Put an evaluation into a run's summary, which is to be written again."""
+    summary["evaluations"].append({"step": step, "metrics": metrics})
+    summary["evaluation"] = metrics
+
+
+def evaluated_last(record: Record, summary: dict[str, Any], metrics: dict[str, float], seconds: float) -> None:
+    """The trained weights were evaluated: say so wherever a run says something."""
+    record.evaluated(summary["steps"], metrics, seconds)
+    add_evaluation(summary, summary["steps"], metrics)
+    write_run(summary)
+
+
+def write_run(summary: dict[str, Any]) -> None:
+    """Write `run.json` into the run's folder, if it has one; a line on stderr if the disk says no."""
+    if summary["out"] is None:
+        return
+    out = Path(summary["out"])
+    body = {name: value for name, value in summary.items() if name != "losses"}
+    if body["trace"] is not None:
+        body["trace"] = os.path.relpath(body["trace"], out)
+    fresh = out / f".{RUN}"
+    try:
+        fresh.write_text(dumps(body, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(out / RUN)
+    except OSError as error:
+        print(f"warning: {out / RUN} cannot be written: {error.strerror or error}", file=sys.stderr)
+
+
+def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> None:
+    """Write the trace of a run whose weights and summary are safe; a line on stderr if that fails."""
+    try:
+        write()
+    except FxpipeError as error:
+        if isinstance(error, PeerLost):
+            raise
+        print(f"warning: the trace is lost: {error.what}", file=sys.stderr)
+        return
+    summary["trace"] = path
+    write_run(summary)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a build's files say of what it will do (see `fxpipe.simulator.forecast.Timed`)."""
+
+    plan: Plan
+    workers: Sequence[WorkerSummary]
+    speeds: Sequence[float]
+    times: Sequence[StageTime]
+    timings: Sequence[EdgeTiming]
+    links: Links
+
+
+def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
+    """What the build's compile expects of such a run; None for a build that says nothing of its costs.
+
+    `milliseconds` are of a minibatch between the filling and the emptying of the pipeline; of each worker `forward_ms`
+    and `backward_ms` are of a microbatch, `update_ms` and `copy_ms`, the copying of messages, of a minibatch.
+    """
+    try:
+        costs = read_costs(Path(folder))
+        if costs is None or not costs.workers:
+            return None
+        known = _Known(plan, costs.workers, costs.speeds, costs.times, costs.timings, costs.links)
+        scenario, simulation = expect(known, recipe)
+    except FxpipeError as error:
+        print(f"warning: {error.what}: there is no forecast to compare the run with", file=sys.stderr)
+        return None
+    if not simulation.seconds_per_minibatch:
+        return None
+    count = plan.microbatches
+    return {
+        "samples_per_second": simulation.samples_per_second(samples_of(plan)),
+        "milliseconds": 1e3 * simulation.seconds_per_minibatch,
+        "bubble": simulation.bubble,
+        "workers": [
+            {
+                "forward_ms": 1e3 * cost.forward,
+                "backward_ms": 1e3 * cost.backward,
+                "update_ms": 1e3 * cost.update,
+                "copy_ms": 1e3 * (scenario.busy(k, count) - count * (cost.forward + cost.backward) - cost.update),
+            }
+            for k, cost in enumerate(scenario.workers)
+        ],
+    }

@@ -1,0 +1,1 @@
+"""What travels between workers, in one process and among several."""

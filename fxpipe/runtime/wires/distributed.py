@@ -1,0 +1,261 @@
+"""Messages between processes: torch.distributed point to point, over gloo or NCCL.
+
+Both ends know every message beforehand, so receives are posted ahead and nothing but values travels. With gloo
+every edge has its own tag; NCCL has none, so there every channel (a pair of workers, a kind, a phase at each
+end) has a communicator of its own, in which both ends keep the plan's order.
+
+A send is waited for when the schedule says that its receiver has taken it, so that this wait is none: gloo's
+`is_completed` tells nothing before `wait`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.errors import PeerLost, RunError
+from fxpipe.observe.watch import Cause
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.policy.demand import Demand
+from fxpipe.runtime.wires.transport import Note, Transport
+from fxpipe.runtime.worker.evaluator import moves
+
+Work = Any
+Channel = tuple[Any, ...]
+NOTES = ("behind", "total", "before")
+"""Kinds of notes: each has a tag of its own."""
+
+
+@contextmanager
+def peer_errors(worker: int) -> Iterator[None]:
+    """Communication that fails means that another process is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"worker {worker} lost a connection: {str(error).splitlines()[0]}",
+            hint="another worker stopped first: its own error says why",
+        ) from error
+
+
+class Wires:
+    """Point-to-point sends and receives of flat tensors, on whatever backend there is.
+
+    Args:
+        backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
+        channels: all channels of the plan, the same list in every process.
+    """
+
+    def __init__(self, worker: int, backend: str, channels: list[Channel], device: torch.device) -> None:
+        self.worker = worker
+        self.backend = backend
+        self.device = device
+        self.ordered = backend == "nccl"
+        self.staged = backend == "gloo" and device.type != "cpu"
+        self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
+        self._groups: dict[Channel, Any] = {}
+        if backend == "nccl":
+            self._connect(channels)
+
+    def isend(self, flat: Tensor, to: int, channel: Channel, tag: int | None = None) -> tuple[Work, Tensor]:
+        """Begin to send; the pair must be kept until the work is waited for."""
+        with peer_errors(self.worker):
+            if self.backend == "nccl":
+                return dist.isend(flat, to, group=self._groups[channel]), flat
+            if self.staged:
+                flat = flat.cpu()
+            return dist.isend(flat, to, tag=self._tags[channel] if tag is None else tag), flat
+
+    def irecv(
+        self, count: int, dtype: torch.dtype, source: int, channel: Channel, tag: int | None = None
+    ) -> tuple[Work, Tensor]:
+        """Begin to receive into new memory."""
+        flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
+        with peer_errors(self.worker):
+            if self.backend == "nccl":
+                return dist.irecv(flat, source, group=self._groups[channel]), flat
+            return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
+
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
+        """Begin to send a few numbers that lie on the CPU: over gloo, whatever the backend."""
+        with peer_errors(self.worker):
+            return dist.isend(numbers, to, tag=tag), numbers
+
+    def irecv_numbers(
+        self, count: int, dtype: torch.dtype, source: int, tag: int
+    ) -> tuple[tuple[Work, Tensor], Tensor]:
+        """Begin to receive what `isend_numbers` sends; the numbers are there once the pair is `finished`."""
+        numbers = torch.empty(count, dtype=dtype)
+        with peer_errors(self.worker):
+            return (dist.irecv(numbers, source, tag=tag), numbers), numbers
+
+    def received(self, pending: tuple[Work, Tensor]) -> Tensor:
+        """The tensor of a finished receive, on the device."""
+        return pending[1].to(self.device) if self.staged else pending[1]
+
+    def finished(self, pending: tuple[Work, Tensor]) -> None:
+        """Wait until a send has left or a receive has come."""
+        with peer_errors(self.worker):
+            pending[0].wait()
+
+    def _connect(self, channels: list[Channel]) -> None:
+        """A communicator a channel, set up in one global order: their set-up waits for the other end."""
+        for channel in channels:
+            source, target = channel[1], channel[2]
+            group = dist.new_group([source, target], backend="nccl")
+            self._groups[channel] = group
+            probe = torch.zeros(1, device=self.device)
+            with peer_errors(self.worker):
+                if self.worker == source:
+                    dist.send(probe, target, group=group)
+                elif self.worker == target:
+                    dist.recv(probe, source, group=group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def channels_of(plan: Plan, demand: Demand) -> list[Channel]:
+    """Every channel of a plan: of its edges, of replicas, of loss reports, of evaluations; the same everywhere."""
+    edges = sorted({edge_channel(edge) for edge in plan.edges})
+    weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
+    loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []
+    pairs = {(e.src, e.dst) for spec in plan.evaluations for e in spec.edges}
+    pairs |= {(move.source, move.reader) for move in moves(plan)}
+    return [*edges, *weights, *loss, *(evaluation_channel(*pair) for pair in sorted(pairs))]
+
+
+def evaluation_channel(source: int, reader: int) -> Channel:
+    """All that one worker sends another for evaluations: moved tensors, then batch after batch."""
+    return ("evaluate", source, reader)
+
+
+def first_free_tag(plan: Plan, demand: Demand) -> int:
+    """From here on no message of training has a tag."""
+    return 1 + len(channels_of(plan, demand)) + len(plan.edges) + len(NOTES)
+
+
+def edge_channel(edge: EdgeSpec) -> Channel:
+    """Messages of one channel keep one order: one phase at each end, since phases interleave differently."""
+    return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)
+
+
+class DistTransport(Transport):
+    """One process's end of all its messages.
+
+    Args:
+        in_flight: how many microbatches the schedule lets worker 0 have in flight. When a worker ends an
+            action of microbatch q, everything of microbatch q − in_flight has been received everywhere.
+    """
+
+    def __init__(self, plan: Plan, worker: int, wires: Wires, demand: Demand, in_flight: int) -> None:
+        self.worker = worker
+        self.wires = wires
+        self._microbatches = plan.microbatches
+        self._in_flight = in_flight
+        self._layouts = {e.name: Layout(e.tensor, e.name) for e in plan.edges if worker in (e.src, e.dst)}
+        self._channels = {e.name: edge_channel(e) for e in plan.edges}
+        self._order: dict[Channel, deque[str]] = {}
+        for edge in plan.edges:
+            if wires.ordered and edge.src == worker:
+                self._order.setdefault(edge_channel(edge), deque()).append(edge.name)
+        first = 1 + len(channels_of(plan, demand))
+        self._tags = {e.name: first + i for i, e in enumerate(plan.edges)}
+        self._note_tags = {kind: first + len(plan.edges) + i for i, kind in enumerate(NOTES)}
+        self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
+        self._sent: deque[tuple[int, tuple[Work, Tensor]]] = deque()
+        self._sent_weights: deque[tuple[int, tuple[Work, Tensor]]] = deque()
+        self._slack = in_flight + plan.workers * plan.microbatches  # no reader's lag reaches further
+        self._now = 0
+        self._loss_channel = ("loss", plan.loss_worker, 0)
+        self._loss_worker = plan.loss_worker
+
+    def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
+        layout = self._layouts[edge.name]
+        channel, tag = self._channels[edge.name], self._tags[edge.name]
+        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, tag)
+        self._posted[edge.name, minibatch, microbatch] = pending
+
+    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
+        if order := self._order.get(self._channels[edge.name]):
+            if order[0] != edge.name:
+                raise RunError(
+                    f"worker {self.worker} sends {edge.name} where {order[0]} is due",
+                    hint="over NCCL, an edited stage must keep the order of its sends",
+                )
+            order.rotate(-1)
+        layout = self._layouts[edge.name]
+        flat = layout.flat(layout(value))
+        self._keep(self.wires.isend(flat, edge.dst, self._channels[edge.name], self._tags[edge.name]))
+
+    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
+        layout = self._layouts[edge.name]
+        flat = self._wait((edge.name, minibatch, microbatch), Cause(edge.kind, edge.name, edge.src))
+        return flat.as_strided(layout.shape, layout.stride)
+
+    def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
+        pending = self.wires.irecv(size, torch.uint8, owner, ("weights", owner, self.worker))
+        self._posted["weights", owner, version, ahead] = pending
+
+    def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
+        pending = self.wires.isend(block, reader, ("weights", self.worker, reader))
+        self._sent_weights.append((self._now, pending))
+
+    def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
+        return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
+
+    def expect_note(self, source: int, what: Note, count: int) -> None:
+        numbers = torch.empty(count, dtype=torch.float64)
+        with peer_errors(self.worker):
+            self._posted["note", source, what] = dist.irecv(numbers, source, tag=self._note_tags[what[0]]), numbers
+
+    def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
+        with peer_errors(self.worker):
+            self._keep((dist.isend(numbers, to, tag=self._note_tags[what[0]]), numbers))
+
+    def recv_note(self, source: int, what: Note) -> Tensor:
+        return self._wait(("note", source, what), Cause("norm", f"norm {what[0]}", source), on_device=False)
+
+    def expect_loss(self, minibatch: int) -> None:
+        """Worker 0, which is not the loss worker: the loss of `minibatch` will be received soon."""
+        pending = self.wires.irecv(1, torch.float32, self._loss_worker, self._loss_channel)
+        self._posted["loss", minibatch] = pending
+
+    def send_loss(self, loss: Tensor) -> None:
+        """Report a minibatch's loss (a float32 scalar) to worker 0."""
+        self._keep(self.wires.isend(loss.reshape(1), 0, self._loss_channel))
+
+    def recv_loss(self, minibatch: int) -> Tensor:
+        """Worker 0: wait for a minibatch's loss."""
+        return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))[0]
+
+    def done(self, phase: str, minibatch: int, microbatch: int) -> None:
+        if phase == "F":
+            self._now = minibatch * self._microbatches + microbatch + 1
+            self._reap(self._sent, self._now - self._in_flight)
+            self._reap(self._sent_weights, self._now - self._slack)
+
+    def finish(self) -> None:
+        self._reap(self._sent, self._now + 1)
+        self._reap(self._sent_weights, self._now + 1)
+
+    def _wait(self, key: tuple[Any, ...], cause: Cause, on_device: bool = True) -> Tensor:
+        """What was received under a key: on the device, or where gloo left it."""
+        pending = self._posted.pop(key)
+        self.watch.open("wait", cause)
+        self.wires.finished(pending)
+        self.watch.close()
+        return self.wires.received(pending) if on_device else pending[1]
+
+    def _reap(self, sent: deque[tuple[int, tuple[Work, Tensor]]], before: int) -> None:
+        while sent and sent[0][0] < before:
+            self.wires.finished(sent.popleft()[1])
+
+    def _keep(self, pending: tuple[Work, Tensor]) -> None:
+        self._sent.append((self._now, pending))

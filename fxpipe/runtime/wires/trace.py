@@ -1,0 +1,141 @@
+"""`fxpipe run --trace`: every worker's spans, in worker 0's time, in one file.
+
+Nothing travels while the run trains. At its end the workers send their columns to worker 0 one after the other, which
+writes each and lets go of it.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import fxpipe
+from fxpipe.observe.trace import KINDS
+from fxpipe.observe.trace.writer import TraceWriter
+from fxpipe.observe.watch import Cause, Spans, Watch
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.wires.clocks import Reading, aligned
+from fxpipe.schedule.action import Action
+
+_NUMBERS = ("kinds", "causes", "minibatches", "microbatches", "begins", "ends")
+
+
+@dataclass(frozen=True)
+class WorkerTrace:
+    """What one worker recorded.
+
+    Attributes:
+        spans: in its own time.
+        before, after: worker 0's time against its own, before and after training.
+    """
+
+    spans: Spans
+    before: Reading
+    after: Reading
+
+    @staticmethod
+    def of(watch: Watch) -> WorkerTrace:
+        """That of a worker whose clock is worker 0's."""
+        return WorkerTrace(watch.spans, Reading(watch.began, 0, 0), Reading(watch.ended, 0, 0))
+
+
+def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Callable[[int], WorkerTrace]) -> None:
+    """Write the file, on worker 0.
+
+    Args:
+        seconds: what the run took.
+        fetch: gives what a worker recorded; called in the order of the workers. The file's time begins where worker 0
+            had read its clock: at that moment nobody had begun to train.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    errors: list[float] = []
+    origin = 0
+    with TraceWriter(path, plan.workers, plan.microbatches) as writer:
+        for worker in range(plan.workers):
+            found = fetch(worker)
+            origin = origin if worker else found.before.at
+            spans, causes = found.spans, list(found.spans.table)
+            writer.add(
+                worker,
+                [KINDS[kind] for kind in spans.kinds],
+                [
+                    _name(KINDS[kind], causes[cause], Action("F" if kind == 0 else "B", minibatch, microbatch))
+                    for kind, cause, minibatch, microbatch in zip(
+                        spans.kinds, spans.causes, spans.minibatches, spans.microbatches, strict=True
+                    )
+                ],
+                spans.minibatches,
+                spans.microbatches,
+                _since(origin, spans.begins, found),
+                _since(origin, spans.ends, found),
+            )
+            errors.append(max(found.before.error, found.after.error) / 1e3)
+        writer.close(
+            {
+                "fxpipe": fxpipe.__version__,
+                "build": plan.digest,
+                "schedule": recipe.schedule.name,
+                "policy": str(recipe.policy),
+                "workers": plan.workers,
+                "seconds": seconds,
+                "clock_error_us": errors,
+            }
+        )
+
+
+def send_trace(trace: WorkerTrace) -> None:
+    """Send what this worker recorded to worker 0, which calls `receive_trace`."""
+    spans = trace.spans
+    head = {
+        "causes": [None if cause is None else list(cause) for cause in spans.table],
+        "before": [trace.before.at, trace.before.offset, trace.before.error],
+        "after": [trace.after.at, trace.after.offset, trace.after.error],
+    }
+    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    dist.send(torch.tensor([text.numel(), len(spans.kinds)]), 0)
+    dist.send(text, 0)
+    if spans.kinds:
+        for name in _NUMBERS:
+            column = getattr(spans, name)
+            dist.send(torch.frombuffer(bytearray(column.tobytes()), dtype=torch.uint8), 0)
+
+
+def receive_trace(worker: int) -> WorkerTrace:
+    """What `worker` sends with `send_trace`."""
+    sizes = torch.empty(2, dtype=torch.int64)
+    dist.recv(sizes, worker)
+    head = json.loads(_bytes(int(sizes[0]), worker))
+    spans = Spans()
+    spans.table = {None if cause is None else Cause(*cause): i for i, cause in enumerate(head["causes"])}
+    if count := int(sizes[1]):
+        for name in _NUMBERS:
+            column: array[int] = getattr(spans, name)
+            column.frombytes(_bytes(count * column.itemsize, worker))
+    return WorkerTrace(spans, Reading(*head["before"]), Reading(*head["after"]))
+
+
+def _bytes(count: int, worker: int) -> bytes:
+    data = torch.empty(count, dtype=torch.uint8)
+    dist.recv(data, worker)
+    return data.numpy().tobytes()
+
+
+def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
+    return [max(aligned(time, trace.before, trace.after) - origin, 0) for time in times]
+
+
+def _name(kind: str, cause: Cause | None, action: Action) -> str:
+    if cause is not None:
+        joint = {"send": "send {} to worker {}", "receive": "receive {} from worker {}"}
+        return joint.get(kind, "wait for {} from worker {}").format(cause.name, cause.worker)
+    if kind in ("F", "B"):
+        return str(action)
+    return f"update {action.minibatch}" if kind == "update" else kind

@@ -1,0 +1,112 @@
+"""What the executor asks of a transport, and the `comm` object that stage code talks to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from fxpipe.observe.watch import Cause, Watch
+from fxpipe.plan.spec import EdgeSpec
+
+Note = tuple[str, int]
+
+
+class Transport(ABC):
+    """Carries one worker's messages. Every message is known beforehand: by its edge, minibatch and microbatch.
+
+    `expect…` says what will be received soon, in the order of the worker's actions; a transport may post its
+    receives then. `arrived…` is asked only by drivers that run several workers in turn.
+
+    Attributes:
+        watch: the worker's own: opens a 'wait' wherever the worker stands still for another one.
+    """
+
+    watch: Watch
+
+    def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:  # noqa: B027
+        """A value of `edge` will be received soon."""
+
+    def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:  # noqa: B027
+        """A block of weights of `size` bytes will be received; called in the order in which the owner sends."""
+
+    @abstractmethod
+    def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: torch.Tensor) -> None:
+        """Hand a value over; never waits for the receiver. `value` must not change afterwards."""
+
+    @abstractmethod
+    def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> torch.Tensor:
+        """Wait for a value.
+
+        Raises:
+            PeerLost: the other end is gone.
+        """
+
+    @abstractmethod
+    def send_weights(self, reader: int, version: int, ahead: int, block: torch.Tensor) -> None:
+        """Hand a packed block of weights to a reader."""
+
+    @abstractmethod
+    def recv_weights(self, owner: int, version: int, ahead: int) -> torch.Tensor:
+        """Wait for a packed block of weights."""
+
+    def expect_note(self, source: int, what: Note, count: int) -> None:  # noqa: B027
+        """A note of `count` numbers will be received; called in the order in which `source` sends notes of a kind."""
+
+    @abstractmethod
+    def send_note(self, to: int, what: Note, numbers: torch.Tensor) -> None:
+        """Hand some numbers (a float64 vector on the CPU) to a neighbour; `what` is their kind and minibatch."""
+
+    @abstractmethod
+    def recv_note(self, source: int, what: Note) -> torch.Tensor:
+        """Wait for a note."""
+
+    def arrived_note(self, source: int, what: Note) -> bool:
+        """Whether `recv_note` would find its numbers at once; only for drivers that run several workers in turn."""
+        raise NotImplementedError(f"{type(self).__name__} cannot say what has arrived")
+
+    def done(self, phase: str, minibatch: int, microbatch: int) -> None:  # noqa: B027
+        """The worker has finished an action: what others must have received by now can be forgotten."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until everything sent has been received."""
+
+
+class Comm:
+    """What stage code sends and receives with, set to one action at a time.
+
+    Attributes:
+        sent: the memory (storage addresses) of what the action has sent.
+    """
+
+    __slots__ = ("_edges", "_microbatch", "_minibatch", "_transport", "_watch", "sent")
+
+    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport, watch: Watch) -> None:
+        self._edges = edges
+        self._transport = transport
+        self._watch = watch
+        self._minibatch = 0
+        self._microbatch = 0
+        self.sent: set[int] = set()
+
+    def bind(self, minibatch: int, microbatch: int) -> None:
+        """Begin an action."""
+        self._minibatch = minibatch
+        self._microbatch = microbatch
+        self.sent.clear()
+
+    def recv(self, name: str) -> torch.Tensor:
+        """The value of the edge `name` for the current microbatch."""
+        edge = self._edges[name]
+        self._watch.open("receive", Cause(edge.kind, name, edge.src))
+        value = self._transport.recv(edge, self._minibatch, self._microbatch)
+        self._watch.close()
+        return value
+
+    def send(self, name: str, value: torch.Tensor) -> None:
+        """Send `value` along the edge `name`; it must not be changed in place afterwards."""
+        edge = self._edges[name]
+        self._watch.open("send", Cause(edge.kind, name, edge.dst))
+        self.sent.add(value.untyped_storage().data_ptr())
+        self._transport.send(edge, self._minibatch, self._microbatch, value)
+        self._watch.close()

@@ -1,0 +1,1 @@
+"""One worker: its stage, its weights, its optimizer, its data."""

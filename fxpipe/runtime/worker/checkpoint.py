@@ -1,0 +1,145 @@
+"""A checkpoint that a run starts from: one safetensors file, or a folder of them, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fxpipe.errors import BuildError, listed
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
+from fxpipe.runtime.worker.safetensors_writer import DTYPES
+
+Row = ParameterSpec | BufferSpec
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FORM = f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds of a build's parameters and persistent buffers.
+
+    Attributes:
+        path: as the user gave it.
+        places: by the first name of each parameter or buffer that it holds: the file, and the name there.
+        warnings: what the user should know: other dtypes, tensors of no use.
+    """
+
+    path: Path
+    places: dict[str, tuple[Path, str]]
+    warnings: tuple[str, ...]
+
+    @staticmethod
+    def open(path: str | Path, plan: Plan) -> Checkpoint:
+        """Look at the headers of its files, and whether they fit the plan; any name of a tied parameter will do.
+
+        Raises:
+            BuildError: it cannot be read, or parameters are missing, or have another shape (all are listed).
+        """
+        path = Path(path)
+        found = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
+        places: dict[str, tuple[Path, str]] = {}
+        missing, wrong, converted = [], [], []
+        rows: list[Row] = [*plan.parameters, *(b for b in plan.buffers if b.persistent)]
+        for row in rows:
+            name = next((n for n in row.names if n in found), None)
+            if name is None:
+                if isinstance(row, ParameterSpec):
+                    missing.append(row.name)
+                continue
+            file, shape, dtype = found[name]
+            if shape != row.tensor.shape:
+                wrong.append(f"{name} is {list(shape)}, not {list(row.tensor.shape)}")
+            elif dtype != DTYPES.get(row.tensor.dtype):
+                converted.append(f"{name} ({dtype} to {DTYPES.get(row.tensor.dtype)})")
+            places[row.name] = (file, name)
+        if missing or wrong:
+            raise _unfit(path, missing, wrong, set(found))
+        known = {name for row in rows for name in row.names}
+        unknown = sorted(set(found) - known)
+        warnings = []
+        if converted:
+            warnings.append(f"{path}: tensors that get the build's dtype, {len(converted)}: {listed(converted)}")
+        if unknown:
+            warnings.append(
+                f"{path}: tensors that are not of the model and are not read, {len(unknown)}: {listed(unknown)}"
+            )
+        return Checkpoint(path, places, tuple(warnings))
+
+    def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the rows that it holds, by first name, in the plan's dtype and layout; one at a time.
+
+        Raises:
+            BuildError: a file cannot be read.
+        """
+        by_file: dict[Path, list[tuple[str, Row]]] = {}
+        for row in rows:
+            if row.name in self.places:
+                file, name = self.places[row.name]
+                by_file.setdefault(file, []).append((name, row))
+        for path, wanted in by_file.items():
+            with _opened(path) as file:
+                for name, row in wanted:
+                    yield row.name, Layout(row.tensor, name).empty(device).copy_(file.get_tensor(name))
+
+
+def _headers(path: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
+    """Every tensor of a checkpoint: its file, name, shape and dtype."""
+    for file, names in _files(path).items():
+        with _opened(file) as opened:
+            for name in opened.keys() if names is None else names:
+                try:
+                    tensor = opened.get_slice(name)
+                except SafetensorError as error:
+                    raise BuildError(
+                        f"{name} is not in {file.name}, where {INDEX} says it is", where=str(path)
+                    ) from error
+                yield file, name, tuple(tensor.get_shape()), str(tensor.get_dtype())
+
+
+def _files(path: Path) -> dict[Path, list[str] | None]:
+    """The files, and what to read of each; None for all."""
+    if path.is_file():
+        return {path: None}
+    if (path / SINGLE).is_file():
+        return {path / SINGLE: None}
+    if not (path / INDEX).is_file():
+        what = f"{path} holds no checkpoint" if path.is_dir() else f"there is no {path}"
+        raise BuildError(what, where="--weights", hint=FORM)
+    try:
+        placed: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{INDEX} cannot be read: {error!r}", where=str(path), hint=FORM) from error
+    files: dict[Path, list[str] | None] = {}
+    for name, file in placed.items():
+        names = files.setdefault(path / file, [])
+        assert names is not None
+        names.append(name)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise BuildError(f"the checkpoint is incomplete: {listed(missing)} missing", where=str(path))
+    return files
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise BuildError(f"the weights cannot be read: {error}", where=str(file), hint=FORM) from error
+
+
+def _unfit(path: Path, missing: list[str], wrong: list[str], found: set[str]) -> BuildError:
+    lines = [f"missing: {listed(missing)}"] if missing else []
+    lines += [f"of another shape: {listed(wrong)}"] if wrong else []
+    prefix = min(found, default="").partition(".")[0] + "."  # of a module around the model: "module.", "model."
+    if all(name.startswith(prefix) for name in found) and any(prefix + name in found for name in missing):
+        hint = f"all names of the checkpoint begin with {prefix!r}: save the state_dict() of the model within"
+    else:
+        hint = "tensors go by the names of model().named_parameters(); the checkpoint has " + listed(sorted(found), 5)
+    return BuildError("the checkpoint does not fit the model:\n  " + "\n  ".join(lines), where=str(path), hint=hint)

@@ -1,0 +1,193 @@
+"""Clipping by the norm of all workers' gradients, in one go up and down the pipeline.
+
+What a worker knows travels with the pipeline's own order: from worker to worker behind the backwards, from the last to
+the first, and ahead of the forwards, from the first to the last. So there is no collective call, no worker waits
+for one that it would not wait for anyway, and every run sees the same numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import RunError
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.wires.transport import Transport
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+
+
+class Clip(ABC):
+    """Scales one worker's gradients so that the norm over all workers' is at most `limit`.
+
+    Attributes:
+        norm: of all gradients, as far as this worker knew it at its last update; exact on worker 0.
+        waits: `apply` may have to wait for other workers.
+    """
+
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+        self.limit = limit
+        self.worker = worker
+        self.last = plan.workers - 1
+        self.transport = transport
+        self.norm: float | None = None
+        self.waits = False
+        self._final = plan.microbatches - 1
+        self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
+        # That of the norm: torch's own norm of tensors of these types has it.
+        self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
+
+    def expect(self, action: Action) -> None:
+        """Announce to the transport what will be received around an action, some actions before it."""
+        if action.phase == "B" and action.microbatch == self._final and self.worker < self.last:
+            self.transport.expect_note(self.worker + 1, ("behind", action.minibatch), self._behind)
+
+    def forward(self, minibatch: int) -> None:  # noqa: B027
+        """The first forward of a minibatch is about to run."""
+
+    @abstractmethod
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        """The minibatch's gradients are complete on this worker: tell the others."""
+
+    def ready(self, minibatch: int) -> bool:
+        """Whether `apply` would find what it waits for; asked by drivers that run several workers in turn."""
+        return True
+
+    @abstractmethod
+    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Scale the gradients in place; may wait for other workers."""
+
+    @property
+    @abstractmethod
+    def _behind(self) -> int:
+        """How many numbers come from the workers behind."""
+
+    def _scale(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> None:
+        self.norm = float(norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.limit, norm)
+
+
+class ExactClip(Clip):
+    """`torch.nn.utils.clip_grad_norm_` over all workers, for schedules with a flush.
+
+    Every tensor's norm travels up to worker 0, which knows the norm of all when its last backward is over; that number
+    travels down ahead of the next minibatch's forwards. Worker k holds one number for each parameter of the workers
+    from k on.
+    """
+
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+        super().__init__(limit, plan, worker, transport)
+        self.waits = worker > 0
+        trained = [p for p in plan.parameters if p.trained]
+        self._order = sorted(range(len(trained)), key=lambda i: trained[i].owner)  # stable: each worker's own order
+        self._count = sum(p.owner > worker for p in trained)
+
+    @property
+    def _behind(self) -> int:
+        return self._count
+
+    def expect(self, action: Action) -> None:
+        super().expect(action)
+        if action.phase == "B" and action.microbatch == self._final and self.worker > 0:
+            self.transport.expect_note(self.worker - 1, ("total", action.minibatch), 1)
+
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        norms = iter(_norms(parameters))
+        own = [-1.0 if p.grad is None else next(norms) for p in parameters]  # a norm is never negative
+        known = torch.tensor(own, dtype=torch.float64)
+        if self.worker < self.last:
+            known = torch.cat([known, self.transport.recv_note(self.worker + 1, ("behind", minibatch))])
+        if self.worker > 0:
+            self.transport.send_note(self.worker - 1, ("behind", minibatch), known)
+            return
+        found = torch.empty_like(known)
+        found[self._order] = known  # in the model's own order and types, as clip_grad_norm_ adds them up
+        self._total = torch.nn.utils.get_total_norm(
+            [norm.to(dtype) for norm, dtype in zip(found, self._dtypes, strict=True) if not norm < 0]
+        )
+
+    def ready(self, minibatch: int) -> bool:
+        return self.worker == 0 or self.transport.arrived_note(self.worker - 1, ("total", minibatch))
+
+    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        if self.worker > 0:
+            self._total = self.transport.recv_note(self.worker - 1, ("total", minibatch))[0]
+        if self.worker < self.last:
+            self.transport.send_note(self.worker + 1, ("total", minibatch), self._total.reshape(1).double())
+        self._scale(parameters, self._total.to(self._dtype))
+
+
+class PipelinedClip(Clip):
+    """Clipping without a flush: no worker waits, those before it count as they were some minibatches ago.
+
+    The update of minibatch m on worker k uses the norm over
+
+        workers from k on: their gradients of m itself, whose norms came up with the backwards of m;
+        worker j < k: the newest of its gradients that came down with the forwards, of minibatch m − (k−j) − 1 where
+        minibatches are not split.
+
+    So worker 0 clips exactly as `clip_grad_norm_` would with these gradients, and the others use the norms of a few
+    minibatches ago for what lies before them. As long as nothing has come down from a worker, it is taken to have as
+    much in each element as the others have.
+    """
+
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+        super().__init__(limit, plan, worker, transport)
+        self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
+        self._before = torch.zeros(2, dtype=torch.float64)  # square of the norm, elements that it is of
+        self._own = torch.zeros(2, dtype=torch.float64)
+        self._known = self._own
+
+    @property
+    def _behind(self) -> int:
+        return 2
+
+    def expect(self, action: Action) -> None:
+        super().expect(action)
+        if action.phase == "F" and action.microbatch == 0 and self.worker > 0:
+            self.transport.expect_note(self.worker - 1, ("before", action.minibatch), 2)
+
+    def forward(self, minibatch: int) -> None:
+        if self.worker > 0:
+            self._before = self.transport.recv_note(self.worker - 1, ("before", minibatch))
+        if self.worker < self.last:
+            self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + self._own)
+
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        square = sum(norm * norm for norm in _norms(parameters))
+        self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
+        self._known = self._own
+        if self.worker < self.last:
+            self._known = self._known + self.transport.recv_note(self.worker + 1, ("behind", minibatch))
+        if self.worker > 0:
+            self.transport.send_note(self.worker - 1, ("behind", minibatch), self._known)
+
+    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        square, elements = (float(value) for value in self._known + self._before)
+        everything = square * self._elements / elements if elements else 0.0
+        self._scale(parameters, torch.tensor(everything**0.5, dtype=torch.promote_types(self._dtype, torch.float32)))
+
+
+def _norms(parameters: Sequence[nn.Parameter]) -> list[float]:
+    """The norms of the gradients that are there."""
+    present = [p.grad for p in parameters if p.grad is not None]
+    return torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
+
+
+def make_clip(limit: float | None, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> Clip | None:
+    """The clipping that fits a schedule; None without a limit.
+
+    Raises:
+        RunError: the limit is not above 0.
+    """
+    if limit is None:
+        return None
+    if not limit > 0:
+        raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="clip_norm above 0, or None")
+    kind = ExactClip if schedule.synchronous else PipelinedClip
+    return kind(limit, plan, worker, transport)

@@ -1,0 +1,124 @@
+"""What an evaluation reads on worker 0: the batches of `eval_data()`, and which of the captured shapes each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import BatchError, FxpipeError, TaskError
+from fxpipe.plan.spec import EvaluationSpec, LeafSpec, Plan
+from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
+from fxpipe.task.batch import Splitter, describe, dump, shape_key
+from fxpipe.task.model_file import hook_raised
+
+Batches = Callable[[], Iterable[Any]]
+Placed = tuple[int, tuple[Any, ...]]
+"""A batch as the stages take it: the number of its shape among `Plan.evaluations`, and its leaves."""
+
+
+class EvaluationData:
+    """The batches of one evaluation after the other: every time the same, and nothing else that is random notices.
+
+    Args:
+        batches: gives a fresh iterable of batches, such as `eval_data`.
+        seed: of the run: torch, `random` and numpy are seeded with it before `batches` is called.
+        task: whose file errors are to be found in.
+    """
+
+    def __init__(self, plan: Plan, batches: Batches, seed: int, task: object = None) -> None:
+        self._shapes = Shapes(plan)
+        self._batches = batches
+        self._seed = seed
+        self._task = task
+
+    def __call__(self) -> Iterator[Placed]:
+        """The batches of one evaluation, each read when it is asked for.
+
+        Raises:
+            TaskError: producing them failed, or there was none.
+            BatchError: one is of no shape that was captured.
+        """
+        state: RandomState | None = None
+        found: Iterator[Any] | None = None
+        count = 0
+        while True:
+            with random_state_kept():
+                if state is None:
+                    seed_everything(self._seed)
+                else:
+                    set_random_state(state)
+                try:
+                    found = iter(self._batches()) if found is None else found
+                    batch = next(found)
+                except StopIteration:
+                    break
+                except FxpipeError:
+                    raise
+                except Exception as error:
+                    raise hook_raised("eval_data", error, getattr(self._task, "path", None)) from error
+                state = random_state()
+            count += 1
+            yield self._shapes(batch, count)
+        if not count:
+            raise TaskError(
+                "eval_data() gave no batch",
+                hint="return a new iterable at every call: it is called once for each evaluation",
+            )
+
+
+class Shapes:
+    """Tells which shape a batch has, and lays it out as that one was captured."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._specs = plan.evaluations
+        self._placers = [Splitter(spec.batch, spec.batch_spec, 1, plan.device) for spec in plan.evaluations]
+        self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
+
+    def __call__(self, batch: Any, number: int) -> Placed:
+        """The batch's shape and its leaves: copies, since an iterable may fill the same memory again.
+
+        Args:
+            number: which batch of `eval_data()` it is, from 1.
+
+        Raises:
+            BatchError: no batch of this shape was captured; says what it is and what the build knows.
+        """
+        leaves, _, tree = describe(batch)
+        shape = self._numbers.get(shape_key(dump(tree), leaves))
+        if shape is None:
+            raise self._unknown(leaves, tree, number)
+        return shape, self._placers[shape](batch, number - 1)[0]
+
+    def _unknown(self, leaves: list[LeafSpec], tree: pytree.TreeSpec, number: int) -> BatchError:
+        alike = [spec for spec in self._specs if spec.batch_spec == dump(tree)]
+        hint = "compile again, so that all shapes of eval_data() are known; or drop the last, smaller batch "
+        hint += "(drop_last=True) or pad it"
+        if not alike:
+            return BatchError(
+                f"batch {number} of eval_data() is built differently from those that were captured: "
+                f"{tree} for {pytree.treespec_loads(self._specs[0].batch_spec)}",
+                hint=hint,
+                page="batch-shapes",
+            )
+        nearest = min(alike, key=lambda spec: len(_differences(leaves, spec)))
+        more = f" (of {len(alike)} shapes that were captured, the nearest)" if len(alike) > 1 else ""
+        return BatchError(
+            f"batch {number} of eval_data() is of no shape that the build was compiled for: "
+            + "; ".join(_differences(leaves, nearest))
+            + more,
+            hint=hint,
+            page="batch-shapes",
+        )
+
+
+def _differences(leaves: Iterable[LeafSpec], spec: EvaluationSpec) -> list[str]:
+    pairs = [(leaf.name, _text(leaf), _text(known)) for leaf, known in zip(leaves, spec.batch, strict=True)]
+    return [f"{name} is {found}, captured as {known}" for name, found, known in pairs if found != known]
+
+
+def _text(leaf: LeafSpec) -> str:
+    if leaf.tensor is None:
+        return f"the constant {leaf.constant!r}"
+    return f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}"

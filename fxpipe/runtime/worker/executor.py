@@ -1,0 +1,226 @@
+"""Walks one worker's actions: reads weights, runs the stage's code, keeps saved values, makes the update."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.observe.watch import Watch
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan
+from fxpipe.runtime.wires.transport import Comm, Transport
+from fxpipe.runtime.worker.weights import WeightStore
+from fxpipe.schedule.action import Action
+from fxpipe.stages.loaded import LoadedStage, stage_line
+
+
+class Executor:
+    """Executes the actions of one worker, one after the other.
+
+    Args:
+        buffers: the worker's buffers by their first name; forwards replace their values, never in place.
+        seed: of the run; random parts seed torch from it and the action, so that no action's numbers depend
+            on what ran before.
+
+    Attributes:
+        watch: where the worker's time goes.
+        evaluates: whether the state after so many updates will be evaluated while the worker trains on.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        stage: LoadedStage,
+        store: WeightStore,
+        buffers: dict[str, Tensor],
+        transport: Transport,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        spec = plan.stages[worker]
+        self.worker = worker
+        self.stage = stage
+        self.store = store
+        self.buffers = buffers
+        self.transport = transport
+        self.seed = seed
+        self.device = torch.device(device)
+        self.watch = transport.watch = Watch(self.device)
+        self._last = plan.microbatches - 1
+        self._forward = spec.forward
+        self._backward = spec.backward
+        places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
+        self._batch = [places[name] for name in spec.forward.batch]
+        self._incoming: dict[Phase, list[EdgeSpec]] = {
+            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
+        }
+        mine = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
+        self._comm = Comm(mine, transport, self.watch)
+        aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
+        self._forward_buffers = [aliases[name] for name in spec.forward.buffers]
+        self._backward_buffers = [aliases[name] for name in spec.backward.buffers]
+        self._updates = [aliases[name] for name in spec.forward.updates]
+        self._saved: dict[tuple[int, int], list[Any]] = {}
+        self._loss: Tensor | None = None
+        self.evaluates: Callable[[int], bool] = lambda version: False
+        self._kept: dict[int, dict[str, Tensor]] = {}
+
+    def expect(self, action: Action) -> None:
+        """Announce what an action will receive, some actions before it."""
+        for edge in self._incoming[action.phase]:
+            self.transport.expect(edge, action.minibatch, action.microbatch)
+        self.store.expect(action)
+
+    def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
+        """The edges an action receives from, and the replicas (owner, version, ahead) it has yet to receive."""
+        return self._incoming[action.phase], self.store.waits_for(action)
+
+    def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
+        """Run one action; a minibatch's last B makes the update, or leaves it to `settle`.
+
+        Args:
+            leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
+
+        Returns:
+            The minibatch's loss (the mean over its microbatches, float32) after its last F on the loss worker.
+
+        Raises:
+            RunError: the stage's code failed; names the worker, the action and the emitted line.
+        """
+        self._comm.bind(action.minibatch, action.microbatch)
+        self.watch.at(action)
+        result = None
+        self.watch.open(action.phase)
+        with torch.no_grad():
+            if action.phase == "F":
+                result = self._run_forward(action, leaves)
+            else:
+                self._run_backward(action)
+        self.watch.close()
+        self.transport.done(action.phase, action.minibatch, action.microbatch)
+        return result
+
+    @property
+    def unsettled(self) -> int | None:
+        """The minibatch whose update waits for other workers; `settle` must come before the next action."""
+        return self.store.unsettled
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
+        return self.store.can_settle
+
+    def settle(self) -> None:
+        """Make the update that waits for other workers, if there is one."""
+        if self.unsettled is None:
+            return
+        with torch.no_grad():
+            self.store.settle()
+
+    def state(self, version: int) -> dict[str, Tensor]:
+        """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
+
+        They are what an evaluation after so many updates reads, and are forgotten here once they are given.
+        """
+        own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
+        return {**own, **self.buffers, **self._kept.pop(version, {})}
+
+    def reset(self) -> None:
+        """Forget whatever an interrupted segment left."""
+        self._saved.clear()
+        self._kept.clear()
+        self._loss = None
+
+    def _run_forward(self, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
+        part = self._forward
+        if action.microbatch == 0:
+            self.store.updater.begin(action.minibatch)
+        weights = self.store.read(action)
+        buffers = tuple([self.buffers[name] for name in self._forward_buffers])
+        batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
+        if part.random:
+            self._reseed(action)
+        with self._explaining(action):
+            loss, new, saved = self.stage.forward(weights, buffers, batch, self._comm)
+            self._check(len(new), len(part.updates), "new buffer values")
+            self._check(len(saved), len(part.saved), "saved values")
+        for name, value in zip(self._updates, new, strict=True):
+            self.buffers[name] = value
+        if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
+            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in self._updates}
+        self._saved[action.minibatch, action.microbatch] = saved
+        self.store.release(action)
+        return self._add_loss(loss, action) if part.loss else None
+
+    def _run_backward(self, action: Action) -> None:
+        part = self._backward
+        weights = self.store.read(action)
+        buffers = tuple([self.buffers[name] for name in self._backward_buffers])
+        saved = self._saved.pop((action.minibatch, action.microbatch))
+        if part.random:
+            self._reseed(action)
+        with self._explaining(action):
+            gradients = self.stage.backward(weights, buffers, saved, self._comm)
+            self._check(len(gradients), len(part.gradients), "gradients")
+        del weights
+        self.store.add(gradients, self._comm.sent)
+        del gradients
+        self.store.release(action)
+        if action.microbatch == self._last:
+            self.store.update(action.minibatch)
+
+    def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
+        loss = loss.detach().float()
+        self._loss = loss if self._loss is None else self._loss + loss
+        if action.microbatch < self._last:
+            return None
+        total, self._loss = self._loss, None
+        return total / (self._last + 1) if self._last else total
+
+    def _reseed(self, action: Action) -> None:
+        seed = action_seed(self.seed, self.worker, action)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _check(self, found: int, expected: int, what: str) -> None:
+        if found != expected:
+            raise ValueError(f"returned {found} {what}, the plan has {expected}")
+
+    @contextmanager
+    def _explaining(self, action: Action) -> Iterator[None]:
+        """Errors of the stage's code come out as RunError with their place; our own get their place."""
+        try:
+            yield
+        except PeerLost:
+            raise
+        except FxpipeError as error:
+            place = stage_line(error, self.stage.path)
+            error.where = error.where or f"{action} on worker {self.worker}" + (f", {place}" if place else "")
+            raise
+        except Exception as error:
+            raise self._explained(error, action) from error
+
+    def _explained(self, error: Exception, action: Action) -> RunError:
+        name = "forward" if action.phase == "F" else "backward"
+        hint = None
+        if isinstance(error, torch.OutOfMemoryError):
+            hint = "use more workers, smaller batches or more microbatches"
+        return RunError(
+            f"{name} of step {action.minibatch + 1} ({action}) failed on worker {self.worker}: "
+            f"{type(error).__name__}: {error}",
+            where=stage_line(error, self.stage.path) or str(self.stage.path),
+            hint=hint,
+        )
+
+
+def action_seed(seed: int, worker: int, action: Action) -> int:
+    """The seed of one action's random numbers: the same in every process and every run."""
+    text = f"{seed}/{worker}/{action.phase}/{action.minibatch}/{action.microbatch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,62 @@
+"""The trained model as one file under the model's own names, whoever holds the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fxpipe.errors import RunError
+from fxpipe.plan.spec import BufferSpec, Plan, TensorSpec
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.safetensors_writer import SafetensorsWriter
+
+
+@dataclass(frozen=True)
+class FinalTensor:
+    """A tensor of the final file: its names (tied ones stand in the file once each) and the worker that holds it."""
+
+    names: tuple[str, ...]
+    spec: TensorSpec
+    worker: int
+
+
+def final_tensors(plan: Plan) -> Iterator[FinalTensor]:
+    """Every parameter and persistent buffer, in the one order that all workers walk."""
+    for parameter in plan.parameters:
+        yield FinalTensor(parameter.names, parameter.tensor, parameter.owner)
+    for buffer in plan.buffers:
+        if buffer.persistent:
+            yield FinalTensor(buffer.names, buffer.tensor, buffer_worker(buffer))
+
+
+def buffer_worker(buffer: BufferSpec) -> int:
+    """The worker whose copy of a buffer counts: its home, else its first reader, else worker 0."""
+    return buffer.home if buffer.home is not None else min(buffer.workers, default=0)
+
+
+def held(executor: Executor, tensor: FinalTensor) -> Tensor:
+    """The tensor as `executor`'s worker holds it."""
+    parameter = executor.store.parameters.get(tensor.names[0])
+    return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
+
+
+def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:
+    """Write `model.safetensors`; `fetch` is asked for one tensor after the other, in `final_tensors`' order.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    tensors = list(final_tensors(plan))
+    try:
+        with SafetensorsWriter(path, [(name, t.spec) for t in tensors for name in t.names]) as file:
+            for tensor in tensors:
+                value = fetch(tensor)
+                for _ in tensor.names:
+                    file.write(value)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}", hint="make room, or choose another --out"
+        ) from error

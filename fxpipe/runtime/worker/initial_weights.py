@@ -1,0 +1,102 @@
+"""Where a worker's first weights come from: the build, a checkpoint, or the user's model()."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from fxpipe.errors import BuildError, TaskError
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.runtime.worker.initialise import initialised
+
+AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        weights: a checkpoint: a safetensors file, or a folder of them; None takes the build's own values.
+        model: gives the model again; needed where the build has no values (`Plan.meta`) and there is no checkpoint.
+        seed: of the values that it then gives them.
+    """
+
+    weights: str | None = None
+    model: Callable[[], nn.Module] | None = None
+    seed: int = 0
+
+
+def initial_weights(
+    plan: Plan,
+    folder: Path,
+    worker: int,
+    parameters: Sequence[ParameterSpec],
+    buffers: Sequence[BufferSpec],
+    start: Start,
+    device: torch.device | str,
+) -> dict[str, torch.Tensor]:
+    """The values of one worker's parameters and buffers by first name, each in memory of its own; nothing else is read.
+
+    Raises:
+        BuildError: the build's file or the checkpoint cannot be read, or does not fit the plan.
+        TaskError: the model cannot be made again.
+    """
+    found: dict[str, torch.Tensor] = {}
+    if start.weights is not None:
+        checkpoint = Checkpoint.open(start.weights, plan)
+        if worker == 0:
+            for warning in checkpoint.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+        persistent = [b for b in buffers if b.persistent]
+        found = dict(checkpoint.read([*parameters, *persistent], device))
+    elif plan.meta and parameters:
+        if start.model is None:
+            raise TaskError(
+                "the build has no values of the parameters (--meta), and there is no model to initialise them",
+                hint="give a checkpoint (weights=...), or model=, a function that makes the model",
+            )
+        found = initialised(plan, parameters, start.model, start.seed, device)
+    rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]
+    rest = [(row.name, row.tensor) for row in rows if row.name not in found]
+    return found | read_tensors(folder / plan.weights_file, rest, device)
+
+
+def read_tensors(
+    path: str | Path, specs: Iterable[tuple[str, TensorSpec]], device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """Only the named tensors of a safetensors file, laid out as the specs say, each in memory of its own.
+
+    Raises:
+        BuildError: no such file, or tensors missing or of another shape or dtype (all are listed).
+    """
+    found: dict[str, torch.Tensor] = {}
+    wrong: list[str] = []
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            present = set(file.keys())
+            for name, spec in specs:
+                if name not in present:
+                    wrong.append(f"{name} is missing")
+                    continue
+                tensor = file.get_tensor(name)
+                layout = Layout(spec, name)
+                if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
+                    wrong.append(
+                        f"{name} is {tensor.dtype}{list(tensor.shape)}, not {layout.dtype}{list(layout.shape)}"
+                    )
+                    continue
+                found[name] = layout.empty(device).copy_(tensor)
+    except Exception as error:
+        raise BuildError(f"the weights cannot be read: {error}", where=str(path), hint=AGAIN) from error
+    if wrong:
+        raise BuildError("the weights do not fit the plan: " + "; ".join(wrong), where=str(path), hint=AGAIN)
+    return found

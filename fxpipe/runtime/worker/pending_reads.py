@@ -1,0 +1,87 @@
+"""What a worker's actions have yet to read of every version, counted down as they read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.plan.spec import Phase
+from fxpipe.policy.demand import Demand, Message
+
+Key = tuple[int, int, int]  # owner, version, ahead
+
+
+@dataclass
+class Weights:
+    """Weights of one key.
+
+    Attributes:
+        left: how many actions of each phase have yet to read them.
+    """
+
+    message: Message
+    left: dict[Phase, int]
+
+    @property
+    def names(self) -> list[str]:
+        """What of them will still be read."""
+        wanted = (self.message.by_phase[phase] for phase, left in self.left.items() if left)
+        return list(dict.fromkeys(name for names in wanted for name in names))
+
+
+class Unread:
+    """The weights that one worker has yet to read, its own and others', in one segment of a run.
+
+    A version is opened when it is first asked for, with all that reads it; it must not be asked for again once
+    everything of it has been read.
+    """
+
+    def __init__(self, demand: Demand, worker: int) -> None:
+        self.demand = demand
+        self.worker = worker
+        self.begin(0, None)
+
+    def begin(self, start: int, stop: int | None) -> None:
+        """A new segment, of the minibatches from `start` to before `stop`; None while there is no end in sight."""
+        self.start, self.stop = start, stop
+        self._versions: dict[tuple[int, int], dict[int, Weights]] = {}
+
+    def of(self, owner: int, version: int) -> dict[int, Weights]:
+        """What is unread of a version, by prediction distance."""
+        if (owner, version) not in self._versions:
+            found = self.demand.messages(owner, self.worker, version, self.start, self.stop)
+            self._versions[owner, version] = {m.ahead: Weights(m, dict(m.uses)) for m in found}
+        return self._versions[owner, version]
+
+    def kept(self, owner: int, version: int) -> dict[int, Weights]:
+        """As `of`, for a version that was opened: nothing if all of it has been read."""
+        return self._versions.get((owner, version), {})
+
+    def read(self, key: Key, phase: Phase) -> bool:
+        """An action has read these weights, or was left out; whether it was the last."""
+        owner, version, ahead = key
+        self.of(owner, version)[ahead].left[phase] -= 1
+        return self._over(key)
+
+    def end(self, stop: int) -> list[Key]:
+        """The end has come in sight: which weights nobody will read any more."""
+        over: list[Key] = []
+        for (owner, version), opened in list(self._versions.items()):
+            ending = self.demand.messages(owner, self.worker, version, self.start, stop)
+            coming = {message.ahead: message.uses for message in ending}
+            for ahead, weights in list(opened.items()):
+                for phase, count in weights.message.uses.items():
+                    weights.left[phase] -= count - coming.get(ahead, {}).get(phase, 0)
+                if self._over((owner, version, ahead)):
+                    over.append((owner, version, ahead))
+        self.stop = stop
+        return over
+
+    def _over(self, key: Key) -> bool:
+        owner, version, ahead = key
+        opened = self._versions[owner, version]
+        if any(opened[ahead].left.values()):
+            return False
+        del opened[ahead]
+        if not opened:
+            del self._versions[owner, version]
+        return True

@@ -1,0 +1,149 @@
+"""How far the weights that forwards used are from those that their updates met: `fxpipe run --log-staleness`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.policy.demand import Demand, Reading
+from fxpipe.schedule.action import Action
+
+if TYPE_CHECKING:
+    pass
+
+Look = Callable[[Sequence[str], int], Mapping[str, Tensor]]
+"""(names, ahead) → the live weights of these names, predicted so many updates ahead."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What some worker's forward reads of this worker's weights."""
+
+    reading: Reading
+    names: tuple[str, ...]
+
+
+@dataclass
+class _Sample:
+    """The weights that the forward of one minibatch uses, as far as they exist yet."""
+
+    minibatch: int
+    used: dict[str, tuple[Tensor, int, int]]  # copy, version, ahead; by name
+
+
+class StalenessLog:
+    """Compares, on the worker that owns them, the weights a forward used with those that its update met.
+
+    One minibatch at a time: a copy of what its forward (of the first microbatch) reads is kept until that minibatch's
+    update, and the next minibatch is taken then. So it costs one copy of the weights, and a worker with s updates
+    between forward and update reports every (s+1)-th minibatch. A parameter that several workers' forwards read is
+    compared as its owner reads it, else the first of them.
+
+    A row is `{"step", "worker", "group", "stale", "ahead", "rmse", "rms"}`: the group of the optimizer's, how many
+    updates behind the forward's version was, how many it was predicted ahead, the root mean square of the difference,
+    and of the weights themselves.
+
+    Args:
+        path: a JSON line for every row goes there; None keeps only the means.
+    """
+
+    def __init__(
+        self, demand: Demand, worker: int, trained: Mapping[str, nn.Parameter], path: Path | None = None
+    ) -> None:
+        self.demand = demand
+        self.worker = worker
+        self.trained = trained
+        self.path = path
+        self._file: TextIO | None = None
+        self._reads = list(_forwards(demand, worker, trained))
+        self._reach = max((read.reading.lags[0] for read in self._reads), default=0)
+        self._sample: _Sample | None = None
+        self._sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def begin(self) -> None:
+        """The pipeline is empty: nothing that was begun will be finished."""
+        self._sample = None
+
+    def live(self, version: int, start: int, stop: int | None, look: Look) -> None:
+        """`version` is the live one from now on: take what the sampled minibatch's forward reads of it."""
+        if not self._reads:
+            return
+        if self._sample is None:
+            minibatch = version + self._reach
+            if stop is not None and minibatch >= stop:
+                return
+            self._sample = _Sample(minibatch, {})
+        action = Action("F", self._sample.minibatch)
+        for read in self._reads:
+            if self.demand.version(read.reading, action, start) == version:
+                ahead = self.demand.ahead(read.reading, action, version)
+                tensors = look(read.names, ahead)
+                for name in read.names:
+                    self._sample.used[name] = tensors[name].detach().clone(), version, ahead
+
+    def meets(self, minibatch: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The update of `minibatch` is about to be made: compare, if it is the sampled one."""
+        sample = self._sample
+        if sample is None or sample.minibatch != minibatch:
+            return
+        self._sample = None
+        number = {id(parameter): group for group, members in enumerate(groups) for parameter in members["params"]}
+        rows: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for name, (used, version, ahead) in sample.used.items():
+            live = self.trained[name]
+            if id(live) not in number:
+                continue
+            row = rows[number[id(live)], minibatch - version, ahead]
+            row[0] += _square(used - live.detach())
+            row[1] += _square(live.detach())
+            row[2] += live.numel()
+        for (group, stale, ahead), (difference, weights, count) in sorted(rows.items()):
+            rmse, rms = (difference / max(count, 1)) ** 0.5, (weights / max(count, 1)) ** 0.5
+            total = self._sums[group, stale, ahead]
+            for place, value in enumerate((1.0, rmse, rms)):
+                total[place] += value
+            line = {"step": minibatch + 1, "worker": self.worker, "group": group, "stale": stale, "ahead": ahead}
+            self._write(line | {"rmse": rmse, "rms": rms})
+
+    def summary(self) -> list[dict[str, Any]]:
+        """The means over the run, a row for each group, staleness and distance of prediction."""
+        return [
+            {"group": group, "stale": stale, "ahead": ahead, "samples": int(n), "rmse": rmse / n, "rms": rms / n}
+            for (group, stale, ahead), (n, rmse, rms) in sorted(self._sums.items())
+        ]
+
+    def close(self) -> None:
+        """End the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        if self._file is None:
+            self._file = self.path.open("w", buffering=1, encoding="utf-8")
+        self._file.write(json.dumps(row) + "\n")
+
+
+def _forwards(demand: Demand, owner: int, trained: Mapping[str, nn.Parameter]) -> list[_Read]:
+    """For every trained parameter one forward that reads it: the owner's own if there is one, else the first."""
+    missing = set(trained)
+    reads: list[_Read] = []
+    for reader in (owner, *range(demand.plan.workers)):
+        for reading in demand.readings(reader, "F"):
+            names = tuple(name for name in reading.names if reading.owner == owner and name in missing)
+            if names:
+                reads.append(_Read(reading, names))
+                missing.difference_update(names)
+    return reads
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64 if not tensor.is_complex() else None)) ** 2

@@ -1,0 +1,344 @@
+"""One worker's weights: the parameters it owns, replicas of others', and what each action reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.observe.watch import Cause
+from fxpipe.plan.packing import Pack
+from fxpipe.plan.spec import ParameterSpec, Phase, Plan
+from fxpipe.policy.demand import PHASES, Demand, Reading
+from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.clip import Clip
+from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.pending_reads import Key, Unread
+from fxpipe.runtime.worker.staleness import StalenessLog
+from fxpipe.runtime.worker.update import Updater
+from fxpipe.schedule.action import Action
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+
+
+@dataclass
+class _Part:
+    """The `weights` argument of one phase: what never changes stands in `weights` already."""
+
+    weights: tuple[Any, ...]
+    readings: list[Reading]
+    keys: tuple[Key, ...] = ()  # what `argument` was made of
+    argument: tuple[Any, ...] = field(default=())
+    storages: set[int] | None = None  # addresses of what an action reads, once somebody asks
+
+
+class WeightStore:
+    """What one worker's forward and backward read, and where its gradients go.
+
+    Args:
+        initial: the initial values of all parameters the worker owns or reads, by name; given away.
+        make_optimizer: called with the owned trained parameters, if there are any.
+        make_scheduler: the learning-rate scheduler of that optimizer, or None; stepped after every update.
+        keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
+        clip: scales the gradients before every update; None leaves them as they are.
+
+    Attributes:
+        parameters: the owned ones by name, live: the optimizer updates them in place.
+        version: how many updates this worker has made.
+        updater: makes them.
+        staleness: compares what forwards used with what their updates met; None unless somebody asks for it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        demand: Demand,
+        transport: Transport,
+        initial: Mapping[str, Tensor],
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None = None,
+        keep_gradients: bool = False,
+        clip: Clip | None = None,
+    ) -> None:
+        self.worker = worker
+        self.demand = demand
+        self.transport = transport
+        self.version = 0
+        self.staleness: StalenessLog | None = None
+        self.parameters: dict[str, nn.Parameter] = {
+            p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
+        }
+        self.trained = {p.name: self.parameters[p.name] for p in plan.owned(worker) if p.trained}
+        self._index = {name: i for i, name in enumerate(self.trained)}
+        live = list(self.trained.values())
+        order = [self._index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
+        self._sum = GradientSum(live, order)
+        self.updater = Updater(
+            worker=worker,
+            trained=self.trained,
+            gradients=self._sum,
+            microbatches=plan.microbatches,
+            policy=demand.policy,
+            delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
+            make_optimizer=make_optimizer,
+            make_scheduler=make_scheduler,
+            clip=clip,
+            keep_gradients=keep_gradients,
+        )
+        self.predictor = self.updater.predictor
+        self._readers = demand.readers(worker)
+        self._packs: dict[tuple[str, ...], Pack] = {}
+        self._copies: dict[Key, dict[str, Tensor]] = {}
+        self._predicted: dict[int, dict[str, Tensor]] = {}
+        self._unread = Unread(demand, worker)
+        own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
+        self._counts_own = self.predictor is not None or any(reading.past for reading in own)
+        self._parts = {phase: self._part(plan, phase, initial) for phase in PHASES}
+        self._expected: dict[int, int] = {}
+        self._pending: int | None = None
+        self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
+
+    def begin(self, start: int, stop: int | None = None) -> None:
+        """Begin a segment: the pipeline is empty, every owner is at version `start`.
+
+        The replicas of version 0 are the initial weights; those of a later start are sent here.
+        """
+        assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
+        self._unread.begin(start, stop)
+        self._pending = None
+        self._copies.clear()
+        self._forget_all()
+        self._let_go()
+        self._open_own()
+        owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
+        self._expected = dict.fromkeys(owners, start - 1)
+        if start > 0:
+            self._send_replicas()
+        else:
+            for owner in owners:
+                for ahead, unread in self._unread.of(owner, 0).items():
+                    self._copies[owner, 0, ahead] = {name: self._initial[name] for name in unread.message.names}
+                self._expected[owner] = 0
+            self._initial = {}
+        if self.staleness is not None:
+            self.staleness.begin()
+            self.staleness.live(start, start, stop, self._predict)
+            self._forget_all()
+
+    def end(self, stop: int) -> None:
+        """The segment's end has come in sight: forget what is kept for minibatches from `stop` on."""
+        for key in self._unread.end(stop):
+            self._forget(key)
+
+    def expect(self, action: Action) -> None:
+        """Tell the transport which replicas an action could wait for: those of the newest versions it can see."""
+        if self.updater.clip is not None:
+            self.updater.clip.expect(action)
+        for reading in self._parts[action.phase].readings:
+            owner = reading.owner
+            if owner == self.worker:
+                continue
+            version = self.demand.versions.version(action, self.worker, owner, self._unread.start)
+            while self._expected[owner] < version:
+                self._expected[owner] += 1
+                for ahead, unread in self._unread.of(owner, self._expected[owner]).items():
+                    size = self._pack(unread.message.names).bytes
+                    self.transport.expect_weights(owner, self._expected[owner], ahead, size)
+
+    def waits_for(self, action: Action) -> list[Key]:
+        """The replicas that an action reads and that have not been received yet."""
+        keys = [self._key(r, action) for r in self._parts[action.phase].readings if r.owner != self.worker]
+        return [key for key in keys if key not in self._copies]
+
+    def read(self, action: Action) -> tuple[Any, ...]:
+        """The `weights` argument for an action; waits for replicas. Actions of the same versions read the same."""
+        part = self._parts[action.phase]
+        if not part.readings:
+            return part.weights
+        keys = tuple([self._key(reading, action) for reading in part.readings])
+        if part.keys != keys:
+            weights = list(part.weights)
+            for reading, key in zip(part.readings, keys, strict=True):
+                tensors = self._take(key, reading.names)
+                for name, position in zip(reading.names, reading.positions, strict=True):
+                    weights[position] = tensors[name]
+            part.keys, part.argument, part.storages = keys, tuple(weights), None
+        return part.argument
+
+    def release(self, action: Action) -> None:
+        """An action is over, or left out: forget what no later action reads."""
+        for reading in self._parts[action.phase].readings:
+            key = self._key(reading, action)
+            if self._unread.read(key, action.phase):
+                self._forget(key)
+
+    def add(self, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
+        """Add a backward's gradients to its minibatch's; the weights it read and what it `sent` are never written."""
+        part = self._parts["B"]
+        if part.storages is None:
+            weights = part.argument if part.readings else part.weights
+            part.storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._sum.add(gradients, part.storages | sent)
+
+    def update(self, minibatch: int) -> None:
+        """The minibatch's last backward is over: make the update, or begin it where others have a say in it.
+
+        Raises:
+            RunError: the user's optimizer or scheduler failed.
+        """
+        assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
+        watch = self.transport.watch
+        watch.open("update")
+        self._keep_past()  # first: some predictions are made from the last update's gradient, which now goes
+        self.updater.gather(minibatch)
+        clip = self.updater.clip
+        if clip is None or not clip.waits:
+            self._step(minibatch)
+        else:
+            self._pending = minibatch
+        watch.close()
+
+    @property
+    def unsettled(self) -> int | None:
+        """The minibatch whose update waits for other workers; `settle` must come before the next action."""
+        return self._pending
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
+        clip = self.updater.clip
+        return self._pending is not None and (clip is None or clip.ready(self._pending))
+
+    def settle(self) -> None:
+        """Make the update that was begun; then replicas of the new version go out."""
+        if self._pending is None:
+            return
+        minibatch, self._pending = self._pending, None
+        self.transport.watch.open("update")
+        self._step(minibatch)
+        self.transport.watch.close()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradients of the last update, by parameter name (needs `keep_gradients`)."""
+        found = zip(self.trained, self.updater.gradients(), strict=True)
+        return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
+
+    def _step(self, minibatch: int) -> None:
+        if self.staleness is not None and self.updater.optimizer is not None:
+            self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
+        self.updater.step(minibatch)
+        self._forget_all()
+        self.version += 1
+        self._open_own()
+        self._send_replicas()
+        if self.staleness is not None:
+            self.staleness.live(self.version, self._unread.start, self._unread.stop, self._predict)
+            self._forget_all()
+
+    def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
+        stage = plan.stages[self.worker]
+        names = stage.forward.weights if phase == "F" else stage.backward.weights
+        specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
+        weights = tuple(
+            self.parameters[p.name] if p.owner == self.worker else None if p.trained else initial[p.name] for p in specs
+        )
+        readings = [
+            reading
+            for reading in self.demand.readings(self.worker, phase)
+            if reading.owner != self.worker or self._counts_own
+        ]
+        return _Part(weights, readings)
+
+    def _key(self, reading: Reading, action: Action) -> Key:
+        version = self.demand.version(reading, action, self._unread.start)
+        return (reading.owner, version, self.demand.ahead(reading, action, version))
+
+    def _open_own(self) -> None:
+        """Its own weights have a new live version: who will read it is counted from now on."""
+        if self._counts_own:
+            self._unread.of(self.worker, self.version)
+
+    def _take(self, key: Key, names: Sequence[str]) -> Mapping[str, Tensor]:
+        owner, version, ahead = key
+        if owner == self.worker and version == self.version:
+            return self._predict(names, ahead)
+        if key not in self._copies:
+            assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
+            of_all = self._unread.of(owner, version)[ahead].message.names
+            watch = self.transport.watch
+            watch.open("receive", Cause("weights", "weights", owner))
+            block = self.transport.recv_weights(owner, version, ahead)
+            self._copies[key] = dict(zip(of_all, self._pack(of_all).unpack(block), strict=True))
+            watch.close()
+        return self._copies[key]
+
+    def _predict(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
+        """The live weights, or their prediction, computed once a version."""
+        if ahead == 0 or self.predictor is None:
+            return self.trained
+        found = self._predicted.setdefault(ahead, {})
+        missing = [name for name in names if name not in found]
+        if missing:
+            watch = self.transport.watch
+            watch.open("predict")
+            values = self.predictor.predict(ahead, [self._index[name] for name in missing])
+            found.update(zip(missing, values, strict=True))
+            watch.close()
+        return found
+
+    def _forget(self, key: Key) -> None:
+        """Nobody reads these weights any more; a prediction's memory serves the next ones."""
+        owner, version, ahead = key
+        copies = self._copies.pop(key, {})
+        if owner == self.worker:
+            if version == self.version:
+                copies = self._predicted.pop(ahead, {})
+            if ahead:
+                self._give_back(copies)
+        self._let_go()
+
+    def _forget_all(self) -> None:
+        for ahead in list(self._predicted):
+            self._give_back(self._predicted.pop(ahead))
+
+    def _give_back(self, predicted: Mapping[str, Tensor]) -> None:
+        if predicted and self.predictor is not None:
+            self.predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])
+
+    def _let_go(self) -> None:
+        for part in self._parts.values():
+            part.keys, part.argument = (), ()
+
+    def _send_replicas(self) -> None:
+        watch = self.transport.watch
+        for reader in self._readers:
+            start, stop = self._unread.start, self._unread.stop
+            for message in self.demand.messages(self.worker, reader, self.version, start, stop):
+                tensors = self._predict(message.names, message.ahead)
+                watch.open("send", Cause("weights", "weights", reader))
+                block = self._pack(message.names).pack([tensors[name] for name in message.names])
+                self.transport.send_weights(reader, message.version, message.ahead, block)
+                watch.close()
+        self._forget_all()
+
+    def _keep_past(self) -> None:
+        """Before the live version goes: what own actions have yet to read of it.
+
+        A prediction lies in memory of its own and is kept as it is; of live weights, copies are made.
+        """
+        for ahead, unread in self._unread.kept(self.worker, self.version).items():
+            tensors = self._predict(unread.names, ahead)
+            found = self._predicted.get(ahead, {})
+            kept: dict[str, Tensor] = {}
+            for name in unread.names:
+                own = tensors[name] is not self.trained[name]
+                kept[name] = found.pop(name) if own else tensors[name].detach().clone()
+            self._copies[self.worker, self.version, ahead] = kept
+        self._let_go()
+
+    def _pack(self, names: tuple[str, ...]) -> Pack:
+        if names not in self._packs:
+            self._packs[names] = Pack([self.demand.parameters[name].tensor for name in names])
+        return self._packs[names]

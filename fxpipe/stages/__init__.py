@@ -1,0 +1,1 @@
+"""An emitted stage: loaded, called once, and as pure graphs."""

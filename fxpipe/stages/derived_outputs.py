@@ -1,0 +1,125 @@
+"""What an engine need not compute: outputs that are inputs, views, or made from nothing.
+
+torch gives a view for nothing, an engine would write a copy. So an engine runs a part without them, and they are made
+from what it gives: they then share memory, and have the strides, as in eager PyTorch. A slice, which would keep all of
+what it is cut from, is computed instead, and lies without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.ir.aten import is_getitem, is_random, is_view
+from fxpipe.ir.program import copy_graph
+from fxpipe.stages.pure_part import Output, PurePart
+from fxpipe.task.batch import tensor_spec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TrimmedPart:
+    """A part for an engine, and the rest.
+
+    Attributes:
+        inner: what the engine computes: every input that it reads, every output that it must make, each once.
+        takes: which of the part's inputs `inner` takes.
+        rest: makes all outputs of the part from all of its inputs and the outputs of `inner`.
+    """
+
+    inner: PurePart
+    takes: tuple[int, ...]
+    rest: fx.GraphModule
+
+    def finish(self, inputs: Sequence[Tensor], computed: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The part's outputs."""
+        result: tuple[Tensor, ...] = self.rest(*inputs, *computed)
+        return result
+
+
+def trim(part: PurePart) -> TrimmedPart:
+    """Split a part into what an engine computes and what is free."""
+    outputs = list(part.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+    bases = {node: _base(node) for node in dict.fromkeys(outputs)}
+    needed = {base: outputs.index(node) for node, base in reversed(bases.items()) if not _is_free(base)}
+    rows = {b: part.outputs[i] if outputs[i] is b else _row(b, part.outputs[i]) for b, i in needed.items()}
+    order = sorted(rows, key=needed.__getitem__)
+
+    inner = copy_graph(part.graph.graph)
+    names = {n.name: n for n in inner.nodes}
+    inner.erase_node(inner.output_node())
+    made = inner.output(tuple(names[b.name] for b in order))
+    made.meta["val"] = tuple(b.meta["val"] for b in order)
+    inner.eliminate_dead_code(lambda n: n.op != "call_function")
+    holders = [n for n in inner.nodes if n.op == "placeholder"]
+    takes = tuple(i for i, n in enumerate(holders) if n.users)
+    for n in holders:
+        if not n.users:
+            inner.erase_node(n)
+    small = replace(
+        part,
+        graph=fx.GraphModule(part.graph, inner),
+        inputs=tuple(part.inputs[i] for i in takes),
+        outputs=tuple(rows[b] for b in order),
+        draws=(),
+    )
+    return TrimmedPart(small, takes, _rest(part.graph, outputs, order))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The value of which `node` shows all elements: what an engine has to compute so that `node` is free."""
+    size = node.meta["val"].numel()
+    found = node
+    while _is_free_view(node):
+        node = node.all_input_nodes[0]
+        if node.op == "placeholder" or _is_free(node) or node.meta["val"].numel() <= size:
+            found = node
+    return found
+
+
+def _is_free_view(node: fx.Node) -> bool:
+    """Views but as_strided, which asks how the memory under its input is laid out."""
+    return (
+        node.op == "call_function"
+        and is_view(node)
+        and not is_getitem(node)
+        and node.target is not aten.as_strided.default
+        and len(node.all_input_nodes) == 1
+    )
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Inputs, and what is made from nothing: every call makes it anew."""
+    return node.op == "placeholder" or not (node.all_input_nodes or is_random(node))
+
+
+def _row(base: fx.Node, output: Output) -> Output:
+    return replace(output, tensor=tensor_spec(base.meta["val"]))
+
+
+def _rest(root: fx.GraphModule, outputs: Sequence[fx.Node], computed: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in root.graph.nodes:
+        if node.op == "placeholder":
+            made[node] = graph.placeholder(node.name)
+    for i, node in enumerate(computed):
+        made[node] = graph.placeholder(f"computed_{i}")
+
+    def make(node: fx.Node) -> fx.Node:
+        chain = []
+        while node not in made:
+            chain.append(node)
+            if not node.all_input_nodes:
+                break
+            node = node.all_input_nodes[0]
+        for link in reversed(chain):
+            made[link] = graph.node_copy(link, made.__getitem__)
+        return made[chain[0]] if chain else made[node]
+
+    graph.output(tuple(make(node) for node in outputs))
+    return fx.GraphModule(root, graph)

@@ -1,0 +1,234 @@
+"""Loads an emitted stage, or a worker's share of an evaluation, and checks that its functions still fit the plan."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fxpipe.errors import BuildError
+from fxpipe.plan.spec import EvaluationStage, PartSpec, StageSpec
+
+ARGUMENTS = {
+    "forward": ("weights", "buffers", "batch", "comm"),
+    "backward": ("weights", "buffers", "saved", "comm"),
+    "evaluate": ("weights", "buffers", "batch", "comm"),
+}
+COMPILE_AGAIN = "undo the edit, or compile the model again: fxpipe compile MODEL -o BUILD"
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """A stage ready to run: its two functions and their engines, its file, and whether someone edited that."""
+
+    path: Path
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    edited: bool
+    engines: tuple[str, str] = ("eager", "eager")
+
+
+@dataclass(frozen=True)
+class LoadedEvaluation:
+    """A worker's share of an evaluation, ready to run: its function, its file, and whether someone edited that."""
+
+    path: Path
+    evaluate: Callable[..., Any]
+    edited: bool
+
+
+def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
+    """Import an emitted stage under its real file name (tracebacks and debuggers show it); writes no bytecode.
+
+    Raises:
+        BuildError: no such file, a syntax error, an error at import, or an interface that differs from the
+            plan's; every difference is listed.
+    """
+    path = Path(path).resolve()
+    source, module = _load(path, lambda tree: interface_differences(tree, spec))
+    return LoadedStage(path, module.forward, module.backward, is_edited(source, spec))
+
+
+def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation:
+    """Import a worker's share of an evaluation, as `load_stage` does a stage.
+
+    Raises:
+        BuildError: as `load_stage`.
+    """
+    path = Path(path).resolve()
+    source, module = _load(path, lambda tree: _differences(tree, {"evaluate": spec.part}))
+    return LoadedEvaluation(path, module.evaluate, is_edited(source, spec))
+
+
+def _load(path: Path, differences: Callable[[ast.Module], list[str]]) -> tuple[bytes, ModuleType]:
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise BuildError(
+            f"the stage file cannot be read: {error.strerror}", where=str(path), hint=COMPILE_AGAIN
+        ) from error
+    try:
+        tree = ast.parse(source, str(path))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise BuildError(f"syntax error: {error.msg}", where=f"{path}:{error.lineno}: {line}") from error
+    found = differences(tree)
+    if found:
+        raise BuildError(
+            f"{path.name} does not match its plan: " + "; ".join(found),
+            where=str(path),
+            hint=COMPILE_AGAIN,
+        )
+    module = _execute(tree, path)  # which imports what installed packages register
+    _refuse_unknown_operators(source, path)
+    return source, module
+
+
+def is_edited(source: bytes, spec: StageSpec | EvaluationStage) -> bool:
+    """Whether someone changed a file's source since it was emitted."""
+    return hashlib.sha256(source).hexdigest() != spec.digest
+
+
+def stage_line(error: BaseException, path: Path) -> str | None:
+    """`build/stage_0.py:41: the line` of the deepest frame of `error` in the stage; None without one."""
+    found = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == str(path):
+            found = f"{path}:{frame.lineno}: {frame.line}"
+    return found
+
+
+def _refuse_unknown_operators(source: bytes, path: Path) -> None:
+    """Raise BuildError for a call of an operator that nobody has registered in this process."""
+    import torch
+
+    for number, line in enumerate(source.decode().splitlines(), start=1):
+        for library, operator in re.findall(r"\btorch\.ops\.(\w+)\.(\w+)\.\w+\(", line):
+            if not hasattr(getattr(torch.ops, library), operator):
+                raise BuildError(
+                    f"the stage calls the operator {library}::{operator}, which is not registered in this process",
+                    where=f"{path}:{number}: {line.strip()}",
+                    hint="import what registers it at the top of model.py: workers import that file, but call no "
+                    "model(); with the Python API import it before the build is run",
+                )
+
+
+def _execute(tree: ast.Module, path: Path) -> ModuleType:
+    name = f"fxpipe_{path.stem}_{next(_serial)}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise BuildError(
+            f"importing the stage raised {type(error).__name__}: {error}",
+            where=stage_line(error, path) or str(path),
+        ) from error
+    return module
+
+
+def interface_differences(tree: ast.Module, spec: StageSpec) -> list[str]:
+    """Each way in which the functions of a stage's file differ from the plan's, in words; empty if they fit."""
+    return _differences(tree, {"forward": spec.forward, "backward": spec.backward})
+
+
+def _differences(tree: ast.Module, parts: Mapping[str, PartSpec]) -> list[str]:
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found: list[str] = []
+    for name, part in parts.items():
+        if name not in functions:
+            found.append(f"there is no function {name}")
+            continue
+        found += [f"{name} {text}" for text in _part_differences(functions[name], part, name)]
+    return found
+
+
+def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
+    arguments = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+    if len(arguments) != len(ARGUMENTS[name]):
+        return [f"takes ({', '.join(arguments)}), not ({', '.join(ARGUMENTS[name])})"]
+    found: list[str] = []
+    for verb, expected in (("recv", part.receives), ("send", part.sends)):
+        names = _message_names(function, arguments[3], verb)
+        verbs = "receives" if verb == "recv" else "sends"
+        missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if missing:
+            found.append(f"no longer {verbs} {', '.join(missing)}")
+        if extra:
+            found.append(f"{verbs} {', '.join(extra)}, which the plan does not know")
+        if twice:
+            found.append(f"{verbs} {', '.join(twice)} more than once")
+    third_names = part.saved if name == "backward" else part.batch
+    lengths = zip(arguments[:3], (len(part.weights), len(part.buffers), len(third_names)), strict=True)
+    for argument, length in lengths:
+        for count in _unpacked(function, argument):
+            if count != length:
+                found.append(f"unpacks {count} values from {argument}, the plan has {length}")
+    return found + _return_differences(function, part, name)
+
+
+def _message_names(function: ast.FunctionDef, comm: str, verb: str) -> list[str]:
+    names = []
+    for node in ast.walk(function):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == verb
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == comm
+        ):
+            first = node.args[0] if node.args else None
+            text = isinstance(first, ast.Constant) and isinstance(first.value, str)
+            names.append(first.value if text else "a computed name")  # type: ignore[union-attr]
+    return names
+
+
+def _unpacked(function: ast.FunctionDef, argument: str) -> list[int]:
+    counts = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == argument:
+            for target in node.targets:
+                if isinstance(target, ast.Tuple | ast.List) and not any(
+                    isinstance(e, ast.Starred) for e in target.elts
+                ):
+                    counts.append(len(target.elts))
+    return counts
+
+
+def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
+    """Only what stands literally in the code; the rest is checked when it runs."""
+    found = []
+    for node in ast.walk(function):
+        if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)):
+            continue
+        values = node.value.elts
+        if any(isinstance(v, ast.Starred) for v in values):
+            continue
+        if name != "forward":
+            word, names = ("gradients", part.gradients) if name == "backward" else ("metrics", part.metrics)
+            if len(values) != len(names):
+                found.append(f"returns {len(values)} {word}, the plan has {len(names)}")
+            continue
+        if len(values) != 3:
+            found.append(f"returns {len(values)} values, not (loss, buffers, saved)")
+            continue
+        for value, length, word in (
+            (values[1], len(part.updates), "buffers"),
+            (values[2], len(part.saved), "saved values"),
+        ):
+            literal = isinstance(value, ast.Tuple | ast.List)
+            if literal and len(value.elts) != length:  # type: ignore[attr-defined]
+                found.append(f"returns {len(value.elts)} {word}, the plan has {length}")  # type: ignore[attr-defined]
+    return found

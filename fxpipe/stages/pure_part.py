@@ -1,0 +1,230 @@
+"""A stage's function as a pure graph: every value that it takes is an input, every value that it gives an output.
+
+What an emitted `forward` or `backward` asks of `comm` becomes inputs and outputs as well, and the random numbers it
+would draw become inputs (`fxpipe.stages.random_inputs`), so that any engine can run the graph and all of
+them compute the same. The graph is traced from the stage's file: an edited stage is run and exported as it was edited.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import BackendError
+from fxpipe.ir.aten import is_random
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import Phase, Plan, TensorSpec
+from fxpipe.stages.comm import Replay
+from fxpipe.stages.loaded import LoadedStage, stage_line
+from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
+from fxpipe.task.batch import tensor_spec
+from fxpipe.tracing.refusals import DATA_DEPENDENT
+
+InputKind = Literal["weight", "buffer", "batch", "saved", "received", "mask"]
+OutputKind = Literal["loss", "update", "saved", "gradient", "sent"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a pure part: what it is, its name there (of a parameter, a buffer, an edge, …), and its tensor."""
+
+    kind: InputKind
+    name: str
+    tensor: TensorSpec
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a pure part."""
+
+    kind: OutputKind
+    name: str
+    tensor: TensorSpec
+
+
+@dataclass(frozen=True)
+class PurePart:
+    """One function of a stage without side effects.
+
+    Attributes:
+        graph: a placeholder for each input, ATen calls, and the tuple of outputs; both in the order of the tables.
+            Inputs stand in the order of kinds: weights, buffers, batch or saved, received, masks. Outputs likewise:
+            forward the loss (if there), updates, saved, sent; backward gradients, sent.
+        draws: what makes the masks, in the order in which the emitted code would draw them.
+    """
+
+    worker: int
+    phase: Phase
+    graph: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    draws: tuple[Draw, ...]
+    device: str
+
+    @property
+    def name(self) -> str:
+        """`stage_0.forward`."""
+        return f"stage_{self.worker}.{'forward' if self.phase == 'F' else 'backward'}"
+
+    def dtypes(self) -> set[str]:
+        """The types of all values in it: `float32`, …."""
+        values = (v for n in self.graph.graph.nodes for v in pytree.tree_leaves(n.meta.get("val")))
+        return {str(v.dtype).removeprefix("torch.") for v in values if isinstance(v, Tensor)}
+
+    def examples(self) -> tuple[Tensor, ...]:
+        """A fake tensor for every input, laid out as it arrives."""
+        mode = FakeTensorMode()
+        return tuple(_fake(i.tensor, mode, self.device) for i in self.inputs)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs, computed by torch operator by operator."""
+        result: tuple[Tensor, ...] = self.graph(*inputs)
+        return result
+
+
+def trace_stage(plan: Plan, worker: int, stage: LoadedStage) -> tuple[PurePart, PurePart]:
+    """The two pure parts of a stage.
+
+    Raises:
+        BackendError: the code cannot be traced (an edit made it depend on values), changes a tensor in place, or draws
+            random numbers that depend on computed values.
+    """
+    forward = trace_part(plan, worker, "F", stage)
+    saved = [o.tensor for o in forward.outputs if o.kind == "saved"]
+    return forward, trace_part(plan, worker, "B", stage, saved)
+
+
+def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved: Sequence[TensorSpec] = ()) -> PurePart:
+    """One pure part of a stage; a backward needs to know what its forward saves."""
+    inputs = tuple(_inputs(plan, worker, phase, saved))
+    spec = plan.stages[worker].forward if phase == "F" else plan.stages[worker].backward
+    kept: list[Output] = []
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        """The outputs of the stage's function; notes what they are."""
+        given: dict[str, list[Tensor]] = {kind: [] for kind in ("weight", "buffer", "batch", "saved", "received")}
+        for entry, value in zip(inputs, flat, strict=True):
+            given[entry.kind].append(value)
+        comm = Replay(dict(zip(spec.receives, given["received"], strict=True)))
+        third = given["batch"] if phase == "F" else given["saved"]
+        function = stage.forward if phase == "F" else stage.backward
+        with _Places(stage.path):
+            result = function(tuple(given["weight"]), tuple(given["buffer"]), third, comm)
+        named: list[tuple[OutputKind, str, Tensor]] = []
+        if phase == "F":
+            loss, updates, values = result
+            named += [("loss", "loss", loss)] if spec.loss else []
+            named += [("update", n, v) for n, v in zip(spec.updates, updates, strict=True)]
+            named += [("saved", n, v) for n, v in zip(spec.saved, values, strict=True)]
+        else:
+            named += [("gradient", n, v) for n, v in zip(spec.gradients, result, strict=True)]
+        named += [("sent", name, comm.sent[name]) for name in spec.sends]
+        kept[:] = [Output(kind, name, tensor_spec(v)) for kind, name, v in named]
+        return [v for _, _, v in named]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    examples = [_fake(i.tensor, mode, plan.device) for i in inputs]
+    try:
+        with torch.no_grad(), mode:
+            module = make_fx(step)(*examples)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if re.search(DATA_DEPENDENT, text):
+            text = "it depends on the values of a tensor"
+        raise BackendError(
+            f"the {'forward' if phase == 'F' else 'backward'} of stage {worker} cannot be traced: {text}",
+            where=stage_line(error, stage.path) or str(stage.path),
+            hint="only `run --backend eager` runs such code; engines and ONNX need plain operators: undo the edit",
+        ) from error
+    module.graph.eliminate_dead_code(lambda node: node.op != "call_function" or is_random(node))
+    _check(module.graph)
+    draws = hoist_draws(module.graph)
+    module.recompile()
+    masks = tuple(Input("mask", f"mask_{i}", draw.tensor) for i, draw in enumerate(draws))
+    return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device)
+
+
+def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[Input]:
+    spec = plan.stages[worker].forward if phase == "F" else plan.stages[worker].backward
+    parameters = {name: p.tensor for p in plan.parameters for name in p.names}
+    buffers = {name: b.tensor for b in plan.buffers for name in b.names}
+    batch = {leaf.name: leaf.tensor for leaf in plan.batch}
+    edges = {e.name: e.tensor for e in plan.edges}
+    yield from (Input("weight", name, parameters[name]) for name in spec.weights)
+    yield from (Input("buffer", name, buffers[name]) for name in spec.buffers)
+    for name in spec.batch:
+        tensor = batch[name]
+        assert tensor is not None  # constants of the batch are written into the code
+        yield Input("batch", name, tensor)
+    if phase == "B":
+        yield from (Input("saved", name, tensor) for name, tensor in zip(spec.saved, saved, strict=True))
+    for name in spec.receives:
+        layout = Layout(edges[name], name)  # as it comes off the wire
+        yield Input("received", name, TensorSpec(tuple(layout.shape), tuple(layout.stride), edges[name].dtype))
+
+
+def _fake(spec: TensorSpec, mode: FakeTensorMode, device: str) -> Tensor:
+    with mode:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
+
+
+class _Places(TorchDispatchMode):
+    """Gives every call that is traced its place: the line of the stage's file, and the comment above that line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._name = str(path)
+        linecache.checkcache(self._name)
+        self._last: fx.Node | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self._name:
+            frame = frame.f_back
+        mode = get_proxy_mode()
+        if frame is not None and mode is not None:
+            place = _place(self.path, frame.f_lineno)
+            newest = None
+            for node in reversed(mode.tracer.graph.nodes):
+                newest = newest or node
+                if node is self._last or node.op == "placeholder":
+                    break
+                node.meta[PLACE] = place
+            self._last = newest
+        return result
+
+
+def _place(path: Path, line: int) -> str:
+    for above in range(line - 1, 0, -1):
+        text = linecache.getline(str(path), above)
+        if text.startswith("    # "):
+            return f"{path.name}:{line}: {text.strip().removeprefix('# ')}"
+        if text.startswith("def "):
+            break
+    return f"{path.name}:{line}"
+
+
+def _check(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            raise BackendError(
+                f"{target} changes a tensor in place",
+                where=node.meta.get(PLACE),
+                hint="only `run --backend eager` runs such code; engines and ONNX need pure operators: undo the edit",
+            )

@@ -1,0 +1,148 @@
+"""Random numbers as inputs: dropout masks and the like are drawn outside a pure part, all engines get the same.
+
+They are drawn one after the other in the order in which the emitted code would draw them, by the same operators: with
+the same seed, eager PyTorch and every engine see the same masks, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import BackendError
+from fxpipe.ir.aten import is_getitem, is_random
+from fxpipe.plan.spec import TensorSpec
+from fxpipe.task.batch import tensor_spec
+
+aten = torch.ops.aten
+
+PLACE = "fxpipe_place"
+"""Key of a node's `meta`: the line of the stage's file that it comes from, and the user's module and line."""
+
+# Random operators that look at the shapes of the tensors they are given, never at the values.
+_VALUE_FREE = {
+    aten.bernoulli.p,
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw: an operator and its arguments; a `TensorSpec` stands for a tensor of which only the shape matters."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensor: TensorSpec
+
+    def __call__(self, device: torch.device | str) -> Tensor:
+        """Draw from torch's generator of `device`."""
+        if self.target is aten.native_dropout.default:
+            return self._mask(device)
+        args, kwargs = pytree.tree_map_only(
+            TensorSpec, lambda spec: _blank(spec, device), (self.args, dict(self.kwargs)), is_leaf=_is_spec
+        )
+        result: Tensor = self.target(*args, **kwargs)
+        return result
+
+    def _mask(self, device: torch.device | str) -> Tensor:
+        """What survives a dropout."""
+        example, p, _ = self.args
+        if torch.device(device).type == "cpu":  # what native_dropout does there, without the product
+            return _blank(self.tensor, device).bernoulli_(1.0 - p)
+        mask: Tensor = aten.native_dropout.default(_blank(example, device).fill_(1), p, True)[1]
+        return mask
+
+
+def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
+    """Replace every random call by a new placeholder behind the others; what each holds is drawn by the result.
+
+    Raises:
+        BackendError: an operator whose random numbers depend on computed values.
+    """
+    hoist = _Hoist(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_random(node):
+            continue
+        if node.target is aten.native_dropout.default:
+            hoist.dropout(node)
+            continue
+        if node.target not in _VALUE_FREE:
+            raise BackendError(
+                f"{node.target} draws random numbers that may depend on computed values, which only eager can",
+                where=node.meta.get(PLACE),
+            )
+        node.replace_all_uses_with(hoist.holder(node, node.meta["val"]))
+        graph.erase_node(node)
+    return tuple(hoist.draws)
+
+
+class _Hoist:
+    """The placeholders that take the place of a graph's random calls."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.draws: list[Draw] = []
+        self._last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
+
+    def holder(self, node: fx.Node, value: Tensor) -> fx.Node:
+        """A placeholder behind the others for what `node` draws."""
+        graph = self.graph
+        place = graph.inserting_after(self._last) if self._last else graph.inserting_before(next(iter(graph.nodes)))
+        with place:
+            self._last = graph.placeholder(f"mask_{len(self.draws)}")
+        self._last.meta["val"] = value
+        arguments = (node.args, dict(node.kwargs))
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda n: tensor_spec(n.meta["val"]), arguments)
+        self.draws.append(Draw(node.target, args, kwargs, tensor_spec(value)))
+        return self._last
+
+    def dropout(self, node: fx.Node) -> None:
+        """native_dropout: the kept elements are scaled as it scales them, product by product."""
+        graph = self.graph
+        x, p, train = node.args
+        assert isinstance(p, float | int)
+        value, mask_value = node.meta["val"]
+        place = {k: v for k, v in node.meta.items() if k == PLACE}
+        with graph.inserting_before(node):
+            if train is False:
+                out = graph.call_function(aten.clone.default, (x,))
+                mask = graph.call_function(
+                    aten.ones.default, (list(mask_value.shape),), {"dtype": torch.bool, "device": mask_value.device}
+                )
+                mask.meta.update(place, val=mask_value)
+            else:
+                mask = self.holder(node, mask_value)
+                kept = graph.call_function(aten.mul.Tensor, (x, mask))
+                kept.meta.update(place, val=value)
+                out = graph.call_function(aten.mul.Tensor, (kept, 0.0 if p == 1 else 1.0 / (1.0 - p)))
+            out.meta.update(place, val=value)
+        for user in list(node.users):
+            assert is_getitem(user)
+            user.replace_all_uses_with(out if user.args[1] == 0 else mask)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, TensorSpec)
+
+
+def _blank(spec: TensorSpec, device: torch.device | str) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)

@@ -1,0 +1,219 @@
+"""Batches: any pytree of tensors and plain constants, described once and checked on every minibatch after."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxpipe.errors import BatchError
+from fxpipe.plan.spec import LeafSpec, TensorSpec
+
+CONSTANTS = (bool, int, float, str, type(None))
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """Shape, stride and dtype of a tensor, real or fake."""
+    return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
+
+
+def unusual(tensor: torch.Tensor) -> str | None:
+    """What a tensor is, if it is more than a dense block of values."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return "a sparse tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__} (it wraps other tensors)"
+    return None
+
+
+def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
+    """The leaves of a batch, named by their place in it, their values, and the pytree's shape.
+
+    Raises:
+        BatchError: no tensor in it, or a leaf that is neither a dense tensor nor a plain constant (all are listed).
+    """
+    paths, spec = pytree.tree_flatten_with_path(batch)
+    leaves, values, wrong = [], [], []
+    for path, value in paths:
+        name = "batch" + pytree.keystr(path)
+        if isinstance(value, torch.Tensor):
+            if kind := unusual(value):
+                raise BatchError(
+                    f"{name} is {kind}, which no stage can be handed",
+                    hint="pad nested tensors and make sparse ones dense, in train_data()",
+                    page="tensor-kinds",
+                )
+            leaves.append(LeafSpec(name, tensor_spec(value)))
+        elif isinstance(value, CONSTANTS):
+            leaves.append(LeafSpec(name, None, value))
+        else:
+            wrong.append(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
+        values.append(value)
+    if wrong:
+        raise BatchError(
+            "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
+            hint="convert numpy arrays with torch.from_numpy, other containers (dataclasses) to dict, list or tuple",
+        )
+    if not any(leaf.tensor for leaf in leaves):
+        raise BatchError("the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors")
+    return leaves, values, spec
+
+
+def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """The model and a batch's tensors on a device.
+
+    Raises:
+        BatchError: the device is not there.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
+    moved = pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
+    return model.to(device), moved
+
+
+def dump(spec: pytree.TreeSpec) -> str:
+    """The pytree's shape as text, the same for the same shape in every process; a namedtuple goes by its class name."""
+    stack = [spec]
+    while stack:
+        part = stack.pop()
+        stack += part.children()
+        if part.type is not namedtuple:
+            continue
+        kind: type = part.context
+        known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+        if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+            pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return pytree.treespec_dumps(spec)
+
+
+def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
+    """Equal for batches that one captured program serves: the pytree, shapes and dtypes of tensors, constants."""
+    return tree, *(
+        (leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else (type(leaf.constant).__name__, repr(leaf.constant))
+        for leaf in leaves
+    )
+
+
+def split(batch: Any, microbatches: int) -> list[Any]:
+    """Cut a batch along dimension 0 of its tensors into equal microbatches (views of the same memory).
+
+    Raises:
+        BatchError: the tensors do not share dimension 0, or `microbatches` does not divide it.
+    """
+    if microbatches == 1:
+        return [batch]
+    leaves, values, spec = describe(batch)
+    size = _batch_size(leaves)
+    if size % microbatches:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise BatchError(
+            f"{microbatches} microbatches do not divide a batch of {size}",
+            hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
+        )
+    chunks = [
+        torch.chunk(v, microbatches) if leaf.tensor and leaf.tensor.shape else [v] * microbatches
+        for leaf, v in zip(leaves, values, strict=True)
+    ]
+    return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
+
+
+def default_microbatches(batch: Any, workers: int) -> int:
+    """How many microbatches keep `workers` busy: the least divisor of the batch that is no less, else the largest."""
+    size = _batch_size(describe(batch)[0])
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    return min((d for d in divisors if d >= workers), default=size)
+
+
+def _batch_size(leaves: Sequence[LeafSpec]) -> int:
+    sizes = {leaf.name: leaf.tensor.shape[0] for leaf in leaves if leaf.tensor and leaf.tensor.shape}
+    if not sizes:
+        raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
+    if len(set(sizes.values())) > 1:
+        raise BatchError(
+            "microbatches are cut along dimension 0, but its size differs: "
+            + ", ".join(f"{name} has {n}" for name, n in sizes.items()),
+            hint="give every tensor of the batch the batch dimension first, or use --microbatches 1",
+        )
+    return next(iter(sizes.values()))
+
+
+class Splitter:
+    """Checks a minibatch against the captured leaves and cuts it into microbatches: what worker 0 does with data.
+
+    Args:
+        leaves: the leaves of one microbatch, from the plan.
+        spec: the serialised pytree, from the plan.
+        microbatches: how many a minibatch is cut into.
+        device: where the tensors are wanted.
+    """
+
+    def __init__(
+        self, leaves: Sequence[LeafSpec], spec: str, microbatches: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.leaves = tuple(leaves)
+        self.spec = spec
+        self._known: pytree.TreeSpec | None = None
+        self.microbatches = microbatches
+        self.device = device
+
+    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
+        """For each microbatch its tensors and constants, in the plan's order.
+
+        Tensors are copies, since minibatches stay in flight while an iterable may fill the same memory again; and they
+        lie as the captured ones did, since the captured code may rely on strides.
+
+        Raises:
+            BatchError: names every leaf that differs from the captured one.
+        """
+        values, spec = pytree.tree_flatten(batch)
+        if spec != self._known:
+            if dump(spec) != self.spec:
+                raise BatchError(
+                    f"the batch of step {minibatch + 1} is built differently from the one captured: "
+                    f"{spec} for {pytree.treespec_loads(self.spec)}",
+                    hint="every batch of train_data() must have the same structure; compile again if it changed",
+                )
+            self._known = spec
+        self._check(values, minibatch)
+        parts = [pytree.tree_leaves(part) for part in split(batch, self.microbatches)]
+        return [tuple(map(self._placed, self.leaves, part)) for part in parts]
+
+    def _placed(self, leaf: LeafSpec, value: Any) -> Any:
+        if leaf.tensor is None:
+            return value
+        made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
+        return made.copy_(value.detach())
+
+    def _check(self, values: Sequence[Any], minibatch: int) -> None:
+        wrong = []
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if leaf.tensor is None:
+                if value != leaf.constant or type(value) is not type(leaf.constant):
+                    wrong.append(f"{leaf.name} is {value!r}, captured as the constant {leaf.constant!r}")
+                continue
+            if not isinstance(value, torch.Tensor):
+                wrong.append(f"{leaf.name} is a {type(value).__name__}, captured as a tensor")
+                continue
+            expected = leaf.tensor.shape
+            if expected and self.microbatches > 1:
+                expected = (expected[0] * self.microbatches, *expected[1:])
+            dtype = str(value.dtype).removeprefix("torch.")
+            if tuple(value.shape) != expected or dtype != leaf.tensor.dtype:
+                wrong.append(
+                    f"{leaf.name} is {dtype}{list(value.shape)}, captured as {leaf.tensor.dtype}{list(expected)}"
+                )
+        if wrong:
+            raise BatchError(
+                f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
+                hint="a build holds one batch shape: drop the last, smaller batch (drop_last=True) or pad it",
+                page="batch-shapes",
+            )

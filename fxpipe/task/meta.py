@@ -1,0 +1,154 @@
+"""Models larger than memory: parameters without values, on torch's meta device.
+
+A model is made by its own code, but each of its parameters is moved to the meta device as soon as a module registers
+it: it keeps its shape, dtype and name, and takes no memory. Buffers stay real, so that masks and tables have their
+values. What initialises parameters does nothing there. A run calls the same code again and lets a worker's own
+parameters keep the values that it gives them (`fxpipe.runtime.worker.initialise`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import FxpipeError
+from fxpipe.task.batch import to_device as batch_to_device
+
+Told = Callable[[int, nn.Parameter], None]
+HINT = "parameters have no values here (--meta): model() may set them in place, but not look at them or assign to .data"
+_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model whose parameters have no values, but for those that were to keep theirs.
+
+    Attributes:
+        births: all parameters in the order in which they were registered first, or deeply copied; some are not in the
+            model.
+    """
+
+    model: nn.Module
+    births: tuple[nn.Parameter, ...]
+
+    def numbers(self) -> dict[str, int]:
+        """The births of the model's parameters, by every name; those that came into it unseen are left out."""
+        numbers = {id(parameter): i for i, parameter in enumerate(self.births)}
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        return {name: numbers[id(p)] for name, p in parameters if id(p) in numbers}
+
+
+def on_meta(
+    make: Callable[[], nn.Module], keep: Collection[int] = (), told: Told = lambda number, parameter: None
+) -> MetaModel:
+    """Call `make` so that no parameter of the model it gives takes memory for longer than a moment.
+
+    Args:
+        keep: births, by their number in an earlier call, whose parameters keep their values.
+        told: is told the number of every birth, and the parameter, by then without its value.
+    """
+    births = _Births(keep, told)
+    with births.watching(), births, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
+        try:
+            model = make()
+        except FxpipeError as error:
+            error.hint = error.hint or HINT
+            raise
+    if not keep:
+        for parameter in model.parameters():
+            _forget_value(parameter)  # one that came into its module unseen
+    return MetaModel(model, tuple(births.found))
+
+
+def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """As `fxpipe.task.batch.to_device`, but parameters without values stay on the meta device."""
+    with _StayOnMeta():
+        return batch_to_device(device, model, batch)
+
+
+def are_on_meta(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of them has no value."""
+    return any(tensor.is_meta for tensor in tensors)
+
+
+class _StayOnMeta(TorchFunctionMode):
+    """What is on the meta device stays there, whatever `.to(device)` says: it has no value to move."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _MOVES and args[0].is_meta:
+            return _without_device(func, args, given)
+        return func(*args, **given)
+
+
+class _Births(_StayOnMeta):
+    """Sees every parameter as it is registered or deeply copied, and takes its value away."""
+
+    def __init__(self, keep: Collection[int], told: Told) -> None:
+        super().__init__()
+        self.found: list[nn.Parameter] = []
+        self._keep = keep
+        self._told = told
+        self._numbers: dict[int, int] = {}  # by the id of a parameter, which `found` keeps alive
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See what modules register, and deep copies."""
+        original, copied = nn.Module.register_parameter, nn.Parameter.__deepcopy__
+
+        def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if isinstance(param, nn.Parameter) and not is_lazy(param):
+                self._see(param)
+            original(module, name, param)
+
+        def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+            made: nn.Parameter = copied(parameter, memo)
+            self._see(made)
+            return made
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
+            nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign]
+
+    def _see(self, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._numbers:
+            return
+        number = self._numbers[id(parameter)] = len(self.found)
+        self.found.append(parameter)
+        if number not in self._keep:
+            _forget_value(parameter)
+        self._told(number, parameter)
+
+
+def _forget_value(parameter: nn.Parameter) -> None:
+    """Put the parameter onto the meta device; it stays the same object, so that ties and lists of it hold."""
+    if parameter.is_meta or is_lazy(parameter):
+        return
+    made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    made.__class__ = type(parameter)
+    made.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, made)
+
+
+def _without_device(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if func is not Tensor.to:
+        return args[0]
+    kwargs = {name: value for name, value in kwargs.items() if name != "copy"}
+    _, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
+    moved = args[0] if dtype is None else args[0].to(dtype)
+    return moved if layout is None else moved.to(memory_format=layout)

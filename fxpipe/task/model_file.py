@@ -1,0 +1,249 @@
+"""The user's file: plain PyTorch, functions found by name.
+
+def model() -> nn.Module                      # required
+def loss(model, batch) -> Tensor              # required: a scalar
+def train_data() -> Iterable[batch]           # required by run; its first batch is the example for capture
+def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
+def lr_scheduler(optimizer)                   # optional
+def eval_data(), def metrics(model, batch)    # optional validation
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import TaskError
+
+REQUIRED = ("model", "loss", "train_data")
+OPTIONAL = ("optimizer", "lr_scheduler", "eval_data", "metrics")
+SIGNATURES = {
+    "model": "def model() -> nn.Module",
+    "loss": "def loss(model, batch) -> Tensor",
+    "train_data": "def train_data() -> Iterable[batch]",
+}
+
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """What trains where the user says nothing."""
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A user's file, loaded: its hooks as methods, with defaults for the optional ones.
+
+    Attributes:
+        warnings: functions whose names look like a misspelt optional hook.
+    """
+
+    path: Path
+    module: ModuleType
+    warnings: tuple[str, ...] = ()
+
+    def model(self) -> nn.Module:
+        """A new model, as the user's hook makes it.
+
+        Raises:
+            TaskError: the hook raised, or gave something that is not a module.
+        """
+        made = self._call("model")
+        if not isinstance(made, nn.Module):
+            raise TaskError(
+                f"model() returned {type(made).__name__}, not a torch.nn.Module", where=self._place("model")
+            )
+        return made
+
+    @property
+    def loss(self) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """The user's own function: capture explains its errors, and says where it stands."""
+        function: Callable[[nn.Module, Any], torch.Tensor] = self.module.loss
+        return function
+
+    def train_data(self) -> Iterable[Any]:
+        """A fresh iterable of batches: one epoch."""
+        return self._data("train_data")
+
+    def eval_data(self) -> Iterable[Any]:
+        """A fresh iterable of the batches that are evaluated; only where `validates`."""
+        return self._data("eval_data")
+
+    @property
+    def metrics(self) -> Callable[[nn.Module, Any], Mapping[str, Any]]:
+        """The user's own function, like `loss`; only where `validates`."""
+        function: Callable[[nn.Module, Any], Mapping[str, Any]] = self.module.metrics
+        return function
+
+    def example(self) -> Any:
+        """The first batch of the training data."""
+        for batch in self.train_data():
+            return batch
+        raise TaskError("train_data() gave no batch", where=self._place("train_data"))
+
+    def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) where none is defined."""
+        if not hasattr(self.module, "optimizer"):
+            return default_optimizer(named_parameters)
+        made = self._call("optimizer", named_parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TaskError(
+                f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer",
+                where=self._place("optimizer"),
+            )
+        return made
+
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
+        """The user's learning-rate scheduler, stepped once after every update; None where none is defined."""
+        return self._call("lr_scheduler", optimizer) if hasattr(self.module, "lr_scheduler") else None
+
+    @property
+    def validates(self) -> bool:
+        """Whether the file defines validation: both eval_data and metrics."""
+        return all(callable(getattr(self.module, hook, None)) for hook in ("eval_data", "metrics"))
+
+    def _data(self, hook: str) -> Iterable[Any]:
+        data: Iterable[Any] = self._call(hook)
+        if not hasattr(data, "__iter__"):
+            raise TaskError(
+                f"{hook}() returned {type(data).__name__}, which cannot be iterated",
+                where=self._place(hook),
+                hint="return a list of batches, a generator or a DataLoader",
+            )
+        return data
+
+    def _place(self, hook: str) -> str:
+        function = getattr(self.module, hook, None)
+        if isinstance(function, FunctionType):
+            return f"{self.path.name}:{function.__code__.co_firstlineno}, in {hook}"
+        return self.path.name
+
+    def _call(self, hook: str, *args: Any) -> Any:
+        try:
+            return getattr(self.module, hook)(*args)
+        except Exception as error:
+            raise hook_raised(hook, error, self.path, self._place(hook)) from error
+
+
+def hook_raised(hook: str, error: Exception, path: Path | None, otherwise: str | None = None) -> TaskError:
+    """What says that a hook of the user's raised `error`, and where.
+
+    Args:
+        path: the file that the hook is from; None if it is from none.
+        otherwise: the place to name where no frame of the error lies in `path`; by default the file's name.
+    """
+    where = None if path is None else place_in(error, path) or otherwise or path.name
+    return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where)
+
+
+def place_in(error: BaseException, path: Path) -> str | None:
+    """`model.py:12: the line` of the deepest frame of `error` that lies in `path`; None without one."""
+    found = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if os.path.realpath(frame.filename) == os.path.realpath(path):
+            found = f"{path.name}:{frame.lineno}: {frame.line}"
+    return found
+
+
+def load_task(path: str | Path) -> Task:
+    """Import the user's file and check its hooks.
+
+    Raises:
+        TaskError: no such file, an error while importing it, or a required hook missing (all of them are listed).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TaskError(
+            f"there is no file {str(path)!r}", hint="give the path of a Python file with model() and loss()"
+        )
+    module = _import(path)
+    hooks = (*REQUIRED, *OPTIONAL)
+    functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    unknown = [name for name in functions if name not in hooks and _defined_here(vars(module)[name], module)]
+    missing = [name for name in REQUIRED if not callable(getattr(module, name, None))]
+    if missing:
+        lines = [SIGNATURES[name] for name in missing]
+        guesses = [f"{g!r} to {name!r}" for name in missing for g in difflib.get_close_matches(name, unknown, 1, 0.6)]
+        raise TaskError(
+            f"{path.name} does not define {', '.join(missing)}",
+            where=str(path),
+            hint=(f"rename {', '.join(guesses)}" if guesses else "add:\n    " + "\n    ".join(lines)),
+        )
+    warnings = []
+    for name in OPTIONAL:
+        if not hasattr(module, name):
+            warnings += [
+                f"{path.name} defines {guess}(), which is not a hook; is {name}() meant?"
+                for guess in difflib.get_close_matches(name, unknown, 1, 0.75)
+            ]
+    if hasattr(module, "eval_data") != hasattr(module, "metrics"):
+        warnings.append(f"{path.name} defines only one of eval_data() and metrics(): nothing will be evaluated")
+    return Task(path, module, tuple(warnings))
+
+
+def _defined_here(value: Callable[..., Any], module: ModuleType) -> bool:
+    return isinstance(value, FunctionType) and value.__module__ == module.__name__
+
+
+def _import(path: Path) -> ModuleType:
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # the user's own neighbours, as `python model.py` would find them
+    name = f"fxpipe_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"{str(path)!r} is not a Python file", hint="it must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        line = (error.text or "").strip()
+        raise TaskError(f"syntax error: {error.msg}", where=f"{path.name}:{error.lineno}: {line}") from error
+    except Exception as error:
+        del sys.modules[name]
+        raise TaskError(
+            f"importing it raised {type(error).__name__}: {error}", where=place_in(error, path) or path.name
+        ) from error
+    return module
+
+
+def source_digests(path: Path) -> dict[str, str]:
+    """Digest of the user's file and of every file below its folder that it has imported, by relative path.
+
+    Call it after the model was made and captured, when lazy imports have happened.
+    """
+    root = path.resolve().parent
+    files = {path.resolve()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        # Modules that torch makes up have a bare name here, "_ops.py", which no working directory may give a meaning.
+        if isinstance(file, str) and file.endswith(".py") and os.path.isabs(file) and "site-packages" not in file:
+            resolved = Path(file).resolve()
+            if resolved.is_relative_to(root) and resolved.is_file() and not _is_environment(resolved, root):
+                files.add(resolved)
+    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+
+
+def _is_environment(file: Path, root: Path) -> bool:
+    """Whether `file` belongs to fxpipe itself or to the interpreter, should either lie below the user's folder."""
+    own = Path(__file__).resolve().parents[2]
+    prefixes = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {root}
+    inside_prefix = any(file.is_relative_to(p) and p.is_relative_to(root) for p in prefixes)
+    inside_fxpipe = any(file.is_relative_to(own / part) for part in ("fxpipe", "passes", "cli"))
+    return inside_prefix or inside_fxpipe

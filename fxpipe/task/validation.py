@@ -1,0 +1,47 @@
+"""Validation of a run's final weights: loaded back into the user's own model, in eval mode, in this process.
+
+For builds without evaluation: those of model files whose metrics could not be captured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.task.model_file import Task, place_in
+
+
+def evaluate(task: Task, weights: Path) -> dict[str, float]:
+    """The mean over `eval_data()` of every value of `metrics(model, batch)`; empty if the file defines neither.
+
+    Raises:
+        TaskError: a hook failed, or metrics gave something that is not a number.
+    """
+    if not task.validates:
+        return {}
+    model = task.model()
+    model.load_state_dict(load_file(weights))
+    model.eval()
+    totals: dict[str, float] = {}
+    count = 0
+    with torch.no_grad():
+        try:
+            for batch in task.eval_data():
+                for name, value in task.metrics(model, batch).items():
+                    if isinstance(value, str):
+                        raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.path.name)
+                    totals[name] = totals.get(name, 0.0) + float(value)
+                count += 1
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"evaluating with metrics() raised {type(error).__name__}: {error}",
+                where=place_in(error, task.path) or task.path.name,
+                hint="metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in "
+                f"{weights.name}",
+            ) from error
+    return {name: total / count for name, total in totals.items()}

@@ -1,0 +1,1 @@
+"""An eager training step becomes one joint program."""

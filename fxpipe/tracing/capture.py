@@ -1,0 +1,303 @@
+"""Capture: an ordinary training step becomes one joint graph of forward, loss and backward; metrics, one of forward.
+
+This file, with `joint` (which reads what comes out), is all that touches torch's private tracing API,
+`aot_export_joint_with_descriptors`. It traces the eager module
+(never an exported one, which loses the backward of a custom autograd.Function). The model's tensors are handed in as
+plain inputs, each storage once: a tied parameter is one input, autograd itself sums its gradients, and a buffer shared
+by two modules is updated in order.
+
+When torch changes that API: what is needed of it is a functional ATen graph of `(loss, gradients)` with mutated inputs
+as outputs, every input and output told apart (`meta["desc"]`), forward and backward nodes told apart
+(`meta["partitioner_tag"]`), a backward node's forward node (`meta["seq_nr"]`), and `current_meta["custom"]` copied
+to each node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import CaptureError, FxpipeError, listed
+from fxpipe.ir.garbage import rarely_collected
+from fxpipe.ir.program import Program
+from fxpipe.plan.spec import LeafSpec
+from fxpipe.random_state import drew_without_torch, random_state, set_random_state
+from fxpipe.task.batch import describe, dump, tensor_spec
+from fxpipe.tracing import custom_operators as operators
+from fxpipe.tracing import origin, recurrent
+from fxpipe.tracing import value_checks as checks
+from fxpipe.tracing.eval_mode import eval_mode
+from fxpipe.tracing.fake_strides import KernelStrides
+from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.joint import Reader, Traced, frozen_updates
+from fxpipe.tracing.refusals import dense, explain, scalar, scalars
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@rarely_collected()
+def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = None) -> Program:
+    """The joint graph of `loss(model, batch)` and its gradients, at level CAPTURED.
+
+    Args:
+        model: any module; put in train mode if it is not (its submodules stay as the user left them). Its parameters
+            may have no values (`fxpipe.task.meta`): they count as being where the batch is.
+        loss: gives a scalar tensor.
+        batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
+        autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
+
+    Raises:
+        CaptureError: with the user's line, when the step cannot be one graph.
+        BatchError: the batch is not a pytree of tensors.
+    """
+    if not model.training:
+        model.train()
+    example = _Example.of(batch)
+    tensors = HeldTensors(model)
+    if not tensors.trained:
+        raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
+    dense(tensors)
+    device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
+    traced = _trace(model, loss, example, tensors, device, autocast)
+    if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
+        tensors = HeldTensors(model, updated)
+        traced = _trace(model, loss, example, tensors, device, autocast)
+    return Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, autocast)
+
+
+@dataclass(frozen=True)
+class CapturedEvaluation:
+    """`metrics(model, batch)` as a program whose outputs are the metrics that are computed.
+
+    Attributes:
+        metrics: all their names, in the order of the user's dictionary.
+        constants: those that are plain numbers.
+    """
+
+    program: Program
+    metrics: tuple[str, ...]
+    constants: dict[str, float]
+
+
+@rarely_collected()
+def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> CapturedEvaluation:
+    """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
+
+    Args:
+        model: any module; it is put in eval mode meanwhile, and every submodule back into its own mode.
+        metrics: gives a dictionary of numbers and tensors of one element.
+        batch: a pytree of tensors and plain constants.
+
+    Raises:
+        CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.
+        BatchError: the batch is not a pytree of tensors.
+    """
+    example = _Example.of(batch)
+    tensors = HeldTensors(model)
+    device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
+    count = len(tensors.values)
+    place = origin.definition(metrics)
+    found: dict[str, Any] = {}
+    replaced: list[int] = []
+    watch = origin.Watch()
+
+    def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
+        held = args[:count]
+        with tensors.replaced(held), torch.no_grad():
+            with origin.recording(model, watch, args, tensors.stand_ins):
+                values = scalars(metrics(model, example.batch(args[count:])), place)
+            replaced[:] = tensors.rebound()
+        found.clear()
+        found.update(values)
+        # Copies: a metric that is a parameter, or one under two names, is a value of its own.
+        return [v.detach().clone() for v in values.values() if isinstance(v, torch.Tensor)]
+
+    with eval_mode(model):
+        graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
+    computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
+    notes += [f"it changes the attribute {change}: the change is not kept" for change in tensors.changed]
+    traced = Traced(graph_module, (), (), tuple(notes), computed)
+    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, None)
+    read = {b.names[0] for b in program.buffers}
+    lost = [tensors.names[row][0] for row in replaced]
+    warnings = [f"it replaces {name}: every batch sees the value from before" for name in lost if name in read]
+    constants = {name: float(v) for name, v in found.items() if name not in computed}
+    return CapturedEvaluation(replace(program, warnings=(*program.warnings, *warnings)), tuple(found), constants)
+
+
+@dataclass(frozen=True)
+class _Example:
+    """A batch as capture wants it: its leaves, their values, the pytree, and its tensors, each in memory of its own."""
+
+    leaves: list[LeafSpec]
+    values: list[Any]
+    spec: pytree.TreeSpec
+    inputs: list[torch.Tensor]
+
+    @staticmethod
+    def of(batch: Any) -> _Example:
+        leaves, values, spec = describe(batch)
+        # Labels that alias the inputs must not be traced as one tensor.
+        inputs = [v.detach().clone() for v in values if isinstance(v, torch.Tensor)]
+        laid_out = iter(inputs)
+        leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in leaves]
+        return _Example(leaves, values, spec, inputs)
+
+    def batch(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The batch with other tensors in the places of its own."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.values], self.spec)
+
+
+def _one_device(tensors: Sequence[torch.Tensor]) -> str:
+    """Where they are; those without values, on the meta device, are nowhere."""
+    devices = {t.device.type for t in tensors if not t.is_meta}
+    if len(devices) > 1:
+        raise CaptureError(
+            f"the model and the batch lie on different devices: {', '.join(sorted(devices))}",
+            hint="move both to one device; `fxpipe compile --device` does",
+        )
+    return devices.pop()
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A stand-in for a tensor, on `device` where it has no value and so no place."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+class _Bare(nn.Module):
+    """A module without parameters around a function, since the tracer wants a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def _trace(
+    model: nn.Module,
+    loss: Loss,
+    example: _Example,
+    tensors: HeldTensors,
+    device: str,
+    autocast: str | None,
+) -> Traced:
+    count = len(tensors.values)
+    replaced: list[int] = []
+    lost: list[int] = []
+    watch = origin.Watch()
+
+    def step(*args: torch.Tensor) -> list[torch.Tensor]:
+        """The loss, and the new values of tensors that the step has replaced."""
+        held, batch = args[:count], example.batch(args[count:])
+        with tensors.replaced(held):
+            tensors.hook(held)
+            with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins):
+                value = scalar(loss(model, batch), origin.definition(loss))
+            new = tensors.rebound()
+        fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
+        lost[:] = [row for row in new if row not in fits]
+        replaced[:] = [row for row in new if row in fits]
+        if any(value is a for a in args):
+            value = value.clone()  # a loss that is a parameter
+        return [value, *(new[row].detach().clone() for row in replaced)]
+
+    graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
+    if tensors.hooked:
+        notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
+    for change in tensors.changed:
+        notes.append(f"the step changes the attribute {change}: every step sees the value from before capture")
+    made = [n for n, v in tensors.made.items() if not isinstance(v, torch.Tensor) or watch.repeats.is_fed(v)]
+    if made:
+        notes.append(
+            f"the step keeps what it computes in attributes that it makes or fills itself ({listed(made, 4)}): every "
+            "step sees the model as it was before capture; state that is to last belongs in a buffer, made in __init__"
+        )
+    tensors.made.clear()
+    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes))
+
+
+def _export(
+    function: Callable[..., list[torch.Tensor]], args: Sequence[torch.Tensor], watch: origin.Watch
+) -> tuple[fx.GraphModule, list[str]]:
+    """The traced graph, joint where an argument requires a gradient, and what the user should know of it."""
+    # Tensors from elsewhere (a teacher's weights, class weights) are constants of the graph.
+    fake = KernelStrides(allow_non_fake_inputs=True)
+    device = _one_device(args)
+    made = tuple(_fake(fake, t, device) for t in args)
+    try:
+        with (
+            contextlib.ExitStack() as stack,
+            warnings.catch_warnings(),
+            _tracing() as drew,
+            checks.left_out() as unchecked,
+        ):
+            warnings.simplefilter("ignore")  # the tracer's own; the user's came out when the model was made
+            warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost
+            traced = aot_export_joint_with_descriptors(stack, _Bare(function), made)
+    except FxpipeError:
+        if watch.repeats.settle():
+            return _export(function, args, watch)
+        raise
+    except Exception as error:
+        raise explain(error, watch) from error
+    operators.check(traced.graph_module.graph, device, watch)
+    drawn = (
+        "the step draws random numbers from Python or numpy: those drawn at capture are used in every step; "
+        "draw with torch, or in train_data()"
+    )
+    return traced.graph_module, [*([drawn] if drew() else []), *unchecked]
+
+
+def _same_type(new: Any, old: torch.Tensor) -> bool:
+    return isinstance(new, torch.Tensor) and new.shape == old.shape and new.dtype == old.dtype
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[Callable[[], bool]]:
+    """Tells afterwards whether Python's or numpy's random generator was used; leaves all of them as they were."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports what is raised to us, and explained, anyway
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    before = random_state()
+    drew = False
+    try:
+        # Models ask is_compiling() to leave out data-dependent checks. What the user compiled runs as plain code.
+        with (
+            fx_traceback.preserve_node_meta(),
+            session(),
+            torch.compiler.set_stance("force_eager"),
+            recurrent.trainable(),
+        ):
+            yield lambda: drew
+    finally:
+        log.setLevel(level)
+        drew = drew_without_torch(before)
+        set_random_state(before)
+
+
+def autocasting(device: str, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
+    """The context a step runs in: torch.autocast, or none."""
+    if autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, AUTOCAST[autocast])

@@ -1,0 +1,134 @@
+"""What operators that are not torch's own must have to be captured, and to run where the build runs.
+
+A shape function (register_fake), since capture computes no values; a gradient formula (register_autograd); a kernel for
+the build's device. And no operator may hold graphs of its own: a cut could not go through them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.effects import with_effects
+from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator, OpOverload
+
+from fxpipe.errors import CaptureError
+from fxpipe.tracing import origin
+
+PAGE = "operators"
+_TORCHS = ("aten", "prim", "prims", "prims_rng", "rngprims", "quantized", "sparse", "mkldnn", "higher_order")
+_ANY_DEVICE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+_FAKE = r"no fake impl registered for <CustomOpDef\((\S+)\)>"
+_GRADIENT = r"backward through (\S+) but no autograd formula|(\S+): an autograd kernel was not registered"
+_KERNEL = r"Could not run '(\S+)' with arguments from|could not find kernel for (\S+) at"
+
+
+def lacking(error: Exception, watch: origin.Watch) -> CaptureError | None:
+    """The operator's fault, if an error of a trace is one."""
+    said = str(error)
+    where = origin.user_traceback(error)
+    function = getattr(error, "func", None)
+    if isinstance(function, OpOverload) and type(error).__name__ == "UnsupportedOperatorException":
+        return None if function.namespace in _TORCHS else _no_fake(str(function), where, watch)
+    if found := re.search(_FAKE, said):
+        return _no_fake(found[1], where, watch)
+    if found := re.search(_GRADIENT, said):
+        name = _plain(found[1] or found[2])
+        return CaptureError(
+            f"the step needs a gradient through the operator {name}, which has no formula for one",
+            where=where or _where(name, watch),
+            hint="give it one with torch.library.register_autograd; if none is needed, call it on x.detach()",
+            page=PAGE,
+        )
+    if found := re.search(_KERNEL, said):
+        name = _plain(found[1] or found[2])
+        return None if name.split(".")[0] in _TORCHS else _no_kernel(name, "this device", where or _where(name, watch))
+    return None
+
+
+def check(graph: fx.Graph, device: str, watch: origin.Watch) -> None:
+    """Look at all operators of a traced graph.
+
+    Raises:
+        CaptureError: one has no kernel for the device, changes its arguments, or holds graphs.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is with_effects:
+            continue
+        known = origin.of(node.meta)
+        where = watch.where((known.file, known.line))
+        if isinstance(node.target, HigherOrderOperator):
+            raise _higher(node, where)
+        if isinstance(node.target, OpOverload) and node.target.namespace not in _TORCHS:
+            name = node.target.name()
+            kernels = (device.upper(), *_ANY_DEVICE)
+            if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in kernels):
+                raise _no_kernel(_plain(name), f"the device {device}", where)
+
+
+def registering(graphs: Iterable[fx.Graph]) -> list[str]:
+    """The installed modules that define custom operators of graphs in Python: code that calls them must import these.
+
+    Operators of the user's own files are left out: a run imports those files anyway.
+    """
+    targets = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, OpOverload)}
+    defined = (OPDEFS.get(target.name()) for target in targets if target.namespace not in _TORCHS)
+    modules = {definition._init_fn.__module__ for definition in defined if definition is not None}
+    return sorted(m for m in modules if origin.is_installed(getattr(sys.modules.get(m), "__file__", None)))
+
+
+def _higher(node: fx.Node, where: str | None) -> CaptureError:
+    changed: Any = node.args[0] if node.args else None
+    if str(node.target).startswith("auto_functionalized") and isinstance(changed, OpOverload):
+        return CaptureError(
+            f"the operator {_plain(changed.name())} changes its arguments in place, which no stage can pass on",
+            where=where,
+            hint="let it return what it computes, and leave its arguments as they are",
+            page=PAGE,
+        )
+    return CaptureError(
+        f"the step uses {node.target}, an operator that holds graphs of its own: no cut can go through it",
+        where=where,
+        hint="use plain operators: torch.where for torch.cond, a Python loop of fixed length for while_loop and scan, "
+        "scaled_dot_product_attention for flex_attention",
+        page="higher-order",
+    )
+
+
+def _no_fake(name: str, where: str | None, watch: origin.Watch) -> CaptureError:
+    name = _plain(name)
+    return CaptureError(
+        f"the operator {name} has no shape function: capture computes shapes, not values",
+        where=where or _where(name, watch),
+        hint="give it one with torch.library.register_fake, which makes an empty tensor of the result's shape",
+        page=PAGE,
+    )
+
+
+def _no_kernel(name: str, device: str, where: str | None) -> CaptureError:
+    return CaptureError(
+        f"the operator {name} has no kernel for {device}",
+        where=where,
+        hint="give it one (torch.library.register_kernel), compile on a device that it has one for (--device cuda), or "
+        "choose the model's plain PyTorch path, if it has one",
+        page=PAGE,
+    )
+
+
+def _plain(name: str) -> str:
+    """`scan.forward` for `scan::forward` and `scan.forward.default`."""
+    return name.replace("::", ".").removesuffix(".default")
+
+
+def _where(name: str, watch: origin.Watch) -> str | None:
+    """The line that called an operator last."""
+    short = name.split(".")[1] if "." in name else name
+    for seen in (short, f"{short}.default"):
+        if seen in watch.operators:
+            return watch.where(watch.operators[seen])
+    return None

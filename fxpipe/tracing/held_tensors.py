@@ -1,0 +1,341 @@
+"""What a model holds: its tensors, each memory once, and its state while the step is traced.
+
+Parameters, buffers, and tensors that modules keep as plain attributes (masks, tables, running statistics) are inputs
+of the captured step. While it is traced, traced tensors stand in their place; afterwards the model is as it was before,
+whatever the step has cached, counted or replaced. A tensor that the step replaces (`self.ema = 0.9 * self.ema + …`) is
+an output.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fxpipe.errors import CaptureError
+from fxpipe.tracing.model_state import Attributes, is_container, preserved
+
+_REGISTERED = ("_parameters", "_buffers")
+_INTERNAL = frozenset(nn.Module().__dict__)
+_NUMBERS = (int, float)
+_PLAIN = (bool, *_NUMBERS, str)
+
+
+class _Place(NamedTuple):
+    """Where a module holds a tensor of a row: the keys that lead to it from the module's `__dict__`."""
+
+    module: nn.Module
+    keys: tuple[Any, ...]
+    row: int
+    tensor: torch.Tensor
+
+    @property
+    def registered(self) -> bool:
+        return self.keys[0] in _REGISTERED
+
+
+class HeldTensors:
+    """The model's tensors, one row for each memory, with all of its names: parameters first, then all others.
+
+    Attributes:
+        parameters: how many rows are parameters.
+        registered: how many are parameters or buffers; plain attributes follow.
+        changed: Python attributes that the step changed while it was last traced, as `path: old → new`.
+        made: those that were not there, or None, by name, and the tensor or number that the step put there; numbers
+            that it put into containers.
+        stand_ins: inside `replaced`, what stands in the place of a tensor, by the id of each that the model holds.
+
+    Args:
+        state: names of parameters that are state of the step, not trained: they count as buffers.
+
+    Raises:
+        CaptureError: a lazy or scripted module, parameters that overlap, or that have no values while others have.
+    """
+
+    def __init__(self, model: nn.Module, state: Collection[str] = ()) -> None:
+        self.model = model
+        self.names: list[tuple[str, ...]] = []
+        self.values: list[torch.Tensor] = []
+        self.changed: list[str] = []
+        self.made: dict[str, Any] = {}
+        self.stand_ins: dict[int, torch.Tensor] = {}
+        self._rows: dict[Any, int] = {}
+        self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by id of the tensor object, which is kept alive
+        self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
+        self._places: list[_Place] = []
+        _refuse_scripted(model)
+        parameters = list(model.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters:
+            if name not in state:
+                self._add(name, parameter)
+        self.parameters = len(self.values)
+        for name, buffer in (*(p for p in parameters if p[0] in state), *model.named_buffers(remove_duplicate=False)):
+            self._add(name, buffer)
+        self.registered = len(self.values)
+        self._refuse_without_values()
+        self._add_places()
+        self._refuse_overlaps()
+        persistent = set(model.state_dict(keep_vars=True))
+        self.persistent = [any(n in persistent for n in names) for names in self.names]
+
+    @property
+    def trained(self) -> bool:
+        return any(v.requires_grad for v in self.values[: self.parameters])
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """What the step is traced on: of the rows only parameters may require gradients."""
+        return [v if i < self.parameters else v.detach() for i, v in enumerate(self.values)]
+
+    @property
+    def hooked(self) -> list[str]:
+        """Parameters with gradient hooks and modules with backward hooks."""
+        parameters = zip(self.names[: self.parameters], self.values, strict=False)
+        found = [names[0] for names, parameter in parameters if parameter._backward_hooks]
+        modules = self.model.named_modules()
+        return found + [path or "the model" for path, m in modules if m._backward_hooks or m._backward_pre_hooks]
+
+    @contextlib.contextmanager
+    def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The model with `given` in the place of its rows; then as it was.
+
+        What else holds the model's tensors (an object, a closure) still does: `stand_ins` says what to take instead.
+        """
+        self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
+        filled: set[int] = set()
+        try:
+            with preserved(self.model) as modules:
+                before = {id(c): _numbers(c) for _, state in modules for key, c in state.items() if _may_grow(key, c)}
+                for module, attributes in modules:
+                    for key, value in attributes.items():
+                        if key not in _INTERNAL or key in _REGISTERED:
+                            module.__dict__[key] = self._filled(value, filled)
+                yield
+                self._refuse_new()
+                self.changed = list(self._changes(modules))
+                self.made = dict(self._additions(modules, before))
+        finally:
+            self.stand_ins = {}
+
+    def _stand_in(self, tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Of a parameter's memory under another name, such as a buffer made by detach(): without a gradient."""
+        return given.detach() if given.requires_grad and not tensor.requires_grad else given
+
+    def _filled(self, value: Any, filled: set[int]) -> Any:
+        """A value with stand-ins in it: a container is the same one, as others may hold it too."""
+        if isinstance(value, torch.Tensor):
+            return self.stand_ins.get(id(value), value)
+        if type(value) is tuple:
+            return tuple(self._filled(member, filled) for member in value)
+        if is_container(value) and not isinstance(value, set) and id(value) not in filled:
+            filled.add(id(value))
+            for key, member in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[key] = self._filled(member, filled)
+        return value
+
+    def hook(self, given: Sequence[torch.Tensor]) -> None:
+        """Give the stand-ins the gradient hooks of their parameters.
+
+        Raises:
+            CaptureError: a hook that runs after accumulation, which has no place in a graph.
+        """
+        for i, parameter in enumerate(self.values[: self.parameters]):
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"parameter {self.names[i][0]} has a post-accumulate-grad hook, which a pipeline cannot run",
+                    hint="remove it; to change gradients use register_hook, to change weights the optimizer",
+                )
+            for call in (parameter._backward_hooks or {}).values():
+                given[i].register_hook(call)
+
+    def rebound(self) -> dict[int, Any]:
+        """Inside `replaced`: by row, what the step has put in the place of a buffer or a plain attribute.
+
+        Raises:
+            CaptureError: it replaced a parameter, or one of several names of a buffer.
+        """
+        found: dict[int, Any] = {}
+        kept: set[int] = set()
+        for place in self._places:
+            if place.row < self.parameters and not place.registered:
+                continue
+            current = _follow(place)
+            if current is self.stand_ins[id(place.tensor)]:
+                kept.add(place.row)
+                continue
+            if place.row < self.parameters:
+                raise CaptureError(
+                    f"the step replaces parameter {self.names[place.row][0]}",
+                    hint="only the optimizer may change parameters; keep such a value in a buffer",
+                )
+            found[place.row] = current
+        for row in kept.intersection(found):
+            if row < self.registered:
+                raise CaptureError(
+                    f"the step replaces {self.names[row][0]} in one of the modules that share it",
+                    hint="update it in place (copy_), so that all of them see the new value",
+                )
+            del found[row]
+        return found
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """By first names, the tensors that the model holds: those that stand where one was replaced by another."""
+        found = {names[0]: value for names, value in zip(self.names, self.values, strict=True)}
+        for place in self._places:
+            current = _follow(place)
+            if current is not place.tensor and isinstance(current, torch.Tensor):
+                found[self.names[place.row][0]] = current
+        return found
+
+    def _add(self, name: str, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            raise CaptureError(
+                f"{name} is lazy: it has no shape yet",
+                hint="run the model once on a batch inside model(), so that its lazy modules are initialised",
+            )
+        row = self._rows.setdefault(_identity(tensor), len(self.values))
+        if row == len(self.values):
+            self.names.append(())
+            self.values.append(tensor)
+        elif tensor.requires_grad and not self.values[row].requires_grad:
+            self.values[row] = tensor
+        self.names[row] += (name,)
+        self._row_of[id(tensor)] = tensor, row
+        return row
+
+    def _add_places(self) -> None:
+        for path, module in self.model.named_modules():
+            for key, value in module.__dict__.items():
+                if key in _REGISTERED:
+                    self._places += [
+                        _Place(module, (key, k), self._row_of[id(v)][1], v) for k, v in value.items() if v is not None
+                    ]
+                elif key not in _INTERNAL:
+                    self._add_plain(path, module, (key,), value)
+
+    def _add_plain(self, path: str, module: nn.Module, keys: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            row = self._rows.get(_identity(value))
+            if row is None:
+                row = self._add(".".join(str(k) for k in (path, *keys) if k != ""), value)
+            self._row_of[id(value)] = value, row
+            self._places.append(_Place(module, keys, row, value))
+        elif (type(value) is tuple or is_container(value)) and not isinstance(value, set) and len(keys) < 3:
+            for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+                self._add_plain(path, module, (*keys, key), member)
+
+    def _refuse_new(self) -> None:
+        """A parameter that the step makes would be drawn again at every step."""
+        known = {id(tensor) for tensor in self.stand_ins.values()}
+        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
+        if new:
+            raise CaptureError(
+                f"the step makes parameters: {', '.join(new[:8])}",
+                hint="make them in __init__, or run the model once on a batch inside model()",
+            )
+
+    def _prefixed(self, modules: Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+        """With each module what its attributes' names begin with: `blocks.0.`."""
+        paths = {module: path for path, module in self.model.named_modules()}
+        for module, state in modules:
+            yield f"{paths[module]}." if paths.get(module) else "", module, state
+
+    def _changes(self, modules: Attributes) -> Iterator[str]:
+        for prefix, module, state in self._prefixed(modules):
+            for key, old in state.items():
+                new = module.__dict__.get(key)
+                if type(old) in _PLAIN and type(new) in _PLAIN and old != new:
+                    yield f"{prefix}{key} ({old!r} → {new!r})"
+
+    def _additions(self, modules: Attributes, numbers: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
+        for prefix, module, state in self._prefixed(modules):
+            for key, value in module.__dict__.items():
+                kept = isinstance(value, torch.Tensor) or type(value) in _NUMBERS
+                if key not in _INTERNAL and state.get(key) is None and kept:
+                    yield f"{prefix}{key}", value
+                elif id(value) in numbers and numbers[id(value)] != _numbers(value):
+                    yield f"{prefix}{key}", len(value)
+
+    def _refuse_without_values(self) -> None:
+        """Parameters may lie on the meta device, all of them or none; buffers may not."""
+        without = [value.is_meta for value in self.values]
+        buffers = [n[0] for n, meta in zip(self.names, without, strict=True) if meta][sum(without[: self.parameters]) :]
+        if buffers:
+            raise CaptureError(
+                f"buffers without values, on the meta device: {', '.join(buffers[:8])}",
+                hint="--meta leaves parameters without values, and what is made from them has none: make buffers from "
+                "numbers. A model is made for this by fxpipe.task.meta.on_meta, not under torch.device('meta')",
+            )
+        valued = [n[0] for n, meta in zip(self.names[: self.parameters], without, strict=False) if not meta]
+        if valued and any(without):
+            raise CaptureError(
+                f"some parameters have values, others lie on the meta device: {', '.join(valued[:8])} have values",
+                hint="make the whole model by fxpipe.task.meta.on_meta",
+            )
+
+    def parameter_in(self, tensor: torch.Tensor) -> str | None:
+        """The parameter in whose memory a tensor lies, partly or wholly, by its first name."""
+        first, end = _span(tensor)
+        at = bisect.bisect_right(self._spans, first, key=lambda span: span[0])
+        near = [span for span in self._spans[max(at - 1, 0) : at + 1] if span[0] < end and first < span[1]]
+        return self.names[near[0][2]][0] if near else None
+
+    def _refuse_overlaps(self) -> None:
+        """Two parameters that share some of their memory, but not all: an update of one would change the other."""
+        spans = [(*_span(tensor), row) for row, tensor in enumerate(self.values[: self.parameters])]
+        self._spans = sorted(span for span in spans if span[0] < span[1])
+        for (_, end, one), (start, _, other) in itertools.pairwise(self._spans):
+            if start < end:
+                raise CaptureError(
+                    f"parameters {self.names[one][0]} and {self.names[other][0]} overlap: they are different views of "
+                    "the same memory",
+                    hint="tie them as one nn.Parameter, or give each memory of its own",
+                )
+
+
+def _may_grow(key: str, value: Any) -> bool:
+    return key not in _INTERNAL and is_container(value)
+
+
+def _numbers(container: Any) -> list[Any]:
+    """The members of a container that are numbers."""
+    return [v for v in (container.values() if isinstance(container, dict) else container) if type(v) in _NUMBERS]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of memory from its first element to its last; none, where it has no values."""
+    if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
+        return 0, 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _follow(place: _Place) -> Any:
+    current: Any = place.module.__dict__
+    for key in place.keys:
+        try:
+            current = current[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return current
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} is a torch.jit.ScriptModule, which cannot be traced",
+                hint="use the Python module itself: fxpipe compiles the step, scripting gains nothing",
+            )
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory, seen the same way."""
+    if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))

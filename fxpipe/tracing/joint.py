@@ -1,0 +1,388 @@
+"""Reads the traced joint graph into a Program: flat, nodes named after modules, each with its record, and the tables.
+
+Inputs and outputs are told apart by torch's descriptors (`meta["desc"]`), forward and backward by `partitioner_tag`; a
+backward node gets the origin of its forward node by `seq_nr`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._higher_order_ops.effects import with_effects
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.aten import true_value, viewed
+from fxpipe.ir.program import (
+    INFO,
+    BatchInput,
+    Buffer,
+    Level,
+    NodeInfo,
+    Output,
+    Parameter,
+    Program,
+    info,
+    value,
+)
+from fxpipe.plan.spec import Phase
+from fxpipe.tracing import origin
+from fxpipe.tracing.held_tensors import HeldTensors
+
+_EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that order side effects
+
+
+class Traced(NamedTuple):
+    """The joint graph, and what became of the tensors the step has replaced.
+
+    `replaced`: their rows, in the order of the outputs behind the loss; `lost`: rows whose new value has another shape
+    or dtype, or is no tensor. `metrics`: of an evaluation, which has no loss and keeps no new values: the names of its
+    outputs.
+    """
+
+    graph_module: fx.GraphModule
+    replaced: tuple[int, ...]
+    lost: tuple[int, ...]
+    warnings: tuple[str, ...]
+    metrics: tuple[str, ...] | None = None
+
+
+class Reader:
+    """Turns the traced graph into a Program: flat, named after modules, each node with its record."""
+
+    def __init__(
+        self, traced: Traced, tensors: HeldTensors, leaves: Sequence[Any], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self.traced = traced.graph_module
+        self.replaced = traced.replaced
+        self.lost = traced.lost
+        self.metrics = traced.metrics
+        self.tensors = tensors
+        self.leaves = leaves
+        self.inputs = inputs
+        self.graph = fx.Graph()
+        self.mapped: dict[fx.Node, fx.Node] = {}
+        self.values: dict[str, torch.Tensor] = {}
+        self.example: dict[str, torch.Tensor] = {}
+        self.constants: list[Buffer] = []
+        self.warnings: list[str] = list(traced.warnings)
+        self.tangents: list[fx.Node] = []
+        self.tokens: set[fx.Node] = set()
+
+    def program(self, batch_spec: str, device: str, autocast: str | None) -> Program:
+        nodes = list(self.traced.graph.nodes)
+        slots = self._placeholders(nodes)
+        forward = {n for n in nodes if n.meta.get("partitioner_tag") != "is_backward"}
+        origins = self._forward_origins(nodes, forward)
+        for node in nodes:
+            if self._is_effect(node):
+                continue
+            if node.op == "call_function":
+                self._call(node, "F" if node in forward else "B", origins)
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op not in ("placeholder", "output"):
+                raise CaptureError(f"capture met a {node.op} node, {node}", hint=origin.version_hint())
+        count = len(self.tensors.values)
+        while self.tangents:
+            self._tangent(self.tangents.pop())
+        caches = self._caches(slots)
+        outputs = self._outputs(nodes[-1], slots)
+        parameters, buffers = [], []
+        for i, names in enumerate(self.tensors.names):
+            placeholder = self.mapped[slots[i]]
+            node_name = placeholder.name
+            if i in caches or (i >= self.tensors.registered and not placeholder.users):
+                self.graph.erase_node(placeholder)  # an attribute that the step does not read
+                del self.values[node_name]
+            elif i >= self.tensors.registered and self.tensors.values[i].is_meta:
+                raise CaptureError(
+                    f"the step reads {names[0]}, which was made from a parameter that has no value (--meta)",
+                    hint="compute it in forward",
+                )
+            elif i < self.tensors.parameters:
+                trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
+                if self.tensors.values[i].requires_grad and not trained and self.metrics is None:
+                    self.warnings.append(f"parameter {names[0]} gets no gradient: it is kept as it is")
+                parameters.append(Parameter(node_name, names, trained))
+            else:
+                if placeholder.users:
+                    self._refuse_view(self.tensors.values[i], names[0], _line(next(iter(slots[i].users))))
+                buffers.append(Buffer(node_name, names, self.tensors.persistent[i]))
+        batch, rest = [], iter(slots[count:])
+        for leaf in self.leaves:
+            batch.append(BatchInput(self.mapped[next(rest)].name if leaf.tensor else None, leaf))
+        return Program(
+            graph=self.graph,
+            level=Level.CAPTURED,
+            parameters=tuple(parameters),
+            buffers=(*buffers, *self.constants),
+            batch=tuple(batch),
+            outputs=tuple(outputs),
+            values=self.values,
+            example=self.example,
+            batch_spec=batch_spec,
+            device=device,
+            autocast=autocast,
+            warnings=tuple(self.warnings),
+        )
+
+    def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """The traced placeholders by input index; makes ours, in the order parameters, buffers, batch."""
+        by_index: dict[int, fx.Node] = {}
+        tangents = []
+        for node in nodes:
+            if node.op != "placeholder":
+                continue
+            kind = type(node.meta.get("desc")).__name__
+            if kind == "PlainAOTInput":
+                by_index[node.meta["desc"].idx] = node
+            elif kind == "TangentAOTInput":
+                tangents.append(node)
+        names = [n[0] for n in self.tensors.names] + [leaf.name for leaf in self.leaves if leaf.tensor]
+        missing = [name for i, name in enumerate(names) if i not in by_index]
+        if missing:
+            raise CaptureError(
+                f"{', '.join(missing)} share memory with each other, and the step changes some of it in place",
+                hint="give each buffer memory of its own: .clone() it before register_buffer",
+            )
+        slots = [by_index[i] for i in range(len(by_index))]
+        for i, (node, name) in enumerate(zip(slots, names, strict=True)):
+            made = self.graph.placeholder(identifier(name))
+            made.target = made.name  # two names may make one identifier
+            made.meta["val"] = node.meta["val"]
+            self.mapped[node] = made
+            if i < len(self.tensors.values):
+                self.values[made.name] = self.tensors.values[i].detach()
+            else:
+                self.example[made.name] = self.inputs[i - len(self.tensors.values)]
+        self.tangents = tangents
+        return slots
+
+    def _caches(self, slots: Sequence[fx.Node]) -> tuple[int, ...]:
+        """The rows that the step fills anew, in another shape and without reading them: the program does without.
+
+        Raises:
+            CaptureError: it reads one, or one is saved with the weights.
+        """
+        for row in self.lost:
+            if self.tensors.persistent[row] or self.mapped[slots[row]].users:
+                raise CaptureError(
+                    f"the step replaces {self.tensors.names[row][0]} by something of another shape or dtype",
+                    hint="a build holds one shape: give the tensor its final shape and dtype from the start; one that "
+                    "the first call fills has them after a call of the model in model()",
+                )
+            if row < self.tensors.registered:
+                self.warnings.append(
+                    f"the step replaces {self.tensors.names[row][0]} by something of another shape, without reading "
+                    "it: it does so in every step, and the buffer is not kept"
+                )
+        return self.lost
+
+    def _tangent(self, node: fx.Node) -> None:
+        """The gradient of the loss with respect to itself: the constant 1."""
+        fake = node.meta["val"]
+        made = self.graph.create_node(
+            "call_function",
+            torch.ops.aten.ones.default,
+            (list(fake.shape),),
+            {"dtype": fake.dtype, "device": torch.device(fake.device.type)},
+            name="d_loss",
+        )
+        made.meta["val"] = fake
+        made.meta[INFO] = NodeInfo("B")
+        self.mapped[node] = made
+
+    def _forward_origins(self, nodes: Sequence[fx.Node], forward: set[fx.Node]) -> dict[int, origin.Origin]:
+        """Origin by seq_nr, from the last forward node of each autograd node."""
+        found: dict[int, origin.Origin] = {}
+        for node in nodes:
+            if node in forward and node.op == "call_function" and "seq_nr" in node.meta:
+                found.setdefault(node.meta["seq_nr"], origin.of(node.meta))
+        return found
+
+    def _call(self, node: fx.Node, phase: Phase, origins: dict[int, origin.Origin]) -> None:
+        known = origin.Origin()
+        if phase == "B":
+            while self.tangents:
+                self._tangent(self.tangents.pop())
+        if phase == "F":
+            known = origin.of(node.meta)
+        elif not node.meta.get("is_gradient_acc") and node.meta.get("seq_nr") in origins:
+            known = origins[node.meta["seq_nr"]]
+        made = self.graph.node_copy(node, lambda n: self.mapped[n])
+        self._rename(made, phase, known.module)
+        _strip_device_index(made)
+        source = f"{origin.short(known.file)}:{known.line}" if known.file else None
+        made.meta = {"val": true_value(made, node.meta.get("val")), "seq_nr": node.meta.get("seq_nr")}
+        made.meta[INFO] = NodeInfo(
+            phase,
+            module=known.module,
+            source=source,
+            text=origin.text(known.file, known.line) if known.file else "",
+            region=known.region,
+        )
+        if node.meta.get("is_gradient_acc"):
+            made.meta["accumulates"] = True
+        self.mapped[node] = made
+
+    def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
+        target = node.target
+        base = str(getattr(target, "_opname", None) or getattr(target, "__name__", "value"))
+        stem = identifier(f"{module}.{base}" if module else base)
+        node._rename(("d_" if phase == "B" else "") + stem)
+
+    def _is_effect(self, node: fx.Node) -> bool:
+        """Whether a node only carries or orders side effects: torch threads a token through operators that check."""
+        if node.target is with_effects:
+            operator = node.args[1]
+            if operator is not torch.ops.aten._linalg_check_errors.default:
+                raise CaptureError(
+                    f"the step calls {operator}, which has side effects", hint="leave it out of the step"
+                )
+            self.tokens.add(node)
+        elif node.op == "call_function" and node.args and node.args[0] in self.tokens:
+            self.tokens.add(node)
+        return node in self.tokens
+
+    def _constant(self, node: fx.Node) -> None:
+        found: Any = self.traced
+        for attribute in str(node.target).split("."):
+            found = getattr(found, attribute)
+        if not isinstance(found, torch.Tensor):
+            raise CaptureError(
+                f"the step uses {node.target}, a {type(found).__name__} inside the graph (a higher-order operator)",
+                hint="torch.cond, scan, flex_attention and their like cannot be cut; use plain attention and loops",
+            )
+        if found.is_meta:
+            raise CaptureError(
+                f"the step makes a constant of {self._named(found)}, which has no value (--meta)",
+                hint="reach parameters through the model that loss(model, batch) is given",
+            )
+        self._refuse_view(found, "a tensor that the step meets outside the model", _line(next(iter(node.users), node)))
+        made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
+        made.meta["val"] = node.meta.get("val", found)
+        self.values[made.name] = found.detach()
+        self.constants.append(Buffer(made.name, (made.name,), persistent=False, constant=True))
+        self.mapped[node] = made
+
+    def _refuse_view(self, tensor: torch.Tensor, name: str, where: str | None) -> None:
+        """A view of a parameter that was made before the step would not follow what the optimizer does."""
+        parameter = self.tensors.parameter_in(tensor)
+        if parameter is not None:
+            raise CaptureError(
+                f"{name} lies in the memory of parameter {parameter}: capture would freeze its values",
+                where=where,
+                hint="reach the parameter through the model within the step, and view it there: self.layer.weight.t(), "
+                "or .detach() where no gradient shall pass",
+            )
+
+    def _named(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor of the model, as far as it has one."""
+        pairs = zip(self.tensors.names, self.tensors.values, strict=True)
+        return next((f"parameter {n[0]}" for n, v in pairs if v is tensor), "a parameter")
+
+    def _outputs(self, node: fx.Node, slots: Sequence[fx.Node]) -> list[Output]:
+        outputs: list[Output] = []
+        nodes: list[fx.Node] = []
+        batch_start = len(self.tensors.values)
+        for made, desc in zip(pytree.tree_leaves(node.args[0]), node.meta["desc"], strict=True):
+            kind = type(desc).__name__
+            if made is None or not isinstance(made, fx.Node) or kind in _EFFECTS:
+                continue
+            if kind == "PlainAOTOutput" and self.metrics is not None:
+                computed = _without_copies(made)
+                if viewed(computed).op == "call_function":  # not in a weight's memory
+                    made = computed
+                outputs.append(Output("metric", self.metrics[desc.idx]))
+            elif kind == "PlainAOTOutput" and desc.idx == 0:
+                outputs.append(Output("loss"))
+            elif kind == "PlainAOTOutput":
+                row = self.replaced[desc.idx - 1]
+                if row >= self.tensors.registered and not self.mapped[slots[row]].users:
+                    continue  # kept for the user to look at (`self.attention = …`): no state
+                made = _without_copies(made)
+                outputs.append(Output("buffer", self.mapped[slots[row]].name))
+            elif kind == "GradAOTOutput":
+                index = desc.grad_of.idx
+                if index >= self.tensors.parameters:
+                    continue  # the step itself asked for the gradient of its batch
+                if value(made).layout != torch.strided:
+                    raise CaptureError(
+                        f"the gradient of {self.tensors.names[index][0]} is sparse, which a pipeline cannot send",
+                        hint="build the embedding with sparse=False",
+                        page="tensor-kinds",
+                    )
+                outputs.append(Output("gradient", self.mapped[slots[index]].name))
+            elif kind == "InputMutationAOTOutput":
+                index = desc.mutated_input.idx
+                if index in self.replaced:
+                    continue  # changed in place, then replaced
+                if index >= batch_start:
+                    self.warnings.append("the step changes its batch in place; the change stays inside the step")
+                    continue
+                if index < self.tensors.parameters:
+                    raise CaptureError(
+                        f"the step changes parameter {self.tensors.names[index][0]} in place",
+                        where=_line(made),
+                        hint="only the optimizer may change what it trains (nn.Embedding does so with max_norm): use a "
+                        "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
+                    )
+                if self.metrics is not None:
+                    self.warnings.append(f"it changes buffer {self.tensors.names[index][0]}: the change is not kept")
+                    continue
+                outputs.append(Output("buffer", self.mapped[slots[index]].name))
+                if info(self.mapped[made]).region is not None:
+                    self.warnings.append(
+                        f"buffer {self.tensors.names[index][0]} changes inside a torch.utils.checkpoint region: it is "
+                        "updated once a step; eager PyTorch updates it again when it recomputes the region"
+                    )
+            else:
+                raise CaptureError(f"capture met an output of kind {kind}", hint=origin.version_hint())
+            nodes.append(self.mapped[made])
+        result = self.graph.output(tuple(nodes))
+        result.meta["val"] = tuple(value(n) for n in nodes)
+        return outputs
+
+
+def frozen_updates(traced: Traced, tensors: HeldTensors) -> set[str]:
+    """The names of parameters without gradient that the step changes in place: state, which no optimizer trains."""
+    (output,) = traced.graph_module.graph.find_nodes(op="output")
+    changes = [desc for desc in output.meta["desc"] if type(desc).__name__ == "InputMutationAOTOutput"]
+    changed = [desc.mutated_input.idx for desc in changes]
+    rows = [row for row in changed if row < tensors.parameters and not tensors.values[row].requires_grad]
+    return {name for row in rows for name in tensors.names[row]}
+
+
+def _line(node: fx.Node) -> str | None:
+    """The user's line that computed a node, as text."""
+    known = origin.of(node.meta)
+    return origin.place(known.file, known.line) if known.file else None
+
+
+def _without_copies(node: fx.Node) -> fx.Node:
+    """The computed value that a node copies: a copy made at the step's end would tie its beginning to its end."""
+    copied = node
+    while copied.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+        copied = copied.all_input_nodes[0]
+    return copied if copied.op == "call_function" else node
+
+
+def _strip_device_index(node: fx.Node) -> None:
+    """`cuda:0` becomes `cuda`, the worker's current device: the code must run on any of them."""
+
+    def strip(arg: Any) -> Any:
+        return torch.device(arg.type) if isinstance(arg, torch.device) else arg
+
+    node.args = pytree.tree_map(strip, node.args)
+    node.kwargs = pytree.tree_map(strip, node.kwargs)
+
+
+def identifier(name: str) -> str:
+    """A Python name for a dotted path: `blocks.3.ln` becomes `blocks_3_ln`."""
+    made = re.sub(r"\W+", "_", name).strip("_")
+    return made if made and not made[0].isdigit() else f"_{made}"

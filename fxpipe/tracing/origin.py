@@ -1,0 +1,413 @@
+"""Where every captured node comes from: module path, the user's line, activation-checkpoint region.
+
+While a step is traced, module hooks keep the path, a TorchFunctionMode finds the user's line at each torch call, and
+`torch.utils.checkpoint` is taken over: its regions run as plain code (so either form captures), marked for
+`rematerialize` to recompute. The record rides in `current_meta["custom"]`, which the tracer copies to each node.
+The same mode hands every torch call to `repeats`, and refuses those that tracing would not see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import linecache
+import operator
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import CaptureError
+from fxpipe.tracing.repeatability import Repeats
+
+KEY = "fxpipe_origin"
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _HERE, "<")
+_TRACING = _HERE + os.path.join("tracing", "capture.py")  # what called the step
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_WITHIN = "\n  in: "  # between the user's line and the library's that it led to
+_SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
+
+
+class Origin(NamedTuple):
+    """A node's place in the user's program; `file` is the file name as Python knows it."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    region: int | None = None
+
+
+def of(meta: dict[str, Any]) -> Origin:
+    """The origin in a traced node's metadata."""
+    origin: Origin = meta.get("custom", {}).get(KEY, Origin())
+    return origin
+
+
+class Watch:
+    """What is known of a step while it is traced, from all of its calls.
+
+    Attributes:
+        repeats: whether it does the same at every call.
+        lines: by line that calls torch, that line and the user's own that led to it, as text.
+        operators: by name of a torch function or operator, the line that called it last.
+        higher: the line that called a higher-order operator last.
+        failed: the error of the last torch call that raised one, and the function's name.
+        unknown: the error of the last torch call that asked for a value: it fails the trace even if the step caught it,
+            as the step would go another way with values.
+    """
+
+    def __init__(self) -> None:
+        self.repeats = Repeats()
+        self.lines: dict[tuple[str, int], str] = {}
+        self.operators: dict[str, tuple[str, int]] = {}
+        self.higher: tuple[str, int] = ("", 0)
+        self.failed: tuple[Exception | None, str] = (None, "")
+        self.unknown: Exception | None = None
+
+    def where(self, line: tuple[str, int]) -> str | None:
+        return self.lines.get(line)
+
+    def raised_by(self, error: Exception) -> str:
+        """The name of the torch function that raised an error; '' where none did."""
+        return self.failed[1] if self.failed[0] is error else ""
+
+
+@contextlib.contextmanager
+def recording(
+    model: nn.Module,
+    watch: Watch | None = None,
+    given: Sequence[torch.Tensor] = (),
+    stand_ins: Mapping[int, torch.Tensor] | None = None,
+) -> Iterator[None]:
+    """Give every node traced inside, from calls of `model` or beside it, its origin.
+
+    Args:
+        watch: one for all calls of a step.
+        given: the tensors that the step is called with.
+        stand_ins: what torch is to be called with instead of a tensor, by its id: the model's own tensors, where an
+            object, a closure or functools.partial holds them.
+
+    Raises:
+        CaptureError: the step does something else than at its first call.
+    """
+    given = [*given, *(stand_ins or {}).values()]
+    recorder = _Recorder(watch or Watch(), given, stand_ins or {})
+    repeats = recorder.watch.repeats
+    repeats.begin(given)
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
+    try:
+        with recorder, recorder.checkpoints(), _seeding_refused():
+            yield
+        if recorder.watch.unknown is not None:
+            raise recorder.watch.unknown
+        repeats.end(recorder.watch.where)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if repeats.difference is None:
+            raise
+        raise repeats.difference from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        fx_traceback.current_meta.pop("custom", None)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, watch: Watch, given: Sequence[torch.Tensor], stand_ins: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.watch = watch
+        self.stand_ins = stand_ins
+        self.own = {id(tensor) for tensor in stand_ins.values()}
+        self.memories = {tensor.untyped_storage()._cdata for tensor in given}
+        self.paths: list[str] = [""]
+        self.regions: list[int] = []
+        self.numbers = itertools.count()
+        self.place: tuple[str, int] = ("", 0)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        frame = user_frame(sys._getframe(1))
+        if frame is not None:
+            self.place = (frame.f_code.co_filename, frame.f_lineno)
+            if self.place not in self.watch.lines:
+                self.watch.lines[self.place] = stacked(_outwards(frame)) or place(*self.place)
+            self.mark()
+        args, kwargs = self.replaced(tuple(args)), self.replaced(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute
+            return func(*args, **kwargs)
+        if func == _SET_DATA and args[0] is args[1]:
+            return None  # what module.to(…) does with the dtype that it has
+        if func == _SET_DATA and self.is_update(*args):
+            func, name, args = torch.Tensor.copy_, "copy_", (args[0], args[1].detach())
+        self.refuse(func, name, kwargs)
+        repeats = self.watch.repeats
+        call = repeats.call(name, args, kwargs, self.where)
+        self.watch.operators[name] = self.place
+        if isinstance(func, HigherOrderOperator):
+            self.watch.higher = self.place
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.watch.failed = (error, name)
+            if isinstance(error, _UNKNOWN):
+                self.watch.unknown = error
+            raise
+        repeats.made(call, result, self.place, self.where, self.watch.where)
+        return result
+
+    def replaced(self, value: Any) -> Any:
+        """Arguments of a torch call with stand-ins; a list is the same one, unless one is in it."""
+        if isinstance(value, torch.Tensor):
+            return self.stand_ins.get(id(value), value)
+        if type(value) in (tuple, list):
+            members = [self.replaced(member) for member in value]
+            same = all(map(operator.is_, members, value))
+            return value if same else type(value)(members)
+        if type(value) is dict:
+            return {key: self.replaced(member) for key, member in value.items()}
+        return value
+
+    def is_update(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether `tensor.data = value` is a copy_: the model's own tensor, not trained, and a fresh value."""
+        return (
+            id(tensor) in self.own
+            and not tensor.requires_grad
+            and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+            and not value._is_view()
+            and value.untyped_storage()._cdata not in self.memories
+        )
+
+    def where(self) -> str | None:
+        """The line of the call that is being made, and the user's own that led to it."""
+        return stacked(_outwards(user_frame(sys._getframe(1)))) or self.watch.where(self.place)
+
+    def refuse(self, func: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
+        """Refuse what tracing does not see, or sees wrongly."""
+        if func == _SET_DATA:
+            raise CaptureError(
+                "the step assigns to the .data of a tensor",
+                where=self.where(),
+                hint="compute the new value as a tensor of its own, with .detach() where no gradient shall pass; a "
+                "buffer takes it by copy_",
+                page="tensor-data",
+            )
+        if name == "backward":
+            raise CaptureError(
+                "the step calls backward() itself",
+                where=self.where(),
+                hint="return the loss: the backward pass is captured with it",
+                page="backward",
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise CaptureError(
+                "the step draws from a torch.Generator of its own, whose state no graph can hold",
+                where=self.where(),
+                hint="draw from torch's own generator, which each run seeds: leave out generator=",
+                page="randomness",
+            )
+
+    def mark(self) -> None:
+        region = self.regions[0] if self.regions else None  # the outermost: nested ones are recomputed with it
+        fx_traceback.current_meta["custom"] = {KEY: Origin(self.paths[-1], *self.place, region)}
+
+    def enter(self, path: str) -> Callable[..., None]:
+        def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.paths.append(path)
+            self.mark()
+
+        return pre_hook
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.paths.pop()
+        self.mark()
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        self.regions.append(next(self.numbers))
+        self.mark()
+        try:
+            yield
+        finally:
+            self.regions.pop()
+            self.mark()
+
+    @contextlib.contextmanager
+    def checkpoints(self) -> Iterator[None]:
+        """Run checkpointed functions as plain code inside a region.
+
+        Both forms of `torch.utils.checkpoint.checkpoint` look their machinery up in its module when they are called,
+        so replacing it there reaches every caller, however the function was imported.
+        """
+        recorder = self
+
+        class Plain:
+            @staticmethod
+            def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+                # The reentrant form gives no gradient at all, not even to weights, unless an argument requires one.
+                needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+                with recorder.region(), torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+                    return function(*args)
+
+        def plain(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with recorder.region():
+                yield
+
+        saved = (
+            torch_checkpoint.CheckpointFunction,
+            torch_checkpoint._checkpoint_without_reentrant_generator,
+        )
+        torch_checkpoint.CheckpointFunction = Plain  # type: ignore[assignment,misc]
+        torch_checkpoint._checkpoint_without_reentrant_generator = plain
+        try:
+            yield
+        finally:
+            torch_checkpoint.CheckpointFunction = saved[0]  # type: ignore[misc]
+            torch_checkpoint._checkpoint_without_reentrant_generator = saved[1]
+
+
+@contextlib.contextmanager
+def _seeding_refused() -> Iterator[None]:
+    """Refuse torch.manual_seed and its like in the step: tracing would drop them without a word."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any) -> Any:
+            raise CaptureError(
+                f"the step calls torch.{name}, which no graph can hold",
+                where=stacked(_outwards(sys._getframe(1))),
+                hint="leave it out: each run seeds torch's generator; what must be the same at every step belongs in a "
+                "buffer",
+                page="randomness",
+            )
+
+        return refuse
+
+    saved = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in _SEEDING]
+    for module, name, _ in saved:
+        setattr(module, name, refusing(name))
+    try:
+        yield
+    finally:
+        for module, name, function in saved:
+            setattr(module, name, function)
+
+
+@functools.cache
+def _is_hidden(file: str) -> bool:
+    """Whether a file is torch's, fxpipe's or Python's own."""
+    return file.startswith(_HIDDEN) or (file.startswith(_PYTHON) and not _INSTALLED.search(file))
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The first frame, from `frame` outwards, that is neither torch's nor fxpipe's nor Python's own."""
+    while frame is not None and _is_hidden(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    """The lines from a frame outwards, as far as to what called the step."""
+    while frame is not None and frame.f_code.co_filename != _TRACING:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def stacked(lines: Iterable[tuple[str, int]]) -> str | None:
+    """The user's own line, as `file.py:12: the line`; where it leads into a library, the line in there as well.
+
+    Args:
+        lines: file and number, the innermost first.
+    """
+    inner = None
+    for file, line in lines:
+        if _is_hidden(file):
+            continue
+        inner = inner or place(file, line)
+        if not _INSTALLED.search(file):
+            own = place(file, line)
+            return own if own == inner else f"{own}{_WITHIN}{inner}"
+    return inner
+
+
+def is_library(where: str | None) -> bool:
+    """Whether a place, as `stacked` says it, lies in a library that the user's line leads into."""
+    return where is not None and _WITHIN in where
+
+
+def user_traceback(error: BaseException) -> str | None:
+    """Where an error was raised: as `stacked` says it."""
+    lines = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        lines.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return stacked(reversed(lines))
+
+
+def user_stack(stack: str) -> str | None:
+    """The same of the innermost frame of a stack as Python prints it: of `stack_trace` in a node's metadata."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    own = [(file, int(line)) for file, line in frames if not _is_hidden(file)]
+    return place(*own[-1]) if own else None
+
+
+def is_installed(file: str | None) -> bool:
+    """Whether a file lies in a package that was installed, and is not torch's."""
+    return file is not None and bool(_INSTALLED.search(file)) and not _is_hidden(file)
+
+
+def place(file: str, line: int) -> str:
+    """`file.py:12: the line`."""
+    return f"{short(file)}:{line}: {text(file, line)}"
+
+
+def definition(function: Callable[..., Any]) -> str | None:
+    """`file.py:12, in loss`: where a function is defined; None for a callable without code of its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else f"{short(code.co_filename)}:{code.co_firstlineno}, in {code.co_name}"
+
+
+def short(file: str) -> str:
+    """A file's name as its reader knows it: relative to where Python found it, else its base name. Never absolute."""
+    best = ""
+    for entry in sys.path:
+        prefix = os.path.abspath(entry) + os.sep
+        if file.startswith(prefix) and len(prefix) > len(best):
+            best = prefix
+    return file[len(best) :] if best else os.path.basename(file)
+
+
+def text(file: str, line: int) -> str:
+    """The line's text, without its surrounding blanks."""
+    return linecache.getline(file, line).strip()
+
+
+def version_hint() -> str:
+    """What to say when torch's tracing internals have moved."""
+    return f"fxpipe supports torch 2.11 and newer; this is torch {torch.__version__}"

@@ -1,0 +1,305 @@
+"""Why a step cannot be captured, in the user's terms: what torch says, turned into a cause, a place and a cure."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import numbers
+import os
+import re
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from fxpipe.errors import CaptureError
+from fxpipe.task.batch import unusual
+from fxpipe.tracing import custom_operators as operators
+from fxpipe.tracing import origin
+from fxpipe.tracing.held_tensors import HeldTensors
+
+_USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
+_MACHINERY = re.compile(r"[/\\]torch[/\\](_|utils|fx|overrides|library|cuda)|[/\\]fxpipe[/\\]")  # below a step's code
+
+DATA_DEPENDENT = (
+    r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero"
+    r"|DynamicOutputShape"
+)
+
+
+class Cause(NamedTuple):
+    """A cause in one sentence, its cure in another, and the page of `docs/errors` that shows both."""
+
+    text: str
+    cure: str
+    page: str | None = None
+
+
+BRANCH = Cause(
+    "the step depends on the values of a tensor: it decides by one (if, while, assert), and a graph holds one way only",
+    "compute both ways and choose with torch.where, or decide in train_data() and put the outcome into the batch",
+    "data-dependent",
+)
+CAUSAL = Cause(
+    "the step depends on the values of a tensor: torch looks whether an attention mask is causal, to decide by it",
+    "give is_causal=True beside the mask, or is_causal=False if it is not",
+    "data-dependent",
+)
+NUMBER = Cause(
+    "the step depends on the values of a tensor: it makes a Python number of a tensor (.item(), float(), .tolist(), a "
+    "format), and a graph would hold that number for ever",
+    "leave it a tensor, which stands wherever the number did, or compute the number in train_data()",
+    "item",
+)
+SHAPE = Cause(
+    "the step depends on the values of a tensor: it makes one whose shape depends on values, and a graph holds one "
+    "shape",
+    "keep the full shape and mask, torch.where(mask, x, 0) for x[mask], or make the tensor in train_data()",
+    "data-shapes",
+)
+NUMPY = Cause("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")
+MEMORY = Cause(
+    "the step hands the memory of a tensor to code that torch cannot look into (an extension, a kernel, ctypes)",
+    "wrap that code with torch.library.custom_op, with register_fake and register_autograd",
+    operators.PAGE,
+)
+HIGHER = Cause(
+    "the step uses an operator that holds graphs of its own (torch.cond, while_loop, scan, flex_attention)",
+    "use plain operators: torch.where, a Python loop of fixed length, scaled_dot_product_attention",
+    "higher-order",
+)
+
+CAUSES = (
+    (
+        r"mirrored meta",
+        Cause("the step calls backward() itself", "return the loss: the backward pass is captured with it", "backward"),
+    ),
+    (
+        r"can't optimize a non-leaf Tensor",
+        Cause(
+            "the step makes an optimizer",
+            "define optimizer(named_parameters) beside loss(): each worker updates what it owns",
+            "backward",
+        ),
+    ),
+    (
+        r"requires_grad flags of leaf",
+        Cause(
+            "the step switches the gradient of a parameter on or off, which a graph holds for the whole step",
+            "for a part without gradients, call it with detached weights: torch.func.functional_call(part, "
+            "{name: p.detach() for name, p in part.named_parameters()}, x)",
+        ),
+    ),
+    (r"[Nn]umpy", NUMPY),
+    (
+        r"mutating a non-functional tensor|expected to have an entirely functional graph",
+        Cause(
+            "the step changes a tensor in place that is no part of the model",
+            "keep it in a buffer of the model (register_buffer)",
+            "kept-tensors",
+        ),
+    ),
+    (
+        r"view input mutations",
+        Cause(
+            "two buffers share memory, and the step changes one of them in place",
+            "give each buffer memory of its own: .clone() it before register_buffer",
+        ),
+    ),
+    (
+        r"TorchScript|torch\.jit",
+        Cause(
+            "the step calls a TorchScript function, which cannot be traced",
+            "call the Python function itself: fxpipe compiles the step, scripting gains nothing",
+        ),
+    ),
+    (
+        r"_nested_tensor|NestedTensor",
+        Cause("the step makes a nested tensor", "pad the sequences and mask them, in train_data()", "tensor-kinds"),
+    ),
+    (
+        r"[Qq]uantized",
+        Cause(
+            "the step uses a quantized operator, which has no gradient",
+            "train the model as it was before it was quantized, and quantize what comes out",
+            "tensor-kinds",
+        ),
+    ),
+    (
+        r"[Ss]parse",
+        Cause(
+            "the step makes sparse gradients, which a pipeline cannot send",
+            "use dense tensors; build an embedding with sparse=False",
+            "tensor-kinds",
+        ),
+    ),
+    (
+        r"not compiled with CUDA|no NVIDIA driver",
+        Cause(
+            "the step moves a tensor to CUDA, which is not here",
+            "write .to(x.device) with a tensor that is in the right place, or compile where CUDA is",
+            "devices",
+        ),
+    ),
+    (
+        r"on the same device|DeviceMismatch",
+        Cause(
+            "the step computes with tensors on different devices",
+            "make new tensors where the others are (device=x.device), and keep the model's in buffers",
+            "devices",
+        ),
+    ),
+    (r"data is not allocated|data pointer|data_ptr", MEMORY),
+)
+
+
+def explain(error: Exception, watch: origin.Watch | None = None) -> CaptureError:
+    """The error that a failed trace becomes, with the user's line.
+
+    Args:
+        watch: what was seen of the step while it was traced.
+    """
+    watch = watch or origin.Watch()
+    operator = operators.lacking(error, watch)
+    if operator is not None:
+        return operator
+    said = f"{type(error).__name__}: {error}"
+    where = origin.user_traceback(error)
+    cause = _cause(error, said, watch.raised_by(error))
+    if cause is HIGHER:
+        where = where or watch.where(watch.higher)
+    if cause is not None:
+        cure = cause.cure
+        if cause in (BRANCH, NUMBER, SHAPE) and origin.is_library(where):
+            cure = f"that line is a library's: look for an option of its that avoids it; in your own code, {cure}"
+        return CaptureError(cause.text, where=where, hint=cure, page=cause.page)
+    first = said.strip().splitlines()[0][:300]
+    if isinstance(error, _USER_ERRORS):
+        return CaptureError(f"the step raised {first}", where=where)
+    return CaptureError(
+        f"tracing the step failed: {first}",
+        where=where,
+        hint="if the step fails in eager mode too, mend that first; if not, fxpipe cannot capture it yet ("
+        + origin.version_hint()
+        + ")",
+    )
+
+
+def _cause(error: Exception, said: str, call: str) -> Cause | None:
+    """By an error's text, the torch function that raised it, and the code that it came through."""
+    frames = list(_frames(error))
+    codes = [frame.tb_frame.f_code for frame in frames]
+    if "DynamicOutputShape" in said:
+        return SHAPE
+    if any(code.co_name == "_detect_is_causal_mask" for code in codes):
+        return CAUSAL
+    if "__format__" in said or (call == "tensor" and "not allocated" in said):  # torch.tensor([x[0], x[1]])
+        return NUMBER
+    if call in ("numpy", "__array__"):
+        return NUMPY
+    if any("_higher_order_ops" in c.co_filename.split(os.sep) or "flex_attention" in c.co_filename for c in codes):
+        return HIGHER
+    if re.search(DATA_DEPENDENT, said):
+        return BRANCH if _asks_for_truth(frames) else NUMBER
+    return next((cause for pattern, cause in CAUSES if re.search(pattern, said)), None)
+
+
+def _frames(error: Exception) -> Iterator[TracebackType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _asks_for_truth(frames: list[TracebackType]) -> bool:
+    """Whether what failed was a branch on a tensor, and not a call that makes a number of it."""
+    steps = [frame for frame in frames if not _MACHINERY.search(frame.tb_frame.f_code.co_filename)]
+    if not steps:
+        return True
+    code, offset = steps[-1].tb_frame.f_code, steps[-1].tb_lasti
+    instruction = [i for i in dis.get_instructions(code) if i.offset <= offset][-1]
+    if "CALL" not in instruction.opname and "FORMAT" not in instruction.opname:
+        return True
+    line = linecache.getline(code.co_filename, steps[-1].tb_lineno).encode()
+    start = instruction.positions.col_offset if instruction.positions else None
+    called = line[start:] if start is not None else b""
+    return re.match(rb"(bool|max|min|any|all|sorted|assert|[^()]*\b(equal|allclose|is_nonzero))\b", called) is not None
+
+
+def dense(tensors: HeldTensors) -> None:
+    """Look at what the model holds.
+
+    Raises:
+        CaptureError: a tensor that is not a dense block of values.
+    """
+    for names, tensor in zip(tensors.names, tensors.values, strict=True):
+        if kind := unusual(tensor):
+            raise CaptureError(
+                f"{names[0]} is {kind}, which cannot be cut into stages",
+                hint="hold dense tensors: .to_dense(), or the model as it was before it was quantized or wrapped",
+                page="tensor-kinds",
+            )
+
+
+def scalar(loss: Any, where: str | None) -> torch.Tensor:
+    """The loss, if it is one that can be trained on.
+
+    Raises:
+        CaptureError: it is no tensor, no scalar, or depends on no parameter.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"loss(model, batch) returned {type(loss).__name__}, not a tensor",
+            where=where,
+            hint="return one scalar tensor: of a model's output that holds one, `return output.loss`",
+            page="cache-outputs",
+        )
+    if loss.numel() != 1 or loss.dim() > 0:
+        raise CaptureError(
+            f"loss(model, batch) returned a tensor of shape {list(loss.shape)}, not a scalar",
+            where=where,
+            hint="reduce it: .mean() or .sum()",
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient",
+            where=where,
+            hint="look for .detach(), torch.no_grad() or .item() on the way to the loss",
+        )
+    return loss
+
+
+def scalars(metrics: Any, where: str | None) -> dict[str, Any]:
+    """What an evaluation gives: tensors of one element, and plain numbers.
+
+    Raises:
+        CaptureError: it is no dictionary of such values by name, or nothing in it is a tensor.
+    """
+    if not isinstance(metrics, Mapping):
+        raise CaptureError(f"metrics(model, batch) returned {_kind(metrics)}, not a dictionary of scalars", where=where)
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise CaptureError(f"metrics(model, batch) calls a metric {name!r}, which is no string", where=where)
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise CaptureError(
+                    f"metrics(model, batch) returned {name!r} as a tensor of shape {list(value.shape)} and "
+                    f"{value.dtype}, not as one real number",
+                    where=where,
+                    hint="reduce it: .mean() or .sum()",
+                )
+        elif not isinstance(value, numbers.Real):
+            raise CaptureError(
+                f"metrics(model, batch) returned {name!r} as {_kind(value)}, not as a number", where=where
+            )
+    if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
+        raise CaptureError(
+            "metrics(model, batch) returned no tensor", where=where, hint="return tensors: what is computed as tensors"
+        )
+    return dict(metrics)
+
+
+def _kind(value: Any) -> str:
+    """The user's word for it: while it is traced, a tensor is of a type that nobody knows."""
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,47 @@
+"""torch's own checks of values, which no graph can hold, are left out of the step.
+
+`torch._check_tensor_all` and `torch._check_tensor_all_with` raise where an element is False. Libraries call them to
+tell torch.compile what holds: those of transformers compare the image tokens of a text with its images. The user is
+told of them. `torch.distributions` check their parameters and samples, but where the default validate_args is False.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributions import Distribution
+
+from fxpipe.tracing import origin
+
+_CHECK = "_check_tensor_all_with"  # that both call
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[list[str]]:
+    """While it lasts, checks of traced values pass; the list has a note for each place that makes one."""
+    notes: list[str] = []
+    check: Any = getattr(torch, _CHECK, None)
+    validates = Distribution._validate_args
+
+    def passing(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+        if not isinstance(cond, torch.Tensor) or cond.dtype != torch.bool:
+            check(error_type, cond, message)  # which refuses it
+        frame = origin.user_frame(sys._getframe(1))
+        at = f" ({origin.place(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
+        note = f"the step checks values, which the emitted code does not{at}"
+        if note not in notes:
+            notes.append(note)
+
+    if check is not None:
+        setattr(torch, _CHECK, passing)
+    Distribution.set_default_validate_args(False)
+    try:
+        yield notes
+    finally:
+        Distribution.set_default_validate_args(validates)
+        if check is not None:
+            setattr(torch, _CHECK, check)

@@ -1,0 +1,1 @@
+"""What several passes, and those who read a program, ask of it."""

@@ -1,0 +1,194 @@
+"""What every unit of a costed program costs: the planner's view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fxpipe.passes.units import is_source
+from torch import fx
+
+from fxpipe.ir.aten import is_getitem, is_random, is_view, viewed
+from fxpipe.ir.program import Program, info, size_of, unit_name, value
+from fxpipe.planner.profile import Profile, Unit, Value, in_turn
+
+
+def profile_of(program: Program, update_seconds_per_byte: float = 0.0) -> Profile:
+    """The profile of a program whose nodes have their costs, for one microbatch.
+
+    What `rematerialize` will compute where it is used (masks, casts of weights, checkpoint regions) counts as neither
+    sent nor saved. Linear in the graph.
+
+    Args:
+        update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
+    """
+    return _Reading(program, update_seconds_per_byte).profile()
+
+
+class _Reading:
+    def __init__(self, program: Program, update_seconds_per_byte: float) -> None:
+        self.program = program
+        self.rate = update_seconds_per_byte
+        self.count = len(program.units)
+        self.inputs = {b.node for b in program.batch if b.node}
+        self.updated = set(program.updates())
+        self.nodes = list(program)
+        self.anywhere = self._made_anywhere()
+        self.rows: list[dict[str, float]] = [{} for _ in range(self.count)]
+
+    def profile(self) -> Profile:
+        """Everything, unit by unit."""
+        self._times()
+        self._saved()
+        self._weights()
+        names: dict[str, int] = {}
+        units = []
+        for path, row in zip(self.program.units, self.rows, strict=True):
+            name = unit_name(path)
+            names[name] = names.get(name, 0) + 1
+            units.append(Unit(name if names[name] == 1 else f"{name} #{names[name]}", **_complete(row)))
+        glued = glued_positions(self.program)
+        activations, gradients = in_turn(self._activations()), in_turn(self._gradients())
+        return Profile(tuple(units), tuple(activations), tuple(gradients), glued)
+
+    def _made_anywhere(self) -> set[fx.Node]:
+        """Forward nodes that the worker or the backward that needs them makes from what it has."""
+        found: set[fx.Node] = set()
+        weights: set[fx.Node] = set()
+        for node in self.nodes:
+            if info(node).phase != "F":
+                break
+            if is_source(node, found):
+                found.add(node)
+            sources = node.all_input_nodes
+            if not is_random(node) and all(
+                n in weights or (n.op == "placeholder" and n.name not in self.inputs | self.updated) for n in sources
+            ):
+                weights.add(node)
+        return found | weights
+
+    def _add(self, unit: int, key: str, amount: float) -> None:
+        row = self.rows[max(unit, 0)]
+        row[key] = row.get(key, 0.0) + amount
+
+    def _times(self) -> None:
+        for node in self.nodes:
+            record = info(node)
+            key = "forward_ms" if record.phase == "F" else "weight_ms" if record.weight else "backward_ms"
+            self._add(record.unit, key, 1e3 * (record.seconds or 0.0))
+            if record.phase == "F" and record.region is not None and node not in self.anywhere:
+                self._add(record.unit, "backward_ms", 1e3 * (record.seconds or 0.0))  # a checkpoint computes it again
+            held = size_of(value(node)) + sum(size_of(value(n)) for n in node.all_input_nodes if n.op != "placeholder")
+            row = self.rows[record.unit]
+            row["temporary_bytes"] = max(row.get("temporary_bytes", 0.0), 0.0 if is_view(node) else held)
+
+    def _activations(self) -> Iterable[Value]:
+        """Forward values that other units read, and the batch's own, which lie on worker 0."""
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and (info(node).phase != "F" or node in self.anywhere):
+                continue
+            if node.op != "call_function" and node.name not in self.inputs:
+                continue
+            unit = info(node).unit if node.op == "call_function" else 0
+            readers = _units(n for n in node.users if is_call_of(n, "F") and n not in self.anywhere)
+            later = tuple(sorted(r for r in readers if r > unit))
+            if later:
+                yield Value(unit, size_of(value(node)), later)
+
+    def _gradients(self) -> Iterable[Value]:
+        for node in self.nodes:
+            if info(node).phase != "B":
+                continue
+            unit = info(node).unit
+            readers = _units(n for n in node.users if is_call_of(n, "B") and not info(n).weight)
+            earlier = tuple(sorted(r for r in readers if r < unit))
+            if earlier and not info(node).weight:
+                yield Value(unit, size_of(value(node)), earlier)
+
+    def _saved(self) -> None:
+        """For every unit what its B and W read of forward, and the gradients that its W reads of B.
+
+        A value that several units' backwards read counts for the last of them, whose backward runs first.
+        """
+        readers: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            again = info(node).phase == "F" and info(node).region is not None  # a checkpoint reads in backward, too
+            if info(node).phase == "F" and not again:
+                continue
+            for source in node.all_input_nodes:
+                if self._is_saved(source, node):
+                    readers.setdefault(viewed(source), []).append(node)
+        for root, users in readers.items():
+            last = max(users, key=lambda n: info(n).unit)
+            size = size_of(value(root))
+            self._add(info(last).unit, "saved_bytes", size)
+            if all(info(n).weight for n in users):
+                self._add(info(last).unit, "weight_saved_bytes", size)
+            if root.op == "call_function" and _by_chance(root):
+                self._add(info(last).unit, "fixed_bytes", size)
+        handed: set[tuple[fx.Node, int]] = set()
+        for node in self.nodes:
+            if not info(node).weight:
+                continue
+            for source in node.all_input_nodes:
+                of_b = source.op == "call_function" and info(source).phase == "B" and not info(source).weight
+                key = (viewed(source), info(node).unit)
+                if of_b and key not in handed:
+                    handed.add(key)
+                    self._add(info(node).unit, "gradient_bytes", size_of(value(source)))
+
+    def _is_saved(self, source: fx.Node, reader: fx.Node) -> bool:
+        if source.op != "call_function":
+            return source.name in self.inputs
+        record = info(source)
+        if record.phase != "F" or source in self.anywhere:
+            return False
+        if record.region is None or _by_chance(source):
+            return True
+        return info(reader).phase == "F" and info(reader).region != record.region
+
+    def _weights(self) -> None:
+        gradients = self.program.gradients()
+        placeholders = self.program.placeholders
+        for parameter in self.program.parameters:
+            node = placeholders[parameter.node]
+            size = size_of(value(node))
+            made = gradients.get(parameter.node)
+            if made is not None and made.op == "call_function":
+                self._add(info(made).unit, "parameter_bytes", size)
+                self._add(info(made).unit, "update_ms", 1e3 * self.rate * size)
+                continue
+            units = [info(n).unit for n in node.users if n.op == "call_function"]
+            self._add(min(units, default=0), "frozen_bytes", size)
+
+
+def glued_positions(program: Program) -> dict[int, str]:
+    """Positions where forward must not be cut, each with the updated buffer that forbids it."""
+    glued: dict[int, str] = {}
+    placeholders = program.placeholders
+    for name, new in program.updates().items():
+        readers = [n for n in placeholders[name].users if is_call_of(n, "F")]
+        units = [info(n).unit for n in readers]
+        if new.op == "call_function":
+            units.append(info(new).unit)
+        for position in range(min(units, default=0) + 1, max(units, default=0) + 1):
+            glued.setdefault(position, name)
+    return glued
+
+
+def is_call_of(node: fx.Node, phase: str) -> bool:
+    """Whether a node is a call in that phase."""
+    return node.op == "call_function" and info(node).phase == phase
+
+
+def _units(nodes: Iterable[fx.Node]) -> set[int]:
+    return {info(n).unit for n in nodes}
+
+
+def _by_chance(node: fx.Node) -> bool:
+    return is_random(node) or (is_getitem(node) and is_random(node.all_input_nodes[0]))
+
+
+def _complete(row: Mapping[str, float]) -> dict[str, Any]:
+    """A unit's costs; what a program does not have is none, not the default of profiles that do not know."""
+    return {"forward_ms": 0.0, "backward_ms": 0.0, "saved_bytes": 0.0, "gradient_bytes": 0.0, **row}

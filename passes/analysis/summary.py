@@ -1,0 +1,106 @@
+"""What each worker of a program does, in numbers: the table that `compile` prints and `costs.json` keeps."""
+
+from __future__ import annotations
+
+from fxpipe.ir.aten import viewed
+from fxpipe.ir.program import Program, info, size_of, unit_name
+from fxpipe.plan.costs import WorkerSummary
+from fxpipe.plan.spec import PartSpec, Plan
+from fxpipe.policy.demand import Demand
+
+
+def summarize(
+    program: Program, plan: Plan, in_flight: tuple[int, ...], demand: Demand, update_seconds_per_byte: float = 0.0
+) -> list[WorkerSummary]:
+    """The table's rows, for a program that has been through every pass.
+
+    Args:
+        in_flight: microbatches that each worker holds at most, from the schedule's check.
+        demand: who reads which weights, for the bytes of replicas.
+        update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
+    """
+    seconds: dict[tuple[int, str], float] = {}
+    for node in program:
+        record = info(node)
+        key = (record.worker or 0, "W" if record.weight else record.phase)
+        seconds[key] = seconds.get(key, 0.0) + (record.seconds or 0.0)
+    sizes = {p.name: p.tensor.bytes for p in plan.parameters}
+    traffic = Traffic(plan, demand)
+    rows = []
+    for rank, stage in enumerate(plan.stages):
+        owned = [p.name for p in plan.owned(rank)]
+        copies = [p.name for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
+        trained = sum(p.tensor.bytes for p in plan.owned(rank) if p.trained)
+        owned_bytes, replica_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
+        saved = _saved_bytes(program, rank)
+        rows.append(
+            WorkerSummary(
+                rank=rank,
+                forward_units=stage.forward_units,
+                backward_units=stage.backward_units,
+                weight_units=stage.weight_units,
+                begins=(begin(plan, stage.forward_units), begin(plan, stage.backward_units)),
+                forward_ms=seconds.get((rank, "F"), 0.0) * 1e3,
+                backward_ms=seconds.get((rank, "B"), 0.0) * 1e3,
+                weight_ms=seconds.get((rank, "W"), 0.0) * 1e3,
+                update_ms=1e3 * update_seconds_per_byte * trained,
+                owned=len(owned),
+                owned_bytes=owned_bytes,
+                replicas=len(copies),
+                replica_bytes=replica_bytes,
+                bytes_in=traffic.arriving[rank],
+                bytes_out=traffic.leaving[rank],
+                saved_bytes=saved,
+                in_flight=in_flight[rank],
+                memory_bytes=held_bytes(owned_bytes, replica_bytes, saved, in_flight[rank]),
+            )
+        )
+    return rows
+
+
+def held_bytes(owned: int, replicas: int, saved: int, in_flight: int) -> int:
+    """`WorkerSummary.memory_bytes`, from the bytes of its parts: owned weights have gradients, too."""
+    return 2 * owned + replicas + saved * in_flight
+
+
+class Traffic:
+    """Bytes that every worker receives and sends for one minibatch, in the steady state.
+
+    Attributes:
+        arriving, leaving: by worker.
+        weights: what an owner sends a reader after an update, by (owner, reader).
+    """
+
+    def __init__(self, plan: Plan, demand: Demand) -> None:
+        sizes = {p.name: p.tensor.bytes for p in plan.parameters}
+        self.arriving = [0] * plan.workers
+        self.leaving = [0] * plan.workers
+        self.weights: dict[tuple[int, int], int] = {}
+        for edge in plan.edges:
+            self._add(edge.src, edge.dst, edge.tensor.bytes * plan.microbatches)
+        steady = 4 * plan.workers  # a version that no warm-up reads
+        for owner in range(plan.workers):
+            for reader in demand.readers(owner):
+                messages = demand.messages(owner, reader, steady, 0, None)
+                sent = sum(sizes[name] for message in messages for name in message.names)
+                self.weights[owner, reader] = sent
+                self._add(owner, reader, sent)
+
+    def _add(self, source: int, target: int, count: int) -> None:
+        self.leaving[source] += count
+        self.arriving[target] += count
+
+
+def begin(plan: Plan, bounds: tuple[int, int]) -> str:
+    """The module in which a span of units begins."""
+    return unit_name(plan.units[bounds[0]]) if bounds[0] < bounds[1] else "nothing"
+
+
+def _saved_bytes(program: Program, rank: int) -> int:
+    """Bytes that forward keeps: views of one value count once, the batch's own tensors too."""
+    backward = program.stages[rank].backward
+    saved: PartSpec = backward.spec
+    nodes = list(backward.graph.nodes)[len(saved.weights) + len(saved.buffers) :][: len(saved.saved)]
+    by_name = {n.name: n for n in program.graph.nodes}
+    roots = {viewed(by_name.get(node.name, node)) for node in nodes}
+    return sum(size_of(root.meta["val"]) for root in roots)

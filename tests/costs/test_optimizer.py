@@ -1,0 +1,156 @@
+"""What an optimizer keeps and takes for each byte of parameters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from cached import lowered
+from torch import Tensor
+
+import fxpipe.costs.optimizer
+from fxpipe.costs.optimizer import (
+    STATE_SAMPLE,
+    OptimizerCosts,
+    optimizer_bytes,
+    optimizer_costs,
+    update_seconds_per_byte,
+)
+from fxpipe.errors import TaskError
+
+SMALL = [("weight", torch.zeros(256, 256)), ("bias", torch.zeros(256))]
+LARGE = [("weight", torch.empty(1 << 14, 1 << 12, device="meta")), ("bias", torch.empty(1 << 14, device="meta"))]
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+
+def momentum(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.1)
+
+
+def momentum_for_weights(named: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [p for n, p in named if n == "weight"], "momentum": 0.9},
+              {"params": [p for n, p in named if n == "bias"]}]  # fmt: skip
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [(sgd, 0.0), (momentum, 1.0), (adam, 2.0)])
+@pytest.mark.parametrize("parameters", [SMALL, LARGE])
+def test_bytes_of_state(parameters: list[tuple[str, Tensor]], optimizer: Any, expected: float) -> None:
+    assert optimizer_bytes(parameters, optimizer, "cpu") == pytest.approx(expected, abs=1e-3)
+
+
+def test_every_parameter_counts_as_much_as_it_has() -> None:
+    parameters = [("weight", torch.zeros(1000, 500)), ("bias", torch.zeros(1500, 1000))]
+    assert optimizer_bytes(parameters, momentum_for_weights) == pytest.approx(0.25, abs=1e-3)
+
+
+def test_the_sample_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def watching(named: Any) -> torch.optim.Optimizer:
+        made.append(sum(p.nbytes for _, p in named))
+        assert [n for n, _ in named] == ["weight", "bias"]
+        return momentum(named)
+
+    optimizer_bytes(LARGE, watching, "cpu")
+    update_seconds_per_byte(LARGE, watching, "cpu")
+    assert 0 < made[0] <= STATE_SAMPLE
+    assert (1 << 20) <= made[1] <= 16 << 20
+
+
+class Sleepy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.01)
+        return super().step(closure)
+
+
+def test_seconds_of_a_step() -> None:
+    size = sum(t.nbytes for _, t in SMALL)
+    found = update_seconds_per_byte(SMALL, lambda named: Sleepy([p for _, p in named], lr=0.1))
+    assert 0.01 / size <= found < 1.0 / size
+    assert 0 < update_seconds_per_byte(SMALL, sgd) < 0.01 / size
+
+
+def test_many_tensors_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fxpipe.costs.optimizer, "TIME_SAMPLE", 64 << 10)
+    made: list[int] = []
+
+    def watching(named: Any) -> torch.optim.Optimizer:
+        made.append(sum(p.nbytes for _, p in named))
+        return sgd(named)
+
+    update_seconds_per_byte([(str(i), torch.zeros(64, 32)) for i in range(40)], watching)
+    assert 32 << 10 <= made[0] <= 64 << 10
+
+
+def test_nothing_to_train_costs_nothing() -> None:
+    assert optimizer_bytes([], adam) == update_seconds_per_byte([], adam) == 0.0
+
+
+def test_an_optimizer_that_fails_is_the_users() -> None:
+    def lbfgs(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([p for _, p in named])
+
+    with pytest.raises(TaskError, match="the optimizer fails on small copies of the model's parameters: TypeError"):
+        optimizer_bytes(SMALL, lbfgs)
+
+
+def test_of_a_builds_parameters() -> None:
+    build = lowered("gpt")
+    named = [(p.name, build.tensors[p.name]) for p in build.plan.parameters if p.trained]
+    assert optimizer_bytes(named, adam) == pytest.approx(2.0, abs=0.05)
+
+
+def test_costs_are_timed_or_computed() -> None:
+    found = optimizer_costs(SMALL, momentum, timed=False, bandwidth=10.0)
+    assert found == OptimizerCosts(pytest.approx(1.0), pytest.approx(0.5))
+    found = optimizer_costs(SMALL, lambda named: Sleepy([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
+    size = sum(t.nbytes for _, t in SMALL)
+    assert (found.state_bytes, found.doubt) == (0.0, None)
+    assert 0.01 / size <= found.seconds_per_byte < 1.0 / size
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_an_optimizer_that_wants_true_shapes_is_doubted(timed: bool) -> None:
+    def picky(named: Any) -> torch.optim.Optimizer:
+        assert all(p.shape in [(1 << 14, 1 << 12), (1 << 14,)] for _, p in named), "the wrong\nmodel"
+        return momentum(named)
+
+    with torch.device("meta"):
+        large = [("weight", torch.empty(1 << 14, 1 << 12)), ("bias", torch.empty(1 << 14))]
+    found = optimizer_costs(large, picky, timed=timed, bandwidth=10.0)
+    assert (found.state_bytes, found.seconds_per_byte) == (1.0, 0.5)
+    assert found.doubt is not None
+    assert found.doubt.startswith("the optimizer fails on small copies of the model's parameters: AssertionError: the")
+    assert found.doubt.endswith("1 bytes of state for each byte of weights and a computed update are assumed")
+    assert "\n" not in found.doubt
+
+
+def test_an_optimizer_that_fails_while_timed_is_doubted_too() -> None:
+    class Tired(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            if self.steps > 3:
+                raise RuntimeError("enough")
+            return super().step(closure)
+
+    found = optimizer_costs(SMALL, lambda named: Tired([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
+    assert (found.state_bytes, found.seconds_per_byte) == (0.0, pytest.approx(0.3))
+    assert found.doubt is not None
+    assert "RuntimeError: enough" in found.doubt
+
+
+def test_the_lower_quartile_forgets_disturbed_times() -> None:
+    assert fxpipe.costs.optimizer.quartile([9.0, 1.0, 2.0, 3.0, 8.0, 7.0, 6.0, 5.0]) == 3.0
+    assert fxpipe.costs.optimizer.quartile([4.0]) == 4.0

@@ -1,0 +1,202 @@
+"""The inductor engine computes what eager PyTorch computes, compiles once, and keeps what it compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import lowered
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpipe.build.build import Build
+from fxpipe.engines.engine import EnginePart
+from fxpipe.engines.inductor import InductorEngine
+from fxpipe.errors import BackendError
+from fxpipe.plan.packing import Layout
+from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.pure_part import Input, Output, PurePart, trace_stage
+from fxpipe.task.batch import tensor_spec
+
+ENGINE = InductorEngine()
+needs_compiler = pytest.mark.skipif(ENGINE.missing("cpu") is not None, reason=str(ENGINE.missing("cpu")))
+
+
+class Comm:
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.values = values
+        self.sent: dict[str, Tensor] = {}
+
+    def recv(self, name: str) -> Tensor:
+        return self.values[name]
+
+    def send(self, name: str, value: Tensor) -> None:
+        self.sent[name] = value
+
+
+def pure(function: Callable[..., Any], *examples: Tensor) -> PurePart:
+    """A part of its own, traced from a function of tensors."""
+    graph = make_fx(function, tracing_mode="fake")(*examples)
+    results = function(*examples)
+    inputs = tuple(Input("saved", f"x{i}", tensor_spec(x)) for i, x in enumerate(examples))
+    outputs = tuple(Output("saved", f"y{i}", tensor_spec(y)) for i, y in enumerate(results))
+    return PurePart(0, "F", graph, inputs, outputs, (), "cpu")
+
+
+def product(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return ((x @ y).sin() * 2,)
+
+
+def matrices() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(6, 6), torch.randn(6, 6)
+
+
+def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("In file included:\nx.cpp:3:1: error: no such thing\n  more")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
+
+
+def close(found: Any, expected: Any) -> None:
+    found, expected = list(found), list(expected)
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of `product`."""
+    folder = tmp_path_factory.mktemp("inductor") / "product"
+    ENGINE.build(pure(product, *matrices()), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def build() -> Build:
+    return lowered("gpt-dropout", forward_at=("blocks.1",), backward_at=("blocks.1",))
+
+
+@needs_compiler
+@torch.no_grad()
+def test_stage_is_eager(build: Build, tmp_path: Path) -> None:
+    build.save(tmp_path / "build")
+    spec = build.plan.stages[0]
+    stage = load_stage(tmp_path / "build" / spec.file, spec)
+    forward, backward = trace_stage(build.plan, 0, stage)
+    torch.manual_seed(0)
+    edges = {e.name: torch.randn(e.tensor.shape) for e in build.plan.edges if e.tensor.dtype == "float32"}
+    held = ([build.tensors[n] for n in spec.forward.weights], [build.tensors[n] for n in spec.forward.buffers])
+    batch = [torch.randint(0, 23, leaf.tensor.shape) for leaf in build.plan.batch if leaf.name in spec.forward.batch]
+
+    eager, compiled = Comm(edges), Comm(edges)
+    torch.manual_seed(1)
+    _, updates, saved = stage.forward(*held, batch, eager)
+    torch.manual_seed(1)
+    part = EnginePart(forward, spec.forward, ENGINE)
+    _, updates2, saved2 = part(*held, batch, compiled)
+    close(updates2, updates)
+    close(saved2, saved)
+    close(compiled.sent.values(), eager.sent.values())
+
+    held = ([build.tensors[n] for n in spec.backward.weights], [build.tensors[n] for n in spec.backward.buffers])
+    eager, compiled = Comm(edges), Comm(edges)
+    gradients = stage.backward(*held, list(saved), eager)
+    part = EnginePart(backward, spec.backward, ENGINE)
+    close(part(*held, list(saved), compiled), gradients)  # saved by eager: other strides than the engine's
+    close(part(*held, list(saved2), compiled), gradients)
+    close(compiled.sent.values(), eager.sent.values())
+
+
+@needs_compiler
+def test_outputs_are_new_and_laid_out() -> None:
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = x.sin()
+        first, second = (y * 2).chunk(2, 1)  # with gaps
+        return x.clone(), x + 0, z, z.clone(), y.t().contiguous().t().cos(), first, second
+
+    x, y = matrices()
+    part = pure(step, x, y)
+    compute = ENGINE.build(part, None)
+    for _ in range(2):
+        given, results = (x.clone(), y.clone()), []
+        results = list(compute(given))
+        close(results, step(x, y))
+        for result, output in zip(results, part.outputs, strict=True):
+            assert result.stride() == Layout(output.tensor).stride
+        assert len({r.untyped_storage().data_ptr() for r in (*given, *results)}) == len(given) + len(results)
+        for result in results:
+            result.zero_()
+        assert torch.equal(given[0], x)
+        assert torch.equal(given[1], y)
+
+
+@needs_compiler
+def test_inputs_of_any_strides(kept: Path) -> None:
+    x, y = matrices()
+    compute = ENGINE.build(pure(product, x, y), kept)
+    wide = torch.randn(6, 12)
+    expanded = torch.randn(6, 1).expand(6, 6)
+    for inputs in ((x.t(), y), (wide[:, ::2], y.t()), (expanded, wide[:, 6:])):
+        before = [i.clone() for i in inputs]
+        close(compute(inputs), product(*inputs))
+        close(inputs, before)
+
+
+@needs_compiler
+def test_view_of_an_input_with_gaps() -> None:
+    wide = torch.randn(2, 4, 12)
+    x = wide[..., :8].view(2, 4, 2, 4).transpose(1, 2)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.transpose(1, 2).view(2, 4, 8).sin(),)  # a view in these strides alone
+
+    compute = ENGINE.build(pure(step, x), None)
+    close(compute([x]), step(x))
+    close(compute([x.contiguous()]), step(x))
+
+
+@needs_compiler
+def test_cache_is_used(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = matrices()
+    part = pure(product, x, y)
+    no_compile(monkeypatch)
+    close(ENGINE.build(part, kept)([x, y]), product(x, y))
+    assert [p.name for p in kept.parent.iterdir()] == [kept.name]
+    sources = [p.read_text() for p in kept.rglob("*.cpp")]
+    assert sources
+    assert not any("#pragma omp parallel" in text for text in sources)  # compiled for one thread
+    with pytest.raises(BackendError, match=r"stage_0\.forward: RuntimeError: x\.cpp:3:1: error: no such thing\n"):
+        ENGINE.build(part, kept.parent / "other")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(BackendError):
+        ENGINE.build(part, kept)
+    assert [p.name for p in kept.parent.iterdir()] == [kept.name]
+
+
+@needs_compiler
+def test_bad_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = matrices()
+    part, cache = pure(product, x, y), tmp_path / "part"
+    cache.write_text("not a folder")
+    first = ENGINE.build(part, cache)([x, y])
+    for artifact in cache.glob("*.artifact"):
+        artifact.write_bytes(artifact.read_bytes()[:100])
+    again = ENGINE.build(part, cache)([x, y])
+    no_compile(monkeypatch)
+    loaded = ENGINE.build(part, cache)([x, y])
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[0], loaded[0])
+    assert [p.name for p in tmp_path.iterdir()] == ["part"]
+
+
+def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert ENGINE.missing("cpu") == "inductor needs a C++ compiler: install g++, or set CXX"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else name)
+    assert ENGINE.missing("cuda:0") == "inductor needs triton on CUDA: pip install triton"

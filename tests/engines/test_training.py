@@ -1,0 +1,154 @@
+"""Training on engines: eager's losses, whatever the schedule and policy; the distributed run equals the local one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from cached import cuts, lowered
+from engines import needs
+from model_files import write_model
+from small_models import CASES
+from torch import nn
+
+import fxpipe
+from fxpipe.build.build import Build
+from fxpipe.engines.attach import CheckedPart
+from fxpipe.errors import BackendError
+from fxpipe.plan.build_folder import ENGINES
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.process.options import RunOptions
+from fxpipe.task.model_file import load_task
+
+STEPS = 20
+
+
+def momentum(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.02, momentum=0.9)
+
+
+def trained(build: Build, name: str, backend: str | None, **options: object) -> list[float]:
+    pipeline = build.local(optimizer=momentum, backend=backend, **options)  # type: ignore[arg-type]
+    return pipeline.run(CASES[name].batches(STEPS))
+
+
+def close(found: list[float], expected: list[float]) -> bool:
+    return len(found) == len(expected) and all(abs(f / e - 1) <= 1e-4 for f, e in zip(found, expected, strict=True))
+
+
+@functools.cache
+def on_onnxruntime(name: str, microbatches: int, shift: int) -> Build:
+    """Cut in three, every part in onnxruntime; made once, since translation takes its seconds."""
+    return lowered(name, microbatches, workers=3, backend="onnxruntime", **cuts(CASES[name], 3, shift))
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "schedule", "policy"),
+    [
+        ("gpt-dropout", 1, "async", "spectrain"),
+        ("gpt-dropout", 1, "async", "pipeoptim+keep"),
+        ("gpt-dropout", 1, "1f1b", "latest"),
+        ("conv", 1, "async", "stash"),
+        pytest.param("unet", 4, "async", "2bw", marks=pytest.mark.slow),
+        pytest.param("unet", 4, "gpipe", "latest", marks=pytest.mark.slow),
+    ],
+)
+def test_onnxruntime_trains_as_eager(name: str, microbatches: int, schedule: str, policy: str) -> None:
+    needs("onnxruntime")
+    build = on_onnxruntime(name, microbatches, 1)
+    found = trained(build, name, None, schedule=schedule, policy=policy)
+    assert close(found, trained(build, name, "eager", schedule=schedule, policy=policy))
+
+
+@pytest.mark.slow  # the run of several processes does so, too, in every run of the suite
+def test_inductor_trains_as_eager() -> None:
+    needs("inductor")
+    build = lowered("gpt-dropout", workers=2, **cuts(CASES["gpt-dropout"], 2, 1))
+    assert close(trained(build, "gpt-dropout", "inductor"), trained(build, "gpt-dropout", "eager"))
+
+
+def test_a_mixed_pipeline_trains_as_eager() -> None:
+    """Worker 0 forward in onnxruntime and backward in eager; worker 1 the other way round; worker 2 all eager."""
+    needs("onnxruntime")
+    build = on_onnxruntime("gpt-dropout", 1, 1)
+    engines = (("onnxruntime", "eager"), ("eager", "onnxruntime"), ("eager", "eager"))
+    stages = tuple(dataclasses.replace(s, engines=e) for s, e in zip(build.plan.stages, engines, strict=True))
+    mixed = dataclasses.replace(build, plan=dataclasses.replace(build.plan, stages=stages))
+    assert close(trained(mixed, "gpt-dropout", None), trained(mixed, "gpt-dropout", "eager"))
+
+
+def test_engines_stay_in_the_plan_and_in_the_build(tmp_path: Path) -> None:
+    needs("onnxruntime")
+    build = lowered("gpt", workers=2, backend="onnxruntime", **cuts(CASES["gpt"], 2, 1))
+    assert {t.part for t in build.engine_times} == {f"stage_{k}.{f}" for k in (0, 1) for f in ("forward", "backward")}
+    folder = tmp_path / "build"
+    build.save(folder)
+    made = {p.name: p.read_bytes() for p in (folder / ENGINES).iterdir()}
+    assert len(made) == 4
+    loaded = fxpipe.load(folder)
+    assert [s.engines for s in loaded.plan.stages] == [("onnxruntime", "onnxruntime")] * 2
+    assert loaded.engine_times == build.engine_times
+    pipeline = loaded.local(optimizer=momentum)
+    assert all(isinstance(e.stage.forward, CheckedPart) for e in pipeline.executors)
+    pipeline.run(CASES["gpt"].batches(2))
+    assert {p.name: p.read_bytes() for p in (folder / ENGINES).iterdir()} == made
+    build.save(folder)  # replaces a build with engines
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("engine", ["onnxruntime", "inductor"])
+def test_the_distributed_run_equals_the_local_run(engine: str, tmp_path: Path) -> None:
+    needs(engine)
+    model = write_model(tmp_path)
+    task = load_task(model)
+    torch.manual_seed(0)
+    where = {"forward_at": ["blocks.1"], "backward_at": ["blocks.3"]}
+    build = fxpipe.compile(task.model(), task.loss, task.example(), workers=2, cost="analytic", **where)
+    build.save(tmp_path / "build", model_file=model)
+    options = RunOptions(build=str(tmp_path / "build"), steps=7, backend=engine, threads=1)
+    local = run_local(dataclasses.replace(options, out=str(tmp_path / "local")))
+    found = launch(dataclasses.replace(options, out=str(tmp_path / "real")), 2)
+    assert found["losses"] == local["losses"]
+    first, second = ((tmp_path / k / "model.safetensors").read_bytes() for k in ("local", "real"))
+    assert first == second
+
+
+def test_an_engine_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("onnxruntime")
+    from fxpipe.engines import onnxruntime as ort
+
+    call = ort.Session.__call__
+
+    def wrong(self, inputs):  # type: ignore[no-untyped-def]
+        outputs = list(call(self, inputs))
+        outputs[0] = outputs[0] * 1.001
+        return outputs
+
+    monkeypatch.setattr(ort.Session, "__call__", wrong)
+    build = lowered("gpt", workers=2, **cuts(CASES["gpt"], 2, 1))
+    with pytest.raises(BackendError, match="onnxruntime does not compute what eager PyTorch computes") as caught:
+        trained(build, "gpt", "onnxruntime")
+    assert "stage_0.forward" in str(caught.value)
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_error(tmp_path: Path) -> None:
+    """That of a bias before a batch norm: its terms cancel, and eager's sum is farther off than onnxruntime's."""
+    needs("onnxruntime")
+    from fxpipe.export.stages import export
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16))
+    batch = (torch.randn(32, 3, 48, 48), torch.randn(32, 16, 44, 44))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    build = fxpipe.compile(model, loss, batch, workers=1, cost="analytic", backend="onnxruntime")
+    assert all(t.error is not None and t.error <= 1e-4 for t in build.engine_times)
+    told: list[str] = []
+    found = export(build, tmp_path / "onnx", batch, warn=told.append)
+    assert [(file.name, file.worst) for file in found if file.error > 1e-4] == [], told

@@ -1,0 +1,124 @@
+"""No worker runs ahead of its neighbours, whatever it has to do."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import captured, lowered
+from random_cuts import numbered, random_cuts
+from strict_wires import run_in_threads
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.build.build import Build
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.planner.cuts import Cuts
+from fxpipe.runtime.process.local import LocalPipeline
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.01, momentum=0.9)
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
+        self.trained = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trained(self.frozen(x))
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def half_frozen(schedule: str, microbatches: int) -> tuple[nn.Module, Build]:
+    torch.manual_seed(0)
+    model = HalfFrozen()
+    return model, fxpipe.compile(
+        model, square, torch.randn(8, 6), workers=3, microbatches=microbatches, schedule=schedule, cost="analytic",
+        forward_at=["frozen.2", "trained"],
+    )  # fmt: skip
+
+
+def nothing_in_the_middle() -> Build:
+    count = len(numbered("function").units)
+    return lowered("function", workers=3, cuts=Cuts((0, 5, 5, count), (0, 5, 5, count)))
+
+
+BUILDS = {
+    "half frozen": lambda: half_frozen("async", 1)[1],
+    "nothing in the middle": nothing_in_the_middle,
+    "everything on the first": lambda: lowered("function", workers=3, cuts=Cuts((0, 15, 15, 15), (0, 15, 15, 15))),
+    "everything on the last": lambda: lowered("function", workers=3, cuts=Cuts((0, 0, 0, 15), (0, 0, 0, 15))),
+    "backward the other way": lambda: lowered("function", workers=3, cuts=Cuts((0, 15, 15, 15), (0, 0, 0, 15))),
+    **{f"random {s}": lambda s=s: lowered("unet", workers=4, cuts=random_cuts("unet", 4, s)) for s in range(3)},
+}
+
+
+@pytest.mark.parametrize("greedy", [None, 0, 1, 2])
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None) -> None:
+    """One worker acts whenever it can, or they act in a random order: the counts keep to the pipeline's order."""
+    pipeline = BUILDS[name]().local(optimizer=optimizer)
+    batch = torch.randn(8, 6) if name == "half frozen" else captured("unet" if "random" in name else "function")[0]
+    batch = batch if isinstance(batch, Tensor) else batch.batches(1)[0]
+    minibatches, workers = 6, pipeline.plan.workers
+    pipeline._begin()
+    for minibatch in range(minibatches):
+        for microbatch, leaves in enumerate(pipeline._split(batch, minibatch)):
+            pipeline._leaves[minibatch, microbatch] = leaves
+    pipeline.fed, pipeline._ending = minibatches, True
+    chance = random.Random(0)
+    idle = 0
+    while pipeline._in_flight:
+        worker = chance.randrange(workers) if greedy is None or idle else greedy
+        idle = 0 if pipeline._act(worker) else idle + 1
+        assert idle < 1000, "the pipeline stands still"
+        forwards, backwards = ([executor.watch.count(kind) for executor in pipeline.executors] for kind in ("F", "B"))
+        assert forwards == sorted(forwards, reverse=True)
+        assert backwards == sorted(backwards)
+        assert all(f - b <= workers - k for k, (f, b) in enumerate(zip(forwards, backwards, strict=True)))
+    assert not [key for key in pipeline._mailbox.letters if key[0] != "weights"]
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("name", BUILDS)
+def test_threads_are_the_local_run(name: str, by_channel: bool, tmp_path: Path) -> None:
+    build = BUILDS[name]()
+    data = [torch.randn(8, 6) for _ in range(8)]
+    if name != "half frozen":
+        data = captured("unet" if "random" in name else "function")[0].batches(8)
+    build.save(tmp_path / "build")
+    run = run_in_threads(tmp_path / "build", data, optimizer, by_channel)
+    pipeline = LocalPipeline(tmp_path / "build", optimizer)
+    run.check(pipeline.run(data), pipeline.state_dict())
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b", 4), ("gpipe", 2)])
+def test_a_frozen_first_half_trains_as_in_eager(schedule: str, microbatches: int) -> None:
+    model, build = half_frozen(schedule, microbatches)
+    torch.manual_seed(1)
+    batches = [torch.randn(8, 6) for _ in range(4)]
+    assert compare_with_eager(build, model, square, batches[0]).largest < 1e-6
+    owners = {p.name: p.owner for p in build.plan.parameters}
+    assert all(owners[name] < 2 for name in owners if name.startswith("frozen"))
+    pipeline = build.local(optimizer=optimizer)
+    losses = pipeline.run(batches)
+    eager = copy.deepcopy(model)
+    update = torch.optim.SGD([p for p in eager.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    for batch, found in zip(batches, losses, strict=True):
+        update.zero_grad()
+        loss = square(eager, batch)
+        loss.backward()
+        update.step()
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], value)

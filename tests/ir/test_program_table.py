@@ -1,0 +1,121 @@
+"""The program as rows: what a build keeps of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cached import lowered
+
+import fxpipe
+from fxpipe.errors import BuildError
+from fxpipe.ir.program_table import ProgramTable, Row
+
+
+@pytest.fixture(scope="module")
+def build() -> fxpipe.Build:
+    return lowered("gpt", workers=3)
+
+
+@pytest.fixture
+def table(build: fxpipe.Build) -> ProgramTable:
+    assert build.nodes is not None
+    return build.nodes
+
+
+def test_text_and_back(table: ProgramTable) -> None:
+    text = table.to_json()
+    assert ProgramTable.from_json(text, "here") == table
+    body = json.loads(text)
+    assert body["columns"] == list(Row._fields)
+    assert len(body["rows"]) == len(table.rows)
+
+
+def test_inputs_stand_before_their_readers_and_names_are_unique(table: ProgramTable) -> None:
+    assert all(source < number for number, row in enumerate(table.rows) for source in row.inputs)
+    assert len({row.name for row in table.rows}) == len(table.rows)
+
+
+def test_the_workers_costs_are_those_of_the_rows(build: fxpipe.Build, table: ProgramTable) -> None:
+    for worker in build.workers:
+        own = [row for row in table.rows if row.worker == worker.rank and row.ms is not None]
+        assert sum(r.ms or 0 for r in own if r.phase == "F") == pytest.approx(worker.forward_ms)
+        assert sum(r.ms or 0 for r in own if r.phase == "B" and not r.weight) == pytest.approx(worker.backward_ms)
+        assert sum(r.ms or 0 for r in own if r.weight) == pytest.approx(worker.weight_ms)
+
+
+def test_every_edge_is_sent_and_received(build: fxpipe.Build, table: ProgramTable) -> None:
+    assert set(table.sends) == {edge.name for edge in build.plan.edges}
+    for edge in build.plan.edges:
+        sent = table.rows[table.sends[edge.name]]
+        assert (sent.op, sent.worker, sent.phase, sent.bytes) == ("send", edge.src, edge.src_phase, edge.tensor.bytes)
+        (received,) = (row for row in table.rows if table.sends[edge.name] in row.inputs)
+        assert (received.op, received.worker, received.phase) == ("recv", edge.dst, edge.dst_phase)
+
+
+def test_no_other_value_crosses_workers(table: ProgramTable) -> None:
+    for row in table.rows:
+        for source in (table.rows[number] for number in row.inputs):
+            assert row.op == "recv" or source.phase is None or source.worker == row.worker
+
+
+def test_placeholders_have_the_models_names_and_their_owners(build: fxpipe.Build, table: ProgramTable) -> None:
+    owners = {row.text.split(", ")[0]: row.worker for row in table.rows if row.op == "parameter"}
+    assert owners == {p.name: p.owner for p in build.plan.parameters}
+    assert {table.names[row.name] for row in table.rows if row.op == "parameter"} == {
+        p.names for p in build.plan.parameters
+    }
+    assert {row.text for row in table.rows if row.op == "input"} == {
+        leaf.name for leaf in build.plan.batch if leaf.tensor
+    }
+
+
+def test_it_stands_in_the_folder_and_comes_back(build: fxpipe.Build, table: ProgramTable, tmp_path: Path) -> None:
+    build.save(tmp_path / "build")
+    loaded = fxpipe.load(tmp_path / "build")
+    assert loaded.nodes == table
+    assert loaded.profile == build.profile
+    assert loaded.optimizer_bytes == build.optimizer_bytes
+    again = loaded.save(tmp_path / "again")
+    assert (tmp_path / "again" / "program.json").read_text() == (tmp_path / "build" / "program.json").read_text()
+    assert again.nodes == table
+
+
+def test_a_build_without_it_loads(build: fxpipe.Build, tmp_path: Path) -> None:
+    build.save(tmp_path)
+    for name in ("program.json", "profile.json"):
+        (tmp_path / name).unlink()
+    loaded = fxpipe.load(tmp_path)
+    assert loaded.nodes is None
+    assert loaded.profile is None
+    costs = json.loads((tmp_path / "costs.json").read_text())
+    del costs["optimizer_bytes"]  # which an earlier fxpipe did not write either
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    assert fxpipe.load(tmp_path).workers == build.workers
+    (tmp_path / "costs.json").unlink()
+    assert fxpipe.load(tmp_path).workers == ()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "columns": [], "rows": []}', '{"format": 1}'])
+def test_what_is_no_table_is_refused(text: str) -> None:
+    with pytest.raises(BuildError, match=r"program\.json cannot be read") as caught:
+        ProgramTable.from_json(text, "build")
+    assert "compile again" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["program.json", "profile.json", "costs.json"])
+def test_a_broken_file_is_named(build: fxpipe.Build, tmp_path: Path, name: str) -> None:
+    build.save(tmp_path)
+    (tmp_path / name).write_text("{")
+    with pytest.raises(BuildError, match=f"{name} cannot be read"):
+        fxpipe.load(tmp_path)
+
+
+def test_every_trained_parameter_has_the_node_that_makes_its_gradient(build: fxpipe.Build, table: ProgramTable) -> None:
+    by_name = {row.name: row for row in table.rows}
+    trained = {p.name: p for p in build.plan.parameters if p.trained}
+    assert {by_name[name].text.split(", ")[0] for name in table.gradients} == set(trained)
+    for name, number in table.gradients.items():
+        made, parameter = table.rows[number], trained[by_name[name].text.split(", ")[0]]
+        assert (made.phase, made.worker, made.type) == ("B", parameter.owner, by_name[name].type)

@@ -1,0 +1,80 @@
+"""Every emitted stage computes what eager PyTorch computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from cached import captured, cuts, lowered
+from random_cuts import random_cuts
+from small_models import CASES, Case
+from torch import nn
+
+from fxpipe.build.build import Build
+from fxpipe.lowering.agreement import Agreement, compare_with_eager, relative_error
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_agree_with_eager(name: str, workers: int, shift: int, microbatches: int) -> None:
+    case, model, _ = captured(name, microbatches)
+    where = cuts(case, workers, shift)
+    assert (where["forward_at"] != where["backward_at"]) == (shift != 0)
+    build = lowered(name, microbatches, workers=workers, schedule="1f1b", **where)
+    agreement = compare_with_eager(build, model, case.loss, case.batches(1)[0])
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and n != "unused"}
+    assert set(agreement.gradients) == trained
+    assert agreement.largest < 1e-5, agreement
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_any_legal_cuts_compute_the_same_bits(name: str, workers: int) -> None:
+    """Forward, backward and weight gradients cut apart, parts empty, runs recomputed: as on one worker."""
+    microbatches = 1 if workers == 3 else 2
+    case, model, _ = captured(name, microbatches)
+    where = random_cuts(name, workers, seed=0)
+    build = lowered(name, microbatches, workers=workers, schedule="1f1b", cuts=where, split_backward=workers != 2)
+    found = agreement_of(build, model, case)
+    # LSTM's steps are slices: a cut between them sends dense copies, of which products may have other last bits.
+    assert found == one_worker(name, microbatches) if name != "lstm" else found.largest < 1e-6
+
+
+def agreement_of(build: Build, model: nn.Module, case: Case) -> Agreement:
+    return compare_with_eager(build, model, case.loss, case.batches(1)[0])
+
+
+@functools.cache
+def one_worker(name: str, microbatches: int) -> Agreement:
+    case, model, _ = captured(name, microbatches)
+    return agreement_of(lowered(name, microbatches, workers=1, schedule="1f1b"), model, case)
+
+
+def test_a_wrong_stage_is_found() -> None:
+    case, model, _ = captured("function")
+    build = lowered("function")
+    broken = build.files["stage_0.py"].replace("aten.mul.Tensor(", "aten.add.Tensor(", 1)
+    assert broken != build.files["stage_0.py"]
+    build = dataclasses.replace(build, files={**build.files, "stage_0.py": broken})
+    assert compare_with_eager(build, model, case.loss, case.batches(1)[0]).largest > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, math.inf], [1.0, math.inf], 0.0),
+        ([1.0, math.nan], [1.0, math.nan], 0.0),
+        ([1.0, 2.0], [1.0, math.inf], math.inf),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf),
+        ([1.0, math.nan], [1.0, 2.0], math.inf),
+        ([1.5, math.nan], [1.0, math.nan], math.inf),
+    ],
+)
+def test_what_is_not_finite_agrees_only_with_itself(found: list[float], expected: list[float], error: float) -> None:
+    assert relative_error(torch.tensor(found), torch.tensor(expected), 0.0) == error

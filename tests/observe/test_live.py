@@ -1,0 +1,157 @@
+"""What the display says about the workers."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fxpipe.observe import live
+from fxpipe.observe import progress as progress_module
+from fxpipe.observe.live import Looker, StoreBoard, WorkerState
+from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
+from fxpipe.observe.watch import Status, Watch
+
+
+class Steady:
+    """A board of workers that always do the same, an hour later at every look."""
+
+    def __init__(self, *states: WorkerState) -> None:
+        self.states = states
+        self.now = 0
+
+    def read(self) -> list[Status]:
+        self.now += 3600 * 10**9
+        return [
+            Status(self.now, round(s.busy * self.now), round(s.waiting * self.now), s.in_flight) for s in self.states
+        ]
+
+
+class Told:
+    """A board that says one thing after the other."""
+
+    def __init__(self, *found: list[Status]) -> None:
+        self.found = list(found)
+
+    def read(self) -> list[Status]:
+        return self.found.pop(0)
+
+
+def rendered(thing: Any, width: int = 80) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width)
+    console.print(thing)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_shares_are_of_the_time_since_the_last_look() -> None:
+    looker = Looker(
+        Told(
+            [Status(100, 50, 10, 1), Status(100, 100, 0, 2)],
+            [Status(200, 60, 90, 3), Status(100, 100, 0, 2)],
+            [],
+        )
+    )
+    assert looker.look() == [
+        WorkerState(0.5, 0.1, 1),
+        WorkerState(1.0, 0.0, 2),
+    ]
+    # Worker 1 has not said anything since: what it said last still stands.
+    assert looker.look() == [
+        WorkerState(0.1, 0.8, 3),
+        WorkerState(1.0, 0.0, 2),
+    ]
+    assert looker.look() == []
+
+
+def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress_module, "perf_counter", lambda: now[0])
+    stream = io.StringIO()
+    progress = LineProgress(stream, pause=5.0)
+    progress.watch(Steady(WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)))
+    for step in range(1, 101):
+        now[0] += 0.5
+        progress(step, 100, 2.0, 64.0)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 11
+    assert lines[0] == "step 1/100  loss 2.0000  64.0 samples/s  0:50 left  busy 93 71 %"
+    assert lines[1] == "step 11/100  loss 2.0000  64.0 samples/s  0:44 left  busy 93 71 %"
+    assert lines[-1] == "step 100/100  loss 2.0000  64.0 samples/s  busy 93 71 %"
+
+
+def test_many_workers_stay_one_line() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream)
+    progress.watch(Steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)]))
+    progress(1, 1, 2.0, 64.0)
+    assert stream.getvalue().endswith("busy 0 to 63 %\n")
+
+
+def test_a_terminal_shows_every_worker() -> None:
+    text = rendered(_table([WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)]))
+    assert [re.sub(" +", " ", line.strip()) for line in text.splitlines()] == [
+        "worker 0 busy 93 % waiting 5 % 2 in flight",
+        "worker 1 busy 71 % waiting 29 % 1 in flight",
+    ]
+
+
+def test_a_terminal_shows_of_many_workers_those_that_wait_most() -> None:
+    text = rendered(_table([WorkerState(0.5, worker / 100, 1) for worker in range(64)]))
+    lines = text.splitlines()
+    assert len(lines) == 16
+    assert lines[0].split()[:2] == ["worker", "49"]
+    assert lines[-1].strip() == "49 others wait less"
+
+
+def test_the_bar_draws_the_workers_beneath_itself() -> None:
+    progress = BarProgress()
+    try:
+        progress.watch(Steady(WorkerState(0.93, 0.05, 2)))
+        progress(3, 10, 2.0, 64.0)
+        text = rendered(progress._bar.get_renderable(), 90)
+    finally:
+        progress.close()
+    assert "3/10" in text
+    assert "loss 2.0000  64.0 samples/s" in text
+    assert "worker 0" in text
+    assert "2 in flight" in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 90
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7322, "2:02:02")])
+def test_time_left(seconds: float, text: str) -> None:
+    assert _clock(seconds) == text
+
+
+def test_workers_say_how_they_stand_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(live, "PERIOD", 0.01)
+    watch = Watch()
+    boards = [StoreBoard(rank, 2, watch) for rank in range(2)]
+    assert Looker(boards[0]).look() == [], "nobody has said anything"
+    boards[1].begin()
+    watch.open("F")
+    while not (found := boards[0].read())[1].busy:
+        pass
+    assert found[0] == Status(0, 0, 0, 0)
+    assert found[1].busy <= found[1].now
+    boards[1].end()
+    assert not boards[1]._thread.is_alive()
+
+
+def test_a_store_that_is_gone_ends_the_display_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def set(self, key: str, value: bytes) -> None: ...
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            raise dist.DistNetworkError("gone")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
+    assert Looker(StoreBoard(0, 1, Watch())).look() == []

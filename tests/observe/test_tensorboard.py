@@ -1,0 +1,95 @@
+"""TensorBoard's event files, read back with its own reader."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.observe.tensorboard import TensorboardLog, check_tensorboard
+
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def read(folder: Path) -> Any:
+    found = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def values(events: Any, tag: str) -> dict[int, float]:
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_a_run_is_read_back(tmp_path: Path) -> None:
+    log = TensorboardLog(tmp_path / "tb" / "run")
+    log.step(1, 2.5, 0.1, None, 100.0, 0.5)
+    log.step(2, 2.25, 0.05, None, 120.0, 0.75)
+    log.workers(2, [{"busy": 0.75, "waiting": 0.25}, {"busy": 0.5, "waiting": 0.5}])
+    log.evaluated(2, {"accuracy": 0.5})
+    log.close(
+        {
+            "schedule": "async",
+            "clip_norm": None,
+            "samples_per_second": 110.5,
+            "time_losses": [{"text": "worker 1 waits 50%"}],
+        }
+    )
+    events = read(tmp_path / "tb" / "run")
+    assert values(events, "train/loss") == {1: 2.5, 2: 2.25}
+    assert values(events, "train/lr") == pytest.approx({1: 0.1, 2: 0.05})
+    assert values(events, "train/samples_per_second") == {1: 100.0, 2: 120.0}
+    assert values(events, "busy/worker_0") == {2: 0.75}
+    assert values(events, "waiting/worker_1") == {2: 0.5}
+    assert values(events, "eval/accuracy") == {2: 0.5}
+    assert "train/grad_norm" not in events.Tags()["scalars"]
+    first, second = events.Scalars("train/loss")
+    assert second.wall_time - first.wall_time == pytest.approx(0.25, abs=1e-3)
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert texts == {
+        "settings/text_summary": "- schedule: async",
+        "results/text_summary": "- samples_per_second: 110.5",
+        "time_losses/text_summary": "- worker 1 waits 50%",
+    }
+
+
+def test_what_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
+    log = TensorboardLog(tmp_path)
+    log.step(1, math.inf, None, 3.0, 1.0, 1.0)
+    log.close()
+    events = read(tmp_path)
+    assert math.isnan(values(events, "train/loss")[1])
+    assert values(events, "train/grad_norm") == {1: 3.0}
+    assert events.Tags()["tensors"] == []
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "fxpipe.observe.tensorboard.find_spec", lambda name: None if name == "tensorboard" else find_spec(name)
+    )
+    with pytest.raises(RunError, match="not installed") as caught:
+        check_tensorboard(tmp_path / "tb")
+    assert caught.value.hint == "pip install tensorboard"
+    with pytest.raises(RunError, match="not installed"):
+        TensorboardLog(tmp_path / "tb")
+    assert not (tmp_path / "tb").exists()
+
+
+def test_a_package_that_cannot_be_imported_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RunError, match="cannot be imported") as caught:
+        TensorboardLog(tmp_path)
+    assert caught.value.hint == "pip install tensorboard"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "tb"):
+        with pytest.raises(FxpipeError, match=r"cannot be written: file is a file"):
+            TensorboardLog(folder)

@@ -1,0 +1,126 @@
+"""What is written is what Perfetto expects: events that nest, and arrows that touch the right ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traces import TWO, Row, columns, written
+
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.observe.trace.reader import read_trace, trace_workers
+from fxpipe.observe.trace.writer import TraceWriter, check_trace
+
+
+def test_a_file_of_one_event_a_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace.json", seconds=1.5)
+    body = json.loads(path.read_text())
+    assert set(body) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert body["otherData"] == {"workers": 2, "seconds": 1.5}
+    lines = path.read_text().splitlines()
+    assert [json.loads(line.removesuffix(",")) for line in lines[1:-1]] == body["traceEvents"]
+    names = [(e["pid"], e["name"]) for e in body["traceEvents"] if e["ph"] == "M"]
+    assert names == [(w, name) for w in (0, 1) for name in ("process_name", "process_sort_index", "thread_name")]
+    wait = next(e for e in body["traceEvents"] if e.get("cat") == "wait")
+    assert wait == {
+        "ph": "X",
+        "cat": "wait",
+        "name": "wait for d_a from worker 1",
+        "pid": 0,
+        "tid": 0,
+        "ts": 10.0,
+        "dur": 30.0,
+        "args": {"minibatch": 0, "microbatch": 0},
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+    assert trace_workers(path) == 2
+
+
+def arrows(path: Path) -> list[dict[str, Any]]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return sorted((e for e in events if e["ph"] in "stf"), key=lambda e: e["ts"])
+
+
+def topmost(path: Path, arrow: dict[str, Any]) -> str:
+    """The event that a viewer binds an arrow to: the innermost that is open at its time."""
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == arrow["pid"]]
+    around = [e for e in events if e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]]
+    return str(min(around, key=lambda e: e["dur"])["name"])
+
+
+def test_arrows_lead_along_a_microbatch(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace.json")
+    found = arrows(path)
+    assert [(a["ph"], a["pid"], topmost(path, a)) for a in found] == [
+        ("s", 0, "F0"),
+        ("t", 1, "F0"),
+        ("t", 1, "B0"),
+        ("f", 0, "B0"),
+    ]
+    assert {(a["id"], a["cat"], a["name"]) for a in found} == {(0, "minibatch", "minibatch 0")}
+    assert [a.get("bp") for a in found] == [None, None, None, "e"]
+    assert 500 < 1e3 * found[0]["ts"] < 8_000, "before it sends"
+    assert 9_600 < 1e3 * found[1]["ts"] < 20_000, "behind what it waited for"
+
+
+def test_microbatches_have_arrows_of_their_own(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    for minibatch in range(3):
+        for phase, shift in (("F", 0), ("B", 2_000)):
+            for micro in range(2):
+                at = 10_000 * minibatch + shift + 1_000 * micro
+                rows.append((phase, f"{phase}{minibatch}.{micro}", minibatch, micro, at, at + 900))
+    path = written(tmp_path / "trace.json", [rows], microbatches=2)
+    by_id = defaultdict(list)
+    for arrow in arrows(path):
+        by_id[arrow["id"]].append((arrow["ph"], topmost(path, arrow)))
+    assert by_id == {2 * b + m: [("s", f"F{b}.{m}"), ("f", f"B{b}.{m}")] for b in range(3) for m in range(2)}
+
+
+def test_events_that_end_too_late_are_cut_to_nest(tmp_path: Path) -> None:
+    rows: list[Row] = [("wait", "w", 0, 0, 50, 120), ("F", "F0", 0, 0, 10, 100), ("B", "B0", 0, 0, 100, 200)]
+    trace = read_trace(written(tmp_path / "trace.json", [rows]))
+    assert [(e.name, e.begin, e.end) for e in trace.events] == [("F0", 10, 100), ("w", 50, 100), ("B0", 100, 200)]
+
+
+def test_names_and_times_survive(tmp_path: Path) -> None:
+    late = 400 * 3600 * 10**9 + 1  # 400 hours, to the nanosecond
+    rows: list[Row] = [("F", 'F"\\\n0', 0, 0, -1_500, -1), ("B", "B0 → π", 0, 0, late, late + 7)]
+    trace = read_trace(written(tmp_path / "trace.json", [rows]))
+    assert [tuple(e)[1:] for e in trace.events] == [(row[0], row[1], row[2], row[3], row[4], row[5]) for row in rows]
+
+
+def test_without_close_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("an earlier one")
+    with TraceWriter(path, 1) as writer:
+        writer.add(0, *columns(TWO[0]))
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+    assert path.read_text() == "an earlier one"
+
+
+def test_columns_of_different_lengths_are_refused(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace.json", 1) as writer, pytest.raises(ValueError, match="length"):
+        writer.add(0, ["F"], ["F0"], [0], [0], [0], [])
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "trace.json"):
+        with pytest.raises(FxpipeError, match="cannot be written"):
+            check_trace(path)
+        with pytest.raises(RunError, match="cannot be written"):
+            TraceWriter(path, 1).close({})
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    check_trace(tmp_path / "deeper" / "trace.json")
+    written(tmp_path / "deeper" / "trace.json")
+
+
+def test_what_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RunError, match="no plain file"):
+        check_trace(tmp_path / "pipe")

@@ -1,0 +1,195 @@
+"""Pure parts: the emitted code's values to the bit, dropout and its masks included; trimmed parts likewise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached import captured, cuts, lowered
+from random_cuts import random_cuts
+from small_models import CASES
+from torch import Tensor
+
+from fxpipe.build.build import Build
+from fxpipe.engines.engine import Compute, Engine, EnginePart, kept_as
+from fxpipe.errors import BackendError
+from fxpipe.stages.derived_outputs import trim
+from fxpipe.stages.loaded import LoadedStage, load_stage
+from fxpipe.stages.microbatch import PartCall, record_calls, run_part
+from fxpipe.stages.pure_part import PurePart, trace_stage
+from fxpipe.stages.random_inputs import PLACE
+
+
+class Interpreter(Engine):
+    """Runs parts operator by operator with torch; notes what it was given to build."""
+
+    name = "interpreter"
+
+    def __init__(self) -> None:
+        self.built: list[PurePart] = []
+
+    def missing(self, device: str) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return "1"
+
+    def build(self, part: PurePart, cache: Path | None) -> Compute:
+        self.built.append(part)
+        return part
+
+
+def opened(build: Build, folder: Path, name: str) -> tuple[list[LoadedStage], dict[Any, PartCall]]:
+    """The stages of a build of a case, and what their parts are called with on its first batch."""
+    build.save(folder)
+    stages = [load_stage(folder / spec.file, spec) for spec in build.plan.stages]
+    program = captured(name)[2]
+    leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
+    with torch.no_grad():
+        return stages, record_calls(build.plan, stages, build.tensors, leaves)
+
+
+def called(function: Any, part: PurePart, call: PartCall) -> list[Tensor]:
+    """What a stage's function gives and sends."""
+    with torch.no_grad():
+        return run_part(part, function, call, seed=5)
+
+
+def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.equal(f, e) and f.stride() == e.stride() for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_parts_equal_the_emitted_code(name: str, tmp_path: Path) -> None:
+    """Operator by operator a part is the emitted function; so is the trimmed part with the rest put back."""
+    build = lowered(name, workers=3, cuts=random_cuts(name, 3, 1))
+    stages, calls = opened(build, tmp_path / "build", name)
+    for worker, stage in enumerate(stages):
+        spec = build.plan.stages[worker]
+        for part, row, emitted in zip(
+            trace_stage(build.plan, worker, stage), (spec.forward, spec.backward), (stage.forward, stage.backward),
+            strict=True,
+        ):  # fmt: skip
+            engine = Interpreter()
+            call = calls[worker, part.phase]
+            expected = called(emitted, part, call)
+            assert equal(called(EnginePart(part, row, engine), part, call), expected)
+            for inner in engine.built:
+                made = list(inner.graph.graph.output_node().args[0])
+                assert len(set(made)) == len(made)
+                assert not [n for n in made if n.op == "placeholder"]
+                assert all(n.users for n in inner.graph.graph.nodes if n.op == "placeholder")
+
+
+def test_masks_are_inputs_and_drawn_as_the_code_draws_them(tmp_path: Path) -> None:
+    build = lowered("gpt-dropout", workers=2, **cuts(CASES["gpt-dropout"], 2, 1))
+    stages, _ = opened(build, tmp_path / "build", "gpt-dropout")
+    part, _ = trace_stage(build.plan, 0, stages[0])
+    masks = [i for i in part.inputs if i.kind == "mask"]
+    assert masks
+    assert [d.tensor for d in part.draws] == [m.tensor for m in masks]
+    assert {m.tensor.dtype for m in masks} == {"bool"}
+    torch.manual_seed(3)
+    first = [draw("cpu") for draw in part.draws]
+    torch.manual_seed(3)
+    x = torch.randn(())  # another position of the generator
+    assert not all(torch.equal(a, draw("cpu")) for a, draw in zip(first, part.draws, strict=True)), x
+
+
+def test_every_call_knows_its_place(tmp_path: Path) -> None:
+    build = lowered("gpt", workers=2, **cuts(CASES["gpt"], 2, 0))
+    stages, _ = opened(build, tmp_path / "build", "gpt")
+    for part in trace_stage(build.plan, 1, stages[1]):
+        places = [n.meta.get(PLACE, "") for n in part.graph.graph.nodes if n.op == "call_function"]
+        assert all(p.startswith("stage_1.py:") for p in places)
+        assert any("blocks.3" in p and "small_models.py" in p for p in places)
+
+
+def test_saved_values_stay_views(tmp_path: Path) -> None:
+    """What eager keeps as a view of another saved value costs no memory of its own behind an engine either."""
+    build = lowered("gpt", workers=1)
+    stages, calls = opened(build, tmp_path / "build", "gpt")
+    part, _ = trace_stage(build.plan, 0, stages[0])
+    made = called(EnginePart(part, build.plan.stages[0].forward, Interpreter()), part, calls[0, "F"])
+    expected = called(stages[0].forward, part, calls[0, "F"])
+
+    def memory(values: Sequence[Tensor | None]) -> int:
+        storages = [v.untyped_storage() for v in values if v is not None]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    assert memory(made) <= memory(expected)
+
+
+def test_edited_stages_are_followed(tmp_path: Path) -> None:
+    """A part is what the file says now."""
+    build = lowered("gpt", workers=1)
+    stages, calls = opened(build, tmp_path / "build", "gpt")
+    path = tmp_path / "build" / "stage_0.py"
+    text = path.read_text()
+    lines = text.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("    return "))
+    loss = lines[place].split()[1].rstrip(",")
+    lines[place] = lines[place].replace(f"return {loss},", f"return {loss} * 2,")
+    path.write_text("\n".join(lines) + "\n")
+    stage = load_stage(path, build.plan.stages[0])
+    part, _ = trace_stage(build.plan, 0, stage)
+    twice = called(EnginePart(part, build.plan.stages[0].forward, Interpreter()), part, calls[0, "F"])[0]
+    once = called(stages[0].forward, part, calls[0, "F"])[0]
+    assert twice is not None
+    assert once is not None
+    assert torch.equal(twice, 2 * once)
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        ("    if float({name}.sum()) > 0: pass", "cannot be traced"),
+        ("    {name}.add_(1)", "changes a tensor in place"),
+        (
+            "    {name} = {name} * torch.bernoulli({name}.sigmoid())",
+            "random numbers that may depend on",
+        ),
+    ],
+)
+def test_edits_that_only_eager_can_run_are_refused(edit: str, why: str, tmp_path: Path) -> None:
+    build = lowered("gpt", workers=1)
+    opened(build, tmp_path / "build", "gpt")
+    path = tmp_path / "build" / "stage_0.py"
+    lines = path.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if " = aten.add.Tensor(" in line)
+    name = lines[place].split()[0]
+    lines.insert(place + 1, edit.format(name=name))
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(BackendError, match=why) as caught:
+        trace_stage(build.plan, 0, load_stage(path, build.plan.stages[0]))
+    assert f"stage_0.py:{place + 2}" in str(caught.value)
+
+
+def test_a_part_that_passes_values_on_needs_no_engine(tmp_path: Path) -> None:
+    """A worker without units has parts without outputs or with inputs as outputs."""
+    name = "gpt"
+    build = lowered(name, workers=6, cuts=random_cuts(name, 6, 3))
+    stages, _ = opened(build, tmp_path / "build", name)
+    for worker, stage in enumerate(stages):
+        for part in trace_stage(build.plan, worker, stage):
+            inner = trim(part).inner
+            assert {o.kind for o in inner.outputs} <= {o.kind for o in part.outputs}
+
+
+def test_the_cache_knows_constants_by_their_values(tmp_path: Path) -> None:
+    """An edit of a literal changes nothing but a constant; what an engine made before must not be used."""
+    build = lowered("gpt", workers=1)
+    opened(build, tmp_path / "build", "gpt")
+    path = tmp_path / "build" / "stage_0.py"
+    text = path.read_text()
+    line = next(line for line in text.splitlines() if " = aten.add.Tensor(" in line)
+    name = line.split()[0]
+    names = set()
+    for number in ("2.0", "3.0", "2.0"):
+        path.write_text(text.replace(line, f"{line}\n    {name} = {name} * torch.tensor([{number}])", 1))
+        part, _ = trace_stage(build.plan, 0, load_stage(path, build.plan.stages[0]))
+        names.add(kept_as(part, Interpreter()))
+    assert len(names) == 2

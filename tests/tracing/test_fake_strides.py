@@ -1,0 +1,125 @@
+"""Fake tensors have the strides that kernels give; a step whose gradients arrive transposed is captured rightly."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.tracing.fake_strides import KernelStrides
+
+aten = torch.ops.aten
+BACKWARD = {
+    aten.softplus_backward.default: (1.0, 20.0),
+    aten.hardswish_backward.default: (),
+    aten.hardsigmoid_backward.default: (),
+    aten.hardtanh_backward.default: (-1.0, 1.0),
+    aten.elu_backward.default: None,
+    aten.gelu_backward.default: (),
+    aten.silu_backward.default: (),
+    aten.mish_backward.default: (),
+    aten.threshold_backward.default: (0.0,),
+    aten.sigmoid_backward.default: (),
+    aten.tanh_backward.default: (),
+    aten.leaky_relu_backward.default: (0.1, False),
+    aten.softshrink_backward.default: (0.5,),
+    aten.logit_backward.default: (),
+    aten.copysign.Tensor: (),
+    aten.xlogy.Tensor: (),
+    aten.atan2.default: (),
+    aten.floor_divide.default: (),
+    aten._softmax_backward_data.default: (-1, torch.float32),
+    aten._log_softmax_backward_data.default: (-1, torch.float32),
+}
+THREE = {
+    aten.huber_loss_backward.default: (1, 1.0),
+    aten.smooth_l1_loss_backward.default: (1, 1.0),
+    aten.mse_loss_backward.default: (1,),
+    aten.soft_margin_loss_backward.default: (1,),
+    aten.binary_cross_entropy_backward.default: (None, 1),
+}
+
+
+def arguments(operator: Any, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    if operator is aten.elu_backward.default:
+        return (tensors[0], 1.0, 1.0, 1.0, False, tensors[1])
+    return (*tensors, *(BACKWARD.get(operator) or THREE.get(operator) or ()))
+
+
+def laid_out() -> list[Callable[[], Tensor]]:
+    """Ways in which a tensor of one shape can lie in memory."""
+    return [
+        lambda: torch.rand(2, 3, 4, 5),
+        lambda: torch.rand(2, 4, 3, 5).transpose(1, 2),
+        lambda: torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        lambda: torch.rand(2, 1, 4, 1).expand(2, 3, 4, 5),
+    ]
+
+
+@pytest.mark.parametrize("operator", [*BACKWARD, *THREE], ids=str)
+def test_strides_are_foretold_as_the_kernel_gives_them(operator: Any) -> None:
+    mode = KernelStrides()
+    ways = (laid_out(), laid_out())
+    if operator in THREE:
+        ways = ([*laid_out(), lambda: torch.rand(())], laid_out(), laid_out()[:2])
+    for make in itertools.product(*ways):
+        given = arguments(operator, tuple(m() for m in make))
+        computed = operator(*given)
+        with mode:
+            foretold = operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
+        assert foretold.stride() == computed.stride(), [m().stride() for m in make]
+
+
+WEIGHT = torch.rand(3)
+OTHERS: dict[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
+    aten.native_dropout_backward.default: lambda a, b: (a, b > 0.5, 2.0),
+    aten.roll.default: lambda a, b: (a, [1], [1]),
+    aten.native_batch_norm_backward.default: lambda a, b: (
+        *(b, a, WEIGHT, WEIGHT, WEIGHT, WEIGHT, WEIGHT),
+        *(True, 1e-5, [True, True, True]),
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", OTHERS, ids=str)
+def test_other_strides_are_foretold_as_the_kernel_gives_them(operator: Any) -> None:
+    mode = KernelStrides()
+    for a, b in itertools.product(laid_out(), repeat=2):
+        given = OTHERS[operator](a(), b())
+        computed = pytree.tree_leaves(operator(*given))
+        with mode:
+            foretold = pytree.tree_leaves(operator(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)))
+        assert [t.stride() for t in foretold] == [t.stride() for t in computed]
+
+
+class Gated(nn.Module):
+    """Softplus between a linear layer and a transposed product, as in gated delta networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.weight = nn.Parameter(torch.randn(2, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = F.softplus(self.inner(x).view(2, 5, 4, 2)[..., 0])  # [sample, time, head]
+        return (gates.transpose(1, 2) * self.weight).cumsum(-1)
+
+
+def test_a_transposed_gradient_of_softplus_is_computed_as_in_eager() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Gated())
+    batch = torch.randn(2, 5, 6)
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x).square().mean()
+
+    build = fxpipe.compile(model, loss, batch, cost="analytic", cuts="same")
+    assert compare_with_eager(build, model, loss, batch).largest < 1e-6
