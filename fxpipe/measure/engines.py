@@ -149,7 +149,7 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
     edges = {e.name: e for e in plan.edges}
 
     def on_engine(worker: int, phase: Phase) -> bool:
-        return plan.stages[worker].engines[0 if phase == "F" else 1] != "eager"
+        return plan.stages[worker].engine(phase) != "eager"
 
     for timing in timings:
         edge = edges[timing.name]

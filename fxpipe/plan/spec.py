@@ -143,6 +143,14 @@ class StageSpec:
     backward: PartSpec
     engines: tuple[str, str] = ("eager", "eager")
 
+    def part(self, phase: Phase) -> PartSpec:
+        """The interface of the function that runs in this phase."""
+        return self.forward if phase == "F" else self.backward
+
+    def engine(self, phase: Phase) -> str:
+        """The engine that runs this phase's function."""
+        return self.engines[0 if phase == "F" else 1]
+
 
 @dataclass(frozen=True)
 class EvaluationStage:

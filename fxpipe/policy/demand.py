@@ -192,5 +192,4 @@ class Demand:
         return min(forwards, key=lambda w: (abs(w - worker), w), default=None)
 
     def _weights(self, worker: int, phase: Phase) -> tuple[str, ...]:
-        stage = self.plan.stages[worker]
-        return stage.forward.weights if phase == "F" else stage.backward.weights
+        return self.plan.stages[worker].part(phase).weights

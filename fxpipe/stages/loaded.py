@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.spec import EvaluationStage, PartSpec, StageSpec
+from fxpipe.plan.spec import EvaluationStage, PartSpec, Phase, StageSpec
 
 ARGUMENTS = {
     "forward": ("weights", "buffers", "batch", "comm"),
@@ -35,6 +35,10 @@ class LoadedStage:
     backward: Callable[..., Any]
     edited: bool
     engines: tuple[str, str] = ("eager", "eager")
+
+    def function(self, phase: Phase) -> Callable[..., Any]:
+        """The function that runs in this phase."""
+        return self.forward if phase == "F" else self.backward
 
 
 @dataclass(frozen=True)

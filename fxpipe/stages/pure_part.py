@@ -110,7 +110,7 @@ def trace_stage(plan: Plan, worker: int, stage: LoadedStage) -> tuple[PurePart, 
 def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved: Sequence[TensorSpec] = ()) -> PurePart:
     """One pure part of a stage; a backward needs to know what its forward saves."""
     inputs = tuple(_inputs(plan, worker, phase, saved))
-    spec = plan.stages[worker].forward if phase == "F" else plan.stages[worker].backward
+    spec = plan.stages[worker].part(phase)
     kept: list[Output] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
@@ -120,9 +120,8 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
             given[entry.kind].append(value)
         comm = Replay(dict(zip(spec.receives, given["received"], strict=True)))
         third = given["batch"] if phase == "F" else given["saved"]
-        function = stage.forward if phase == "F" else stage.backward
         with _Places(stage.path):
-            result = function(tuple(given["weight"]), tuple(given["buffer"]), third, comm)
+            result = stage.function(phase)(tuple(given["weight"]), tuple(given["buffer"]), third, comm)
         named: list[tuple[OutputKind, str, Tensor]] = []
         if phase == "F":
             loss, updates, values = result
@@ -158,7 +157,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
 
 
 def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[Input]:
-    spec = plan.stages[worker].forward if phase == "F" else plan.stages[worker].backward
+    spec = plan.stages[worker].part(phase)
     parameters = {name: p.tensor for p in plan.parameters for name in p.names}
     buffers = {name: b.tensor for b in plan.buffers for name in b.names}
     batch = {leaf.name: leaf.tensor for leaf in plan.batch}

@@ -238,8 +238,7 @@ class WeightStore:
             self._forget_all()
 
     def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
-        stage = plan.stages[self.worker]
-        names = stage.forward.weights if phase == "F" else stage.backward.weights
+        names = plan.stages[self.worker].part(phase).weights
         specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
         weights = tuple(
             self.parameters[p.name] if p.owner == self.worker else None if p.trained else initial[p.name] for p in specs
