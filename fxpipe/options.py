@@ -1,0 +1,84 @@
+"""Options as values: a class of options is the one place that says what an option is, for Python and the command line.
+
+    @dataclass(frozen=True)
+    class CompileOptions:
+        workers: int = option(2, "-n", "--workers", minimum=1, help="Number of stages.")
+
+`cli/option_fields.py` gives a command the flags of such fields. Imports no torch, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from fxpipe.errors import FxpipeError, near
+
+Options = TypeVar("Options")
+_FLAG = "flag"
+_SAME: Any = object()
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How an option is given on the command line.
+
+    Attributes:
+        names: `-n`, `--workers`.
+        help: what `--help` says.
+        default: what holds where it is not given. True or False make a switch, a tuple an option to repeat; `--help`
+            shows any other but None.
+        kind: what reads one value: int, float, str, or a function that raises FxpipeError. That of the default or the
+            minimum, if they are numbers and nothing is said.
+        minimum, above: a number's least value, or one that it must exceed.
+        choices: the values there are.
+        path: a file, a folder, or any path.
+        metavar: what `--help` calls the value.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    default: Any = None
+    kind: Callable[[str], Any] = str
+    minimum: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    path: Literal["file", "folder", "any"] | None = None
+    metavar: str | None = None
+
+
+def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, **more: Any) -> Any:
+    """A dataclass field that is an option of the command line, too.
+
+    Args:
+        default: of the field.
+        names: the flags, as `-n`, `--workers`.
+        on_command_line: the default there, if it is another.
+        more: the other attributes of `Flag`.
+    """
+    shown = default if on_command_line is _SAME else on_command_line
+    number = next((n for n in (shown, more.get("minimum")) if isinstance(n, (int, float))), None)
+    kind = more.pop("kind", str if number is None else type(number))
+    return dataclasses.field(default=default, metadata={_FLAG: Flag(names, help, shown, kind, **more)})
+
+
+def flag_of(options: type[Any], name: str) -> Flag:
+    """How the field `name` of a class of options is given on the command line."""
+    found = next(field for field in dataclasses.fields(options) if field.name == name)
+    flag: Flag = found.metadata[_FLAG]
+    return flag
+
+
+def changed(options: Options, changes: dict[str, Any]) -> Options:
+    """The options, some of them replaced: what a public function does with its keywords.
+
+    Raises:
+        FxpipeError: an unknown name; says which ones are near.
+    """
+    known = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
+    for name in changes:
+        if name not in known:
+            raise FxpipeError(f"there is no option {name!r}{near(name, known)}", hint=f"one of {', '.join(known)}")
+    return dataclasses.replace(options, **changes)  # type: ignore[type-var]
