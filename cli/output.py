@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Column",
-    "Times",
+    "TimeUnit",
     "emit_json",
     "note",
     "plain",
@@ -224,7 +224,7 @@ def print_text(console: Console, text: str, style: str = "") -> None:
         console.print(Text(line), style=style, no_wrap=True, crop=False, overflow="ignore")
 
 
-class Times:
+class TimeUnit:
     """How the times of one table are written: all in one unit, `µs` where none is as long as a millisecond."""
 
     def __init__(self, milliseconds: Iterable[float | None]) -> None:

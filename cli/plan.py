@@ -66,7 +66,7 @@ def plan_command(
     TARGET is a model file, an fxpipe profile (JSON, `fxpipe compile --save-profile`), or one of PipeDream's published
     graph files. Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (forward and backward
     apart), or `three-way` (input and weight gradients apart, too). Each is the best there is for the cost model of
-    fxpipe/planner/worker_cost.py, or is shown with the bound that it may miss. Efficiency is the ideal time (all work
+    fxpipe/planner/cost_model.py, or is shown with the bound that it may miss. Efficiency is the ideal time (all work
     divided by the workers' speeds) over the slowest worker's.
 
     \b
@@ -117,7 +117,7 @@ def plan_command(
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanInput:
     """What is planned: a profile that leaves W with B, and one for three-way cuts, which may be the same."""
 
     whole: Profile
@@ -146,7 +146,7 @@ def _read_profile(
     autocast: str | None,
     threads: int | None,
     costs: CostOptions,
-) -> Subject:
+) -> PlanInput:
     from fxpipe.planner.pipedream import read_profile
     from fxpipe.planner.setting import MOMENTUM
 
@@ -157,7 +157,7 @@ def _read_profile(
     profile = read_profile(path)
     if weight_fraction:
         profile = profile.split_backward(weight_fraction)
-    return Subject(profile, profile, microbatches or 1, None, MOMENTUM)
+    return PlanInput(profile, profile, microbatches or 1, None, MOMENTUM)
 
 
 def _profile_model(
@@ -171,7 +171,7 @@ def _profile_model(
     three_way: bool,
     meta: bool,
     say: Callable[[str], None],
-) -> Subject:
+) -> PlanInput:
     from fxpipe.lowering.model_profile import profile_model
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.batch import default_microbatches
@@ -203,10 +203,10 @@ def _profile_model(
     )
     for warning in found.warnings:
         warn(warning)
-    return Subject(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)
+    return PlanInput(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)
 
 
-def _simulate(subject: Subject, partition: Partition, workers: Workers, schedule: Schedule) -> Simulation:
+def _simulate(subject: PlanInput, partition: Partition, workers: Workers, schedule: Schedule) -> Simulation:
     from fxpipe.simulator.of_partition import scenario_of_partition
     from fxpipe.simulator.simulate import simulate, steady_minibatches
 
@@ -215,7 +215,7 @@ def _simulate(subject: Subject, partition: Partition, workers: Workers, schedule
 
 
 def _as_json(
-    subject: Subject, found: dict[str, Partition], simulated: dict[str, Simulation], modes: tuple[str, ...]
+    subject: PlanInput, found: dict[str, Partition], simulated: dict[str, Simulation], modes: tuple[str, ...]
 ) -> dict[str, Any]:
     first = next(iter(found.values()))
     result: dict[str, Any] = {
@@ -228,7 +228,7 @@ def _as_json(
     return result
 
 
-def _mode_as_json(subject: Subject, partition: Partition, simulation: Simulation) -> dict[str, Any]:
+def _mode_as_json(subject: PlanInput, partition: Partition, simulation: Simulation) -> dict[str, Any]:
     import dataclasses
 
     result = {
@@ -251,7 +251,7 @@ def _mode_as_json(subject: Subject, partition: Partition, simulation: Simulation
 
 
 def _print(
-    subject: Subject,
+    subject: PlanInput,
     found: dict[str, Partition],
     simulated: dict[str, Simulation],
     links: Links,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import Column, Times, print_columns, size
+from fxpipe.cli.output import Column, TimeUnit, print_columns, size
 from fxpipe.cli.terminal.worker_marks import ranks
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def print_modules(modules: Sequence[Module], console: Console, depth: int | None
     """
     lines = list(_Tree(modules, depth).lines())
     phases = ("forward", "backward")
-    times = Times(line.milliseconds(phase) for line in lines for phase in phases)
+    times = TimeUnit(line.milliseconds(phase) for line in lines for phase in phases)
     columns = [
         Column("module", elastic=True),
         Column("F on"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import Column, Times, plain, print_columns, print_text, short_size, size
+from fxpipe.cli.output import Column, TimeUnit, plain, print_columns, print_text, short_size, size
 from fxpipe.cli.terminal.module_tree import print_modules
 from fxpipe.cli.terminal.worker_marks import mark
 
@@ -74,7 +74,7 @@ def print_header(facts: Facts, console: Console) -> None:
     if changed:
         print_text(console, " · ".join(changed), "bold yellow")
     if forecast is not None:
-        rate, period = forecast["samples_per_second"], Times([forecast["milliseconds"]])
+        rate, period = forecast["samples_per_second"], TimeUnit([forecast["milliseconds"]])
         other = (forecast["schedule"], forecast["policy"]) != (build["schedule"], build["policy"])
         under = f" under {forecast['schedule']} · {forecast['policy']}" if other else ""
         _line(
@@ -99,7 +99,7 @@ def print_workers(facts: Facts, console: Console) -> None:
     written = size if wide else short_size
     dot, by = (" · ", " × ") if wide else ("·", "×")
     spent = ("forward_ms", "backward_ms", "update_ms")
-    times = Times(w[phase] for w in facts["workers"] for phase in spent)
+    times = TimeUnit(w[phase] for w in facts["workers"] for phase in spent)
     columns = [
         Column("worker" if wide else ""),
         Column("forward from", spare=1, elastic=True),

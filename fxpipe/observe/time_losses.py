@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, Run, Times, Wait, Worker
+from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, TimedRun, TimedWorker, Times, Wait
 from fxpipe.observe.wait_causes import wait_cause
 
 MOST = 3
@@ -51,8 +51,8 @@ def time_losses(
         return []
     planned = (forecast or {}).get("workers") or []
     plans = [Times.planned(row, steps, microbatches) for row in planned] if len(planned) == len(workers) else None
-    rows = [Worker.of(row, seconds) for row in workers]
-    run = Run(rows, plans, forecast or {}, seconds, steps, microbatches, schedule)
+    rows = [TimedWorker.of(row, seconds) for row in workers]
+    run = TimedRun(rows, plans, forecast or {}, seconds, steps, microbatches, schedule)
     found = [*_filling(run), *_beyond_plan(run), *_besides(run), *_waits(run)]
     return _largest(found)
 
@@ -70,7 +70,7 @@ class _Loss:
     waits: bool = False
 
 
-def _filling(run: Run) -> list[_Loss]:
+def _filling(run: TimedRun) -> list[_Loss]:
     empty = {rank: max(run.seconds - worker.seconds, 0.0) for rank, worker in run.workers.items()}
     lost = [(worker.fill + empty[rank]) / run.seconds for rank, worker in run.workers.items()]
     what = "fills and empties" if max(empty.values()) >= LEAST / 2 * run.seconds else "fills"
@@ -78,7 +78,7 @@ def _filling(run: Run) -> list[_Loss]:
     return [_Loss(("fill",), None, max(lost), "fill", text, sum(lost))]
 
 
-def _beyond_plan(run: Run) -> list[_Loss]:
+def _beyond_plan(run: TimedRun) -> list[_Loss]:
     """What forwards, backwards and updates take more than planned."""
     found: list[_Loss] = []
     updates: list[_Loss] = []
@@ -95,7 +95,7 @@ def _beyond_plan(run: Run) -> list[_Loss]:
     return [*found, *updates] if everywhere is None else everywhere
 
 
-def _slower(key: tuple[Any, ...], worker: Worker, parts: list[tuple[str, float, float]]) -> list[_Loss]:
+def _slower(key: tuple[Any, ...], worker: TimedWorker, parts: list[tuple[str, float, float]]) -> list[_Loss]:
     slow = [part for part in parts if part[2] > 0 and part[1] / part[2] >= CLEARLY]
     if not slow:
         return []
@@ -106,7 +106,7 @@ def _slower(key: tuple[Any, ...], worker: Worker, parts: list[tuple[str, float, 
     return [_Loss(key, worker.rank, share, str(key[0]), text, share)]
 
 
-def _everywhere(run: Run, slow: list[_Loss], updates: list[_Loss]) -> list[_Loss] | None:
+def _everywhere(run: TimedRun, slow: list[_Loss], updates: list[_Loss]) -> list[_Loss] | None:
     """One loss for all workers, and the updates that it does not speak of, if all are slower alike."""
     ratios = [_ratio(run.took[worker.rank].compute, plan.compute) for worker, plan in run.both()]
     causes = {loss.cause for loss in slow}
@@ -142,7 +142,7 @@ def _ratio(measured: float, planned: float) -> float:
     return measured / planned if planned > 0 else 1.0
 
 
-def _besides(run: Run) -> list[_Loss]:
+def _besides(run: TimedRun) -> list[_Loss]:
     """What is done besides: of each kind the worker that does it longest, and how much the others do."""
     found = []
     for kind in run.besides:
@@ -158,7 +158,7 @@ def _besides(run: Run) -> list[_Loss]:
     return found
 
 
-def _waits(run: Run) -> list[_Loss]:
+def _waits(run: TimedRun) -> list[_Loss]:
     found = []
     for rank, worker in run.workers.items():
         for wait in worker.waits:

@@ -75,7 +75,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Worker:
+class TimedWorker:
     """What a worker's run took, in seconds: a row of `run.json`."""
 
     rank: int
@@ -87,13 +87,13 @@ class Worker:
     """None of a row that does not say so."""
 
     @staticmethod
-    def of(row: Mapping[str, Any], seconds: float) -> Worker:
+    def of(row: Mapping[str, Any], seconds: float) -> TimedWorker:
         spent = {kind: float(value) for kind, value in (row.get("spent") or {}).items()}
         fill = min(float(row.get("fill") or 0.0), spent.get("wait", 0.0))
         waits = _grouped(row.get("waits") or (), fill)
         whole = row.get("took") or {}
         took = Times(*(float(whole[kind]) for kind in WHOLES)) if all(kind in whole for kind in WHOLES) else None
-        return Worker(row["rank"], float(row.get("seconds") or seconds), spent, fill, waits, took)
+        return TimedWorker(row["rank"], float(row.get("seconds") or seconds), spent, fill, waits, took)
 
     def of_all(self, *kinds: str) -> float:
         return sum(self.spent.get(kind, 0.0) for kind in kinds)
@@ -109,7 +109,7 @@ class Worker:
         return self.seconds - self.of_all("wait")
 
 
-class Run:
+class TimedRun:
     """The workers, and what the plan says of all of them.
 
     Attributes:
@@ -126,7 +126,7 @@ class Run:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[TimedWorker],
         plans: Sequence[Times] | None,
         forecast: Mapping[str, Any],
         seconds: float,
@@ -157,7 +157,7 @@ class Run:
         if self.flushes:  # it is what other workers compute
             self.planned_idle *= self.pace
 
-    def both(self) -> list[tuple[Worker, Times]]:
+    def both(self) -> list[tuple[TimedWorker, Times]]:
         """Every worker with its plan; nothing without a plan."""
         return [] if self.plans is None else [(w, self.plans[rank]) for rank, w in self.workers.items()]
 
@@ -198,7 +198,7 @@ class Run:
         most = max(parts, key=lambda kind: parts[kind])
         return most if sum(parts.values()) >= 0.9 * excess and parts[most] >= excess / 2 > 0 else None
 
-    def _took(self, worker: Worker) -> Times:
+    def _took(self, worker: TimedWorker) -> Times:
         took = worker.took
         if self.plans is None or took is None or not self.whole:
             return Times(*(worker.of_all(kind) for kind in WHOLES))

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, Run, Wait, Worker
+from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, TimedRun, TimedWorker, Wait
 
 
 class WaitCause(NamedTuple):
@@ -41,7 +41,7 @@ AS_PLANNED = 0.9
 """The share of a wait that must have been planned for the wait to be called planned."""
 
 
-def wait_cause(run: Run, worker: Worker, wait: Wait) -> WaitCause:
+def wait_cause(run: TimedRun, worker: TimedWorker, wait: Wait) -> WaitCause:
     """Why a worker of the run waits for another."""
     unknown = WaitCause(("wait", worker.rank, wait.source, wait.whats), "wait", "")
     if run.plans is None or wait.source not in run.workers or wait.whats[0] in ("norm", "loss"):
@@ -88,7 +88,7 @@ def wait_cause(run: Run, worker: Worker, wait: Wait) -> WaitCause:
     return WaitCause((cause, blamed), cause, f"{said}{subject} spends {spent:.0%} {DOES[cause]}")
 
 
-def _planned(run: Run, worker: Worker, blamed: int, uneven: float) -> WaitCause:
+def _planned(run: TimedRun, worker: TimedWorker, blamed: int, uneven: float) -> WaitCause:
     """The cause of a wait that was planned."""
     assert run.plans is not None
     if uneven > run.planned_idle:
@@ -105,14 +105,14 @@ def _planned(run: Run, worker: Worker, blamed: int, uneven: float) -> WaitCause:
     return WaitCause(("plan",), "plan", ", as planned")
 
 
-def _planned_part(run: Run, worker: Worker, wait: Wait) -> str:
+def _planned_part(run: TimedRun, worker: TimedWorker, wait: Wait) -> str:
     """The share of its time that the plan has for such a wait, if that is worth a word."""
     part = wait.seconds / worker.waiting
     share, planned = wait.seconds / worker.seconds, run.planned_share(worker.rank) * part
     return f", {planned:.0%} planned" if max(LEAST, share / 10) <= planned < share - LEAST / 2 else ""
 
 
-def _link(run: Run, worker: Worker, wait: Wait, round_trip: Sequence[int], said: str) -> WaitCause | None:
+def _link(run: TimedRun, worker: TimedWorker, wait: Wait, round_trip: Sequence[int], said: str) -> WaitCause | None:
     if run.flushes:  # everybody waits for everybody
         return WaitCause(("link",), "link", f"{said}: messages take longer than planned")
     if wait.whats[0] == "weights" or len(round_trip) != 2:
@@ -122,7 +122,7 @@ def _link(run: Run, worker: Worker, wait: Wait, round_trip: Sequence[int], said:
     return WaitCause(("link", first, second), "link", f"{said}: the link between {between} is slower than planned")
 
 
-def _followed(run: Run, worker: Worker, wait: Wait) -> list[int]:
+def _followed(run: TimedRun, worker: TimedWorker, wait: Wait) -> list[int]:
     """Where the way from a worker to whom it waits for ends: one worker that hardly waits, or those of a round."""
     way: list[int] = []
     place = wait.source
@@ -136,7 +136,7 @@ def _followed(run: Run, worker: Worker, wait: Wait) -> list[int]:
     return way[way.index(place) :]
 
 
-def _unexplained(run: Run, round_trip: Sequence[int]) -> float:
+def _unexplained(run: TimedRun, round_trip: Sequence[int]) -> float:
     """What even who waits least waits, without what was planned and what these workers may have caused."""
     ranks = list(run.workers) if run.flushes else round_trip
     least = min(worker.waiting for worker in run.workers.values())

@@ -19,7 +19,7 @@ _TOLERANCE = 1e-10  # relative; far below what a clock can measure
 
 
 @dataclass(frozen=True)
-class Balance:
+class BalancedCuts:
     """Cuts, each with 0 in front and the number of units at its end, and the slowest worker's time."""
 
     forward: tuple[int, ...]
@@ -28,7 +28,7 @@ class Balance:
 
 
 def worker_loads(
-    forward: Sequence[float], backward: Sequence[float], balance: Balance, speeds: Sequence[float]
+    forward: Sequence[float], backward: Sequence[float], balance: BalancedCuts, speeds: Sequence[float]
 ) -> list[float]:
     """The time of every worker under these cuts."""
     f, b = prefix(forward), prefix(backward)
@@ -39,7 +39,7 @@ def worker_loads(
     ]
 
 
-def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> Balance:
+def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> BalancedCuts:
     """The best contiguous cuts that forward and backward share: what PipeDream does."""
     total = prefix([f + b for f, b in zip(forward, backward, strict=True)])
     _check(len(forward), speeds)
@@ -57,7 +57,7 @@ def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Seque
     return _measured(forward, backward, found, found, speeds)
 
 
-def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> Balance:
+def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> BalancedCuts:
     """The best contiguous cuts, forward's and backward's independent of each other (Bi-Partition).
 
     For one bottleneck T let b_k(f) be the furthest backward cut the first k workers can reach with their forward cut
@@ -135,6 +135,6 @@ def _measured(
     forward_cuts: tuple[int, ...],
     backward_cuts: tuple[int, ...],
     speeds: Sequence[float],
-) -> Balance:
-    balance = Balance(forward_cuts, backward_cuts, 0.0)
-    return Balance(forward_cuts, backward_cuts, max(worker_loads(forward, backward, balance, speeds)))
+) -> BalancedCuts:
+    balance = BalancedCuts(forward_cuts, backward_cuts, 0.0)
+    return BalancedCuts(forward_cuts, backward_cuts, max(worker_loads(forward, backward, balance, speeds)))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.search import EPSILON
 from fxpipe.planner.spans import Places
-from fxpipe.planner.worker_cost import WorkerCost
 
 MODES = ("same", "bidirectional", "three-way")
 
@@ -29,7 +29,7 @@ class Positions:
         return np.intersect1d(self.forward, self.backward)
 
 
-def positions(costs: WorkerCost, mode: str) -> Positions:
+def positions(costs: CostModel, mode: str) -> Positions:
     """All positions but the forbidden and the dominated ones.
 
     A free unit (it computes, saves and owns nothing) can go to either side of a cut. The position on one side of it
@@ -67,12 +67,12 @@ def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
     return np.array(sorted(dropped), dtype=np.int64)
 
 
-def _weight_positions(costs: WorkerCost) -> Places:
+def _weight_positions(costs: CostModel) -> Places:
     """W may be cut before every unit that has some; the positions between two of those are alike."""
     return np.unique(costs.owning.following)
 
 
-def all_layers(costs: WorkerCost, where: Positions, mode: str, bound: float, budget: int) -> list[Places] | None:
+def all_layers(costs: CostModel, where: Positions, mode: str, bound: float, budget: int) -> list[Places] | None:
     """For every boundary all cuts that a plan within `bound` can have; None if they make more than `budget` pairs.
 
     The workers in front of a cut need their share of the time for the work in front of it, those behind it likewise.
@@ -93,7 +93,7 @@ def all_layers(costs: WorkerCost, where: Positions, mode: str, bound: float, bud
     return layers
 
 
-def _within(costs: WorkerCost, where: Positions, mode: str, least: float, most: float, limit: int) -> Places | None:
+def _within(costs: CostModel, where: Positions, mode: str, least: float, most: float, limit: int) -> Places | None:
     """All cuts with a load between `least` and `most`; None if there are more than `limit`."""
     slack = EPSILON * max(abs(most), 1e-12)
     least, most = least - slack, most + slack
@@ -118,7 +118,7 @@ def _within(costs: WorkerCost, where: Positions, mode: str, least: float, most: 
     return np.concatenate(parts)
 
 
-def _pairs(costs: WorkerCost, where: Positions, least: float, most: float, limit: int) -> Places | None:
+def _pairs(costs: CostModel, where: Positions, least: float, most: float, limit: int) -> Places | None:
     backward = costs.backward[where.backward] + costs.weight[where.backward]
     pairs = _grid(costs.forward[where.forward], backward, least, most, limit)
     if pairs is None:
@@ -140,7 +140,7 @@ def _grid(one: np.ndarray, other: np.ndarray, least: float, most: float, limit: 
     return i, j
 
 
-def window(costs: WorkerCost, where: Positions, mode: str, cuts: Places, offsets: Sequence[int]) -> list[Places]:
+def window(costs: CostModel, where: Positions, mode: str, cuts: Places, offsets: Sequence[int]) -> list[Places]:
     """For every boundary the cuts whose positions lie `offsets` allowed positions away from a plan's, each its own."""
     layers = [cuts[:1]]
     for cut in cuts[1:-1]:
@@ -163,7 +163,7 @@ def window(costs: WorkerCost, where: Positions, mode: str, cuts: Places, offsets
     return layers
 
 
-def _with_choices(costs: WorkerCost, cuts: Places) -> Places:
+def _with_choices(costs: CostModel, cuts: Places) -> Places:
     """Rows (f, b, w) as boundaries: each with its choice of recomputation, where there is something to choose."""
     sent = np.concatenate([cuts, np.zeros((len(cuts), 1), dtype=np.int64)], axis=1)
     if costs.workers.links.free and not np.isfinite(costs.workers.memory).any():

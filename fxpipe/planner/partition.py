@@ -17,11 +17,11 @@ import numpy as np
 from fxpipe.errors import CutError
 from fxpipe.planner.balance import bidirectional_cuts, same_cuts
 from fxpipe.planner.candidates import MODES, Positions, all_layers, positions, window
+from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck
 from fxpipe.planner.spans import Places
-from fxpipe.planner.worker_cost import WorkerCost
 from fxpipe.planner.workers import Workers
 
 BUDGET = 100_000_000  # pairs of cuts that the exact search may look at
@@ -45,7 +45,7 @@ class Load:
     Attributes:
         forward, backward, weight, update: F, B, W and the update's share of a microbatch.
         recompute: forward that is computed again for mismatched units.
-        exposed: what communication adds to them; see `worker_cost`.
+        exposed: what communication adds to them; see `cost_model`.
         total: their sum: the worker's cost.
     """
 
@@ -141,8 +141,8 @@ def partitions(
         TooLittleMemory: nothing fits, in the widest of the modes. Modes that do not fit while a wider one does are
             left out.
     """
-    costs = WorkerCost(profile, workers)
-    search = _Search(costs, say, budget, rounds)
+    costs = CostModel(profile, workers)
+    search = _PartitionSearch(costs, say, budget, rounds)
     found: dict[str, Partition] = {}
     wanted = [mode for mode in MODES if mode in modes]
     for mode in MODES[: MODES.index(wanted[-1]) + 1]:
@@ -172,7 +172,7 @@ def of_cuts(
     Args:
         forward, backward, weights, recompute: as `Partition` has them.
     """
-    costs = WorkerCost(profile, workers)
+    costs = CostModel(profile, workers)
     columns = [np.asarray(c, dtype=np.int64) for c in (forward, backward, weights)]
     cuts = np.stack([*columns, 0 * columns[0]], axis=1)
     for worker, first, _ in recompute:
@@ -184,7 +184,7 @@ def of_cuts(
 
 def fits(profile: Profile, workers: Workers) -> bool:
     """Whether shared cuts fit into every worker's memory; says nothing of time, nor of wider modes."""
-    costs = WorkerCost(profile, workers)
+    costs = CostModel(profile, workers)
     where = positions(costs, "same")
     return fullest(costs, roomy_shared_cuts(costs, where.shared))[0] <= 1 + EPSILON
 
@@ -197,10 +197,10 @@ class TooLittleMemory(CutError):
         self.share = share
 
 
-class _Search:
+class _PartitionSearch:
     """Finds the best plan of one mode after the other."""
 
-    def __init__(self, costs: WorkerCost, say: Callable[[str], None], budget: int, rounds: int) -> None:
+    def __init__(self, costs: CostModel, say: Callable[[str], None], budget: int, rounds: int) -> None:
         self.costs = costs
         self.say = say
         self.budget = budget
@@ -303,7 +303,7 @@ class _Search:
         return best
 
 
-def roomy_shared_cuts(costs: WorkerCost, allowed: Places) -> Places:
+def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
     """Shared cuts that fit into memory; if there are none, those whose fullest worker is least full.
 
     More units never need less memory, so for a given share of it the furthest reach of the first workers decides.
@@ -340,7 +340,7 @@ def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
     return np.where(np.asarray(cuts) - lower < upper - np.asarray(cuts), lower, upper)
 
 
-def _described(costs: WorkerCost, mode: str, path: Path, bound: float, apart: bool = False) -> Partition:
+def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: bool = False) -> Partition:
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.spans import Floats, Places
-from fxpipe.planner.worker_cost import WorkerCost
 
 EPSILON = 1e-9
 """Relative; two plans that differ by less are equally good. Far below what a clock can measure."""
@@ -36,7 +36,7 @@ class Path:
 
 
 def least_bottleneck(
-    costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim = "time", calm: bool = True
+    costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim = "time", calm: bool = True
 ) -> Path | None:
     """The plan through `layers` with the least bottleneck, and among those the one with the least traffic.
 
@@ -58,7 +58,7 @@ def least_bottleneck(
     return Path(quiet.cuts, bottleneck(costs, quiet.cuts))
 
 
-def bottleneck(costs: WorkerCost, cuts: Places) -> float:
+def bottleneck(costs: CostModel, cuts: Places) -> float:
     """The slowest worker's cost of a plan; inf if it does not fit into memory."""
     slowest = 0.0
     for k in range(len(cuts) - 1):
@@ -68,7 +68,7 @@ def bottleneck(costs: WorkerCost, cuts: Places) -> float:
     return slowest
 
 
-def fullest(costs: WorkerCost, cuts: Places) -> tuple[float, int]:
+def fullest(costs: CostModel, cuts: Places) -> tuple[float, int]:
     """The fullest worker of a plan: how full in units of its memory, and which it is."""
     shares = []
     for k in range(len(cuts) - 1):
@@ -87,7 +87,7 @@ def _total(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
     return so_far + traffic
 
 
-def _sweep(costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim, join: Join) -> Path | None:
+def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, join: Join) -> Path | None:
     """The path of least value, where `join` adds a worker to a value; workers over the bound do not count."""
     value = np.zeros(len(layers[0]))
     came_from: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # per layer: reached cuts, and from which
@@ -133,7 +133,7 @@ def _sweep(costs: WorkerCost, layers: Sequence[Places], bound: float, aim: Aim, 
 
 
 def _possible(
-    costs: WorkerCost, worker: int, begins: Places, ends: Places, bound: float, aim: Aim
+    costs: CostModel, worker: int, begins: Places, ends: Places, bound: float, aim: Aim
 ) -> tuple[Places, Places]:
     """Pairs (row of ends, row of begins) that run forward and whose computation alone does not exceed the bound."""
     good = np.ones((len(ends), len(begins)), dtype=bool)
@@ -145,7 +145,7 @@ def _possible(
     return j, i
 
 
-def _priced(costs: WorkerCost, worker: int, begins: Places, ends: Places, aim: Aim) -> tuple[Floats, Floats]:
+def _priced(costs: CostModel, worker: int, begins: Places, ends: Places, aim: Aim) -> tuple[Floats, Floats]:
     """Cost and traffic (milliseconds on the wires, and as good as nothing for each mismatched unit) of workers."""
     if aim == "memory":
         memory = costs.memory(worker, begins, ends) / costs.workers.memory[worker]

@@ -19,7 +19,7 @@ PHASES: tuple[Phase, Phase] = ("F", "B")
 
 
 @dataclass(frozen=True)
-class Reading:
+class WeightReads:
     """What one phase of a worker reads of one owner's trained parameters, all at the same lags.
 
     Attributes:
@@ -38,7 +38,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Message:
+class WeightMessage:
     """Weights of one version, predicted `ahead` updates, for one reader.
 
     Attributes:
@@ -79,7 +79,7 @@ class Demand:
                 self._forwards.setdefault(name, []).append(worker)
         self._readings = {(w, ph): self._group(w, ph) for w in range(plan.workers) for ph in PHASES}
 
-    def readings(self, worker: int, phase: Phase) -> tuple[Reading, ...]:
+    def readings(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         """Everything trained that `worker` reads in `phase`, by owner and lag."""
         return self._readings[worker, phase]
 
@@ -100,11 +100,11 @@ class Demand:
                     found[name] = max(found.get(name, 0), *reading.lags)
         return found
 
-    def version(self, reading: Reading, action: Action, start: int) -> int:
+    def version(self, reading: WeightReads, action: Action, start: int) -> int:
         """How many updates the weights have had that an action reads."""
         return max(start, action.minibatch - reading.lags[action.microbatch])
 
-    def ahead(self, reading: Reading, action: Action, version: int) -> int:
+    def ahead(self, reading: WeightReads, action: Action, version: int) -> int:
         """How many updates past `version` the policy predicts for it.
 
         Raises:
@@ -121,7 +121,7 @@ class Demand:
             )
         return ahead
 
-    def messages(self, owner: int, reader: int, version: int, start: int, stop: int | None) -> list[Message]:
+    def messages(self, owner: int, reader: int, version: int, start: int, stop: int | None) -> list[WeightMessage]:
         """What `reader` needs of `owner`'s `version`: one message for each prediction distance, in rising order.
 
         Args:
@@ -140,17 +140,17 @@ class Demand:
                     of_phase = uses.setdefault(ahead, {})
                     of_phase[phase] = of_phase.get(phase, 0) + 1
         return [
-            Message(version, ahead, uses[ahead], {phase: tuple(found) for phase, found in names[ahead].items()})
+            WeightMessage(version, ahead, uses[ahead], {phase: tuple(found) for phase, found in names[ahead].items()})
             for ahead in sorted(uses)
         ]
 
-    def _reads(self, reading: Reading, version: int, start: int) -> Iterator[Action]:
+    def _reads(self, reading: WeightReads, version: int, start: int) -> Iterator[Action]:
         """The actions that read `version`, in a run without an end."""
         for microbatch, lag in enumerate(reading.lags):
             for minibatch in range(start if version == start else version + lag, version + lag + 1):
                 yield Action(reading.phase, minibatch, microbatch)
 
-    def _group(self, worker: int, phase: Phase) -> tuple[Reading, ...]:
+    def _group(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         places: dict[tuple[int, int | None], list[tuple[str, int]]] = {}
         for position, name in enumerate(self._weights(worker, phase)):
             parameter = self.parameters[name]
@@ -160,13 +160,13 @@ class Demand:
         groups: dict[tuple[int, tuple[int, ...]], list[tuple[str, int]]] = {}
         for (owner, forward), members in places.items():
             groups.setdefault((owner, self._lags(worker, phase, owner, forward)), []).extend(members)
-        readings: list[Reading] = []
+        readings: list[WeightReads] = []
         for (owner, lags), members in sorted(groups.items()):
             newest = [self.versions.lag(phase, worker, owner, j) for j in range(len(lags))]
             past = owner == worker and any(lag > least for lag, least in zip(lags, newest, strict=True))
             members = sorted(members, key=lambda member: member[1])
             names, positions = zip(*members, strict=True)
-            readings.append(Reading(phase, owner, lags, past, names, positions))
+            readings.append(WeightReads(phase, owner, lags, past, names, positions))
         return tuple(readings)
 
     def _lags(self, worker: int, phase: Phase, owner: int, forward: int | None) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ Event = tuple[int, Action]  # an action on a worker
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TimedAction:
     """One action of a run: when it happened, and what on other workers it had to wait for."""
 
     worker: int
@@ -84,7 +84,7 @@ def play(
     schedule: Schedule,
     rows: Sequence[Sequence[Action]],
     needs: Callable[[int, Action], Iterable[Event]] = lambda worker, action: (),
-) -> list[Step]:
+) -> list[TimedAction]:
     """Run the rows: the steps in an order in which each comes after all that it depends on.
 
     F waits for the F of the worker before, B for the B of the worker behind, both for what `needs` adds.
@@ -95,7 +95,7 @@ def play(
     Raises:
         ScheduleError: the run deadlocks; each waiting action is marked in the picture.
     """
-    steps: list[Step] = []
+    steps: list[TimedAction] = []
     finished: dict[Event, int] = {}
     waiting: dict[Event, list[int]] = defaultdict(list)
     place = [0] * len(rows)
@@ -112,7 +112,7 @@ def play(
             waiting[missing].append(worker)
             continue
         time = max([clock[worker], *(finished[event] for event in after)])
-        steps.append(Step(worker, action, time, after))
+        steps.append(TimedAction(worker, action, time, after))
         clock[worker] = finished[worker, action] = time + 1
         place[worker] += 1
         awake += [worker, *waiting.pop((worker, action), ())]
@@ -127,7 +127,7 @@ def _pipeline(schedule: Schedule, worker: int, action: Action) -> tuple[Event, .
     return ((sender, action),) if 0 <= sender < schedule.workers else ()
 
 
-def timeline(workers: int, steps: Iterable[Step], label: Callable[[int, Action], str]) -> list[list[str]]:
+def timeline(workers: int, steps: Iterable[TimedAction], label: Callable[[int, Action], str]) -> list[list[str]]:
     """The rows of cells of a run, a column a unit of time."""
     rows: list[list[str]] = [[] for _ in range(workers)]
     for step in steps:
@@ -145,7 +145,7 @@ def plain(worker: int, action: Action) -> str:
 def _deadlock(
     schedule: Schedule,
     rows: Sequence[Sequence[Action]],
-    steps: Sequence[Step],
+    steps: Sequence[TimedAction],
     waiting: dict[Event, list[int]],
 ) -> ScheduleError:
     cells = timeline(schedule.workers, steps, plain)

@@ -9,7 +9,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.order import Event, Step, play, read
+from fxpipe.schedule.order import Event, TimedAction, play, read
 
 _PHASES: tuple[Phase, ...] = ("F", "B")
 
@@ -84,7 +84,7 @@ class Versions:
                 )
 
 
-def _seen(schedule: Schedule, steps: Iterable[Step]) -> dict[Event, tuple[int, ...]]:
+def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple[int, ...]]:
     """Each action's version of every owner's weights, by vector clocks; steps × workers operations."""
     seen: dict[Event, tuple[int, ...]] = {}
     done: dict[Event, tuple[int, ...]] = {}

@@ -45,7 +45,7 @@ class Script:
 def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Script]:
     """Every worker's script for one run, with channels in which nothing has been sent."""
     directions: dict[tuple[int, int], Direction] = {}
-    steps: dict[tuple[int, Phase], list[_Step]] = {}
+    steps: dict[tuple[int, Phase], list[_ScriptStep]] = {}
     outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
 
     def channel(src: int, dst: int, size: float, links: Links, count: int) -> Channel:
@@ -56,11 +56,11 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
         weights.ready[0], weights.copied[0] = 0.0, True
         outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - min(lag for _, lag in replica.reads)))
         for phase, lag in replica.reads:
-            steps.setdefault((replica.reader, phase), []).append(_Step(0.0, Point(0.0, weights, False, lag)))
+            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, Point(0.0, weights, False, lag)))
     for m in (*scenario.messages, *tokens(scenario)):
         value = channel(m.src, m.dst, m.bytes, scenario.links, microbatches * minibatches)
-        steps.setdefault((m.dst, m.dst_phase), []).append(_Step(m.needed, Point(0.0, value)))
-        steps.setdefault((m.src, m.src_phase), []).append(_Step(m.made, Point(0.0, value, True)))
+        steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, Point(0.0, value)))
+        steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, Point(0.0, value, True)))
     return [
         Script(
             tuple(_walk(steps.get((worker, "F"), []), cost.forward)),
@@ -82,12 +82,12 @@ def tokens(scenario: Scenario) -> Iterator[Message]:
             yield Message(behind, "B", before, "B", 0.0)
 
 
-class _Step(NamedTuple):
+class _ScriptStep(NamedTuple):
     share: float
     point: Point
 
 
-def _walk(steps: list[_Step], seconds: float) -> Iterator[Point]:
+def _walk(steps: list[_ScriptStep], seconds: float) -> Iterator[Point]:
     """The points in order. Where a value is sent and another awaited, the other may be what it is made of."""
     done = 0.0
     for share, point in sorted(steps, key=lambda step: (step.share, step.point.sends)):

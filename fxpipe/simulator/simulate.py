@@ -42,7 +42,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     if minibatches < 1:
         raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
     rows = read(schedule, minibatches)
-    run = _Run(scripts(scenario, schedule.microbatches, minibatches), schedule.microbatches)
+    run = _Simulator(scripts(scenario, schedule.microbatches, minibatches), schedule.microbatches)
     run.run(rows)
     if len(run.ends) < workers:
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
@@ -73,7 +73,7 @@ def steady_minibatches(schedule: Schedule) -> int:
     return 4 if schedule.synchronous else 4 * schedule.workers + 8
 
 
-class _Run:
+class _Simulator:
     """One simulation under way.
 
     Attributes:

@@ -112,7 +112,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     place = origin.definition(metrics)
     found: dict[str, Any] = {}
     replaced: list[int] = []
-    watch = origin.Watch()
+    watch = origin.TracedStep()
 
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
         held = args[:count]
@@ -204,7 +204,7 @@ def _trace(
     count = len(tensors.values)
     replaced: list[int] = []
     lost: list[int] = []
-    watch = origin.Watch()
+    watch = origin.TracedStep()
 
     def step(*args: torch.Tensor) -> list[torch.Tensor]:
         """The loss, and the new values of tensors that the step has replaced."""
@@ -237,7 +237,7 @@ def _trace(
 
 
 def _export(
-    function: Callable[..., list[torch.Tensor]], args: Sequence[torch.Tensor], watch: origin.Watch
+    function: Callable[..., list[torch.Tensor]], args: Sequence[torch.Tensor], watch: origin.TracedStep
 ) -> tuple[fx.GraphModule, list[str]]:
     """The traced graph, joint where an argument requires a gradient, and what the user should know of it."""
     # Tensors from elsewhere (a teacher's weights, class weights) are constants of the graph.

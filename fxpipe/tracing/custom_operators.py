@@ -28,7 +28,7 @@ _GRADIENT = r"backward through (\S+) but no autograd formula|(\S+): an autograd 
 _KERNEL = r"Could not run '(\S+)' with arguments from|could not find kernel for (\S+) at"
 
 
-def lacking(error: Exception, watch: origin.Watch) -> CaptureError | None:
+def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
     """The operator's fault, if an error of a trace is one."""
     said = str(error)
     where = origin.user_traceback(error)
@@ -51,7 +51,7 @@ def lacking(error: Exception, watch: origin.Watch) -> CaptureError | None:
     return None
 
 
-def check(graph: fx.Graph, device: str, watch: origin.Watch) -> None:
+def check(graph: fx.Graph, device: str, watch: origin.TracedStep) -> None:
     """Look at all operators of a traced graph.
 
     Raises:
@@ -100,7 +100,7 @@ def _higher(node: fx.Node, where: str | None) -> CaptureError:
     )
 
 
-def _no_fake(name: str, where: str | None, watch: origin.Watch) -> CaptureError:
+def _no_fake(name: str, where: str | None, watch: origin.TracedStep) -> CaptureError:
     name = _plain(name)
     return CaptureError(
         f"the operator {name} has no shape function: capture computes shapes, not values",
@@ -125,7 +125,7 @@ def _plain(name: str) -> str:
     return name.replace("::", ".").removesuffix(".default")
 
 
-def _where(name: str, watch: origin.Watch) -> str | None:
+def _where(name: str, watch: origin.TracedStep) -> str | None:
     """The line that called an operator last."""
     short = name.split(".")[1] if "." in name else name
     for seen in (short, f"{short}.default"):

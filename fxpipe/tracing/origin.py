@@ -60,7 +60,7 @@ def of(meta: dict[str, Any]) -> Origin:
     return origin
 
 
-class Watch:
+class TracedStep:
     """What is known of a step while it is traced, from all of its calls.
 
     Attributes:
@@ -92,7 +92,7 @@ class Watch:
 @contextlib.contextmanager
 def recording(
     model: nn.Module,
-    watch: Watch | None = None,
+    watch: TracedStep | None = None,
     given: Sequence[torch.Tensor] = (),
     stand_ins: Mapping[int, torch.Tensor] | None = None,
 ) -> Iterator[None]:
@@ -108,7 +108,7 @@ def recording(
         CaptureError: the step does something else than at its first call.
     """
     given = [*given, *(stand_ins or {}).values()]
-    recorder = _Recorder(watch or Watch(), given, stand_ins or {})
+    recorder = _Recorder(watch or TracedStep(), given, stand_ins or {})
     repeats = recorder.watch.repeats
     repeats.begin(given)
     hooks = []
@@ -134,7 +134,7 @@ def recording(
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, watch: Watch, given: Sequence[torch.Tensor], stand_ins: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, watch: TracedStep, given: Sequence[torch.Tensor], stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         self.watch = watch
         self.stand_ins = stand_ins

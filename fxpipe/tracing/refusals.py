@@ -28,7 +28,7 @@ DATA_DEPENDENT = (
 )
 
 
-class Cause(NamedTuple):
+class Refusal(NamedTuple):
     """A cause in one sentence, its cure in another, and the page of `docs/errors` that shows both."""
 
     text: str
@@ -36,35 +36,35 @@ class Cause(NamedTuple):
     page: str | None = None
 
 
-BRANCH = Cause(
+BRANCH = Refusal(
     "the step depends on the values of a tensor: it decides by one (if, while, assert), and a graph holds one way only",
     "compute both ways and choose with torch.where, or decide in train_data() and put the outcome into the batch",
     "data-dependent",
 )
-CAUSAL = Cause(
+CAUSAL = Refusal(
     "the step depends on the values of a tensor: torch looks whether an attention mask is causal, to decide by it",
     "give is_causal=True beside the mask, or is_causal=False if it is not",
     "data-dependent",
 )
-NUMBER = Cause(
+NUMBER = Refusal(
     "the step depends on the values of a tensor: it makes a Python number of a tensor (.item(), float(), .tolist(), a "
     "format), and a graph would hold that number for ever",
     "leave it a tensor, which stands wherever the number did, or compute the number in train_data()",
     "item",
 )
-SHAPE = Cause(
+SHAPE = Refusal(
     "the step depends on the values of a tensor: it makes one whose shape depends on values, and a graph holds one "
     "shape",
     "keep the full shape and mask, torch.where(mask, x, 0) for x[mask], or make the tensor in train_data()",
     "data-shapes",
 )
-NUMPY = Cause("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")
-MEMORY = Cause(
+NUMPY = Refusal("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")
+MEMORY = Refusal(
     "the step hands the memory of a tensor to code that torch cannot look into (an extension, a kernel, ctypes)",
     "wrap that code with torch.library.custom_op, with register_fake and register_autograd",
     operators.PAGE,
 )
-HIGHER = Cause(
+HIGHER = Refusal(
     "the step uses an operator that holds graphs of its own (torch.cond, while_loop, scan, flex_attention)",
     "use plain operators: torch.where, a Python loop of fixed length, scaled_dot_product_attention",
     "higher-order",
@@ -73,11 +73,13 @@ HIGHER = Cause(
 CAUSES = (
     (
         r"mirrored meta",
-        Cause("the step calls backward() itself", "return the loss: the backward pass is captured with it", "backward"),
+        Refusal(
+            "the step calls backward() itself", "return the loss: the backward pass is captured with it", "backward"
+        ),
     ),
     (
         r"can't optimize a non-leaf Tensor",
-        Cause(
+        Refusal(
             "the step makes an optimizer",
             "define optimizer(named_parameters) beside loss(): each worker updates what it owns",
             "backward",
@@ -85,7 +87,7 @@ CAUSES = (
     ),
     (
         r"requires_grad flags of leaf",
-        Cause(
+        Refusal(
             "the step switches the gradient of a parameter on or off, which a graph holds for the whole step",
             "for a part without gradients, call it with detached weights: torch.func.functional_call(part, "
             "{name: p.detach() for name, p in part.named_parameters()}, x)",
@@ -94,7 +96,7 @@ CAUSES = (
     (r"[Nn]umpy", NUMPY),
     (
         r"mutating a non-functional tensor|expected to have an entirely functional graph",
-        Cause(
+        Refusal(
             "the step changes a tensor in place that is no part of the model",
             "keep it in a buffer of the model (register_buffer)",
             "kept-tensors",
@@ -102,25 +104,25 @@ CAUSES = (
     ),
     (
         r"view input mutations",
-        Cause(
+        Refusal(
             "two buffers share memory, and the step changes one of them in place",
             "give each buffer memory of its own: .clone() it before register_buffer",
         ),
     ),
     (
         r"TorchScript|torch\.jit",
-        Cause(
+        Refusal(
             "the step calls a TorchScript function, which cannot be traced",
             "call the Python function itself: fxpipe compiles the step, scripting gains nothing",
         ),
     ),
     (
         r"_nested_tensor|NestedTensor",
-        Cause("the step makes a nested tensor", "pad the sequences and mask them, in train_data()", "tensor-kinds"),
+        Refusal("the step makes a nested tensor", "pad the sequences and mask them, in train_data()", "tensor-kinds"),
     ),
     (
         r"[Qq]uantized",
-        Cause(
+        Refusal(
             "the step uses a quantized operator, which has no gradient",
             "train the model as it was before it was quantized, and quantize what comes out",
             "tensor-kinds",
@@ -128,7 +130,7 @@ CAUSES = (
     ),
     (
         r"[Ss]parse",
-        Cause(
+        Refusal(
             "the step makes sparse gradients, which a pipeline cannot send",
             "use dense tensors; build an embedding with sparse=False",
             "tensor-kinds",
@@ -136,7 +138,7 @@ CAUSES = (
     ),
     (
         r"not compiled with CUDA|no NVIDIA driver",
-        Cause(
+        Refusal(
             "the step moves a tensor to CUDA, which is not here",
             "write .to(x.device) with a tensor that is in the right place, or compile where CUDA is",
             "devices",
@@ -144,7 +146,7 @@ CAUSES = (
     ),
     (
         r"on the same device|DeviceMismatch",
-        Cause(
+        Refusal(
             "the step computes with tensors on different devices",
             "make new tensors where the others are (device=x.device), and keep the model's in buffers",
             "devices",
@@ -154,13 +156,13 @@ CAUSES = (
 )
 
 
-def explain(error: Exception, watch: origin.Watch | None = None) -> CaptureError:
+def explain(error: Exception, watch: origin.TracedStep | None = None) -> CaptureError:
     """The error that a failed trace becomes, with the user's line.
 
     Args:
         watch: what was seen of the step while it was traced.
     """
-    watch = watch or origin.Watch()
+    watch = watch or origin.TracedStep()
     operator = operators.lacking(error, watch)
     if operator is not None:
         return operator
@@ -186,7 +188,7 @@ def explain(error: Exception, watch: origin.Watch | None = None) -> CaptureError
     )
 
 
-def _cause(error: Exception, said: str, call: str) -> Cause | None:
+def _cause(error: Exception, said: str, call: str) -> Refusal | None:
     """By an error's text, the torch function that raised it, and the code that it came through."""
     frames = list(_frames(error))
     codes = [frame.tb_frame.f_code for frame in frames]

@@ -22,10 +22,10 @@ def profile_of(program: Program, update_seconds_per_byte: float = 0.0) -> Profil
     Args:
         update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
     """
-    return _Reading(program, update_seconds_per_byte).profile()
+    return _Profiler(program, update_seconds_per_byte).profile()
 
 
-class _Reading:
+class _Profiler:
     def __init__(self, program: Program, update_seconds_per_byte: float) -> None:
         self.program = program
         self.rate = update_seconds_per_byte

@@ -7,7 +7,7 @@ import io
 import pytest
 from fxpipe.cli.output import (
     Column,
-    Times,
+    TimeUnit,
     note,
     print_columns,
     print_table,
@@ -60,11 +60,11 @@ def test_the_middle_goes(text: str, width: int, expected: str) -> None:
 
 
 def test_the_times_of_a_table_have_one_unit() -> None:
-    small, usual, long = Times([0.012, 0.5]), Times([0.012, None, 12.0]), Times([2e5])
+    small, usual, long = TimeUnit([0.012, 0.5]), TimeUnit([0.012, None, 12.0]), TimeUnit([2e5])
     assert (small.unit, small(0.5), small(0.012)) == ("µs", "500.0", "12.0")
     assert (usual.unit, usual(12.0), usual(0.012), usual(None)) == ("ms", "12.00", "0.01", "–")
     assert (long.unit, long(2e5)) == ("s", "200.0")
-    assert Times([])(None) == "–"
+    assert TimeUnit([])(None) == "–"
 
 
 def test_short_sizes() -> None:

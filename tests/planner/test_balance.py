@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CutError
-from fxpipe.planner.balance import Balance, bidirectional_cuts, same_cuts, worker_loads
+from fxpipe.planner.balance import BalancedCuts, bidirectional_cuts, same_cuts, worker_loads
 
 TIMES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6)
 SPEEDS = st.lists(st.sampled_from([1.0, 0.5, 2.0]), min_size=1, max_size=3)
@@ -51,7 +51,7 @@ def test_both_equal_brute_force(times: list[tuple[int, int]], speeds: list[float
 
 
 def test_loads_of_hand_made_cuts() -> None:
-    balance = Balance((0, 1, 3), (0, 2, 3), 0.0)
+    balance = BalancedCuts((0, 1, 3), (0, 2, 3), 0.0)
     assert worker_loads([1, 2, 3], [10, 20, 30], balance, [1, 0.5]) == [31.0, 70.0]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from fxpipe.runtime.wires.clocks import Reading, aligned, read_offset
+from fxpipe.runtime.wires.clocks import ClockOffset, aligned, read_offset
 
 WORKERS = 3
 AHEAD = 10**12
@@ -18,17 +18,17 @@ AHEAD = 10**12
 
 
 def test_between_two_readings_the_offset_changes_steadily() -> None:
-    before, after = Reading(1000, 500, 1), Reading(2000, 600, 1)
+    before, after = ClockOffset(1000, 500, 1), ClockOffset(2000, 600, 1)
     assert [aligned(t, before, after) for t in (1000, 1500, 2000, 3000)] == [1500, 2050, 2600, 3700]
 
 
 def test_what_may_be_chance_is_no_drift() -> None:
-    before, after = Reading(1000, 500, 60), Reading(2000, 600, 40)
+    before, after = ClockOffset(1000, 500, 60), ClockOffset(2000, 600, 40)
     assert [aligned(t, before, after) for t in (1000, 1500, 2000, 3000)] == [1600, 2100, 2600, 3600]
 
 
 def test_a_single_moment_is_enough() -> None:
-    reading = Reading(1000, 500, 1)
+    reading = ClockOffset(1000, 500, 1)
     assert aligned(1200, reading, reading) == 1700
 
 

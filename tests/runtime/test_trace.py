@@ -24,7 +24,7 @@ from fxpipe.policy.recipe import choose
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
 from fxpipe.runtime.process.options import RunOptions
-from fxpipe.runtime.wires.clocks import Reading
+from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.trace import WorkerTrace, write_trace
 
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "policy": "spectrain"}
@@ -154,8 +154,8 @@ def test_another_clock_is_told_in_worker_0s_time(toy: Any, tmp_path: Path) -> No
         offset = -late * worker
         for begin in (0, end):
             spans.add(_Mark(0, 0, None, begin // end, 0), begin + offset, begin + offset + 1000)
-        before = Reading(offset, -offset, 7 * worker)
-        return WorkerTrace(spans, before, Reading(end + offset, -offset + drift * worker, 5 * worker))
+        before = ClockOffset(offset, -offset, 7 * worker)
+        return WorkerTrace(spans, before, ClockOffset(end + offset, -offset + drift * worker, 5 * worker))
 
     write_trace(str(tmp_path / "trace.json"), plan, choose(plan), 1.0, recorded)
     trace = read_trace(tmp_path / "trace.json")

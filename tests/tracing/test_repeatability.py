@@ -178,14 +178,14 @@ def test_drawn_but_without_effect_is_a_warning() -> None:
 
 
 def test_tracing_calls_the_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    watches: list[origin.Watch] = []
-    make = origin.Watch
+    watches: list[origin.TracedStep] = []
+    make = origin.TracedStep
 
-    def watch() -> origin.Watch:
+    def watch() -> origin.TracedStep:
         watches.append(make())
         return watches[-1]
 
-    monkeypatch.setattr(origin, "Watch", watch)
+    monkeypatch.setattr(origin, "TracedStep", watch)
     capture(lambda net, x: x)
     assert [w.repeats.runs for w in watches] == [2]
 

@@ -51,7 +51,7 @@ def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
     found = body.get("traceEvents") if isinstance(body, dict) else body
     if not isinstance(found, list):
         return Trace((), 0, 0, problems=(f"{path.name} holds no traceEvents: its timeline is missing",))
-    reading = _Reading(minibatches)
+    reading = _TraceEvents(minibatches)
     for event in found:
         reading.take(event)
     other = body.get("otherData") if isinstance(body, dict) else None
@@ -71,7 +71,7 @@ def trace_workers(path: str | Path) -> int:
     return workers
 
 
-class _Reading:
+class _TraceEvents:
     """Events as they are read, counted and kept."""
 
     def __init__(self, minibatches: int | None) -> None:
@@ -127,7 +127,7 @@ class _Reading:
 
 def _read_lines(name: str, file: Iterable[str], minibatches: int | None) -> Trace:
     """The lines behind the first, up to the one that ends the list of events."""
-    reading = _Reading(minibatches)
+    reading = _TraceEvents(minibatches)
     wrong: list[int] = []
     number = 1
     for number, line in enumerate(file, start=2):

@@ -33,7 +33,7 @@ from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.loop import train
 from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
-from fxpipe.runtime.wires.clocks import Reading, read_offset
+from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
 from fxpipe.runtime.wires.distributed import DistTransport, Wires, channels_of, first_free_tag, peer_errors
 from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.wires.trace import WorkerTrace, receive_trace, send_trace, write_trace
@@ -223,10 +223,10 @@ class _Worker:
         if self.record is not None and metrics is not None:
             self.record.evaluated(version, metrics, perf_counter() - begin)
 
-    def _clock(self) -> Reading:
+    def _clock(self) -> ClockOffset:
         """This process's clock against worker 0's; only a trace needs it."""
         if self.options.trace is None:
-            return Reading(0, 0, 0)
+            return ClockOffset(0, 0, 0)
         with peer_errors(self.rank):
             return read_offset(self.rank, self.plan.workers)
 

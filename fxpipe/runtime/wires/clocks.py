@@ -19,7 +19,7 @@ _EXCHANGES = 16
 
 
 @dataclass(frozen=True)
-class Reading:
+class ClockOffset:
     """At the time `at` of the own clock, worker 0's was `offset` further, give or take `error`; nanoseconds."""
 
     at: int
@@ -27,7 +27,7 @@ class Reading:
     error: int
 
 
-def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_ns) -> Reading:
+def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
     """Compare all clocks with worker 0's: a call for every process of the default group, one after the other."""
     time = torch.zeros(1, dtype=torch.int64)
     if rank == 0:
@@ -36,7 +36,7 @@ def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_n
                 dist.recv(time, worker)
                 time[0] = now()
                 dist.send(time, worker)
-        return Reading(now(), 0, 0)
+        return ClockOffset(now(), 0, 0)
     found = []
     for _ in range(_EXCHANGES):
         asked = now()
@@ -44,11 +44,11 @@ def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_n
         dist.recv(time, 0)
         answered = now()
         middle = (asked + answered) // 2
-        found.append(Reading(middle, int(time[0]) - middle, (answered - asked + 1) // 2))
+        found.append(ClockOffset(middle, int(time[0]) - middle, (answered - asked + 1) // 2))
     return min(found, key=lambda reading: reading.error)
 
 
-def aligned(time: int, before: Reading, after: Reading) -> int:
+def aligned(time: int, before: ClockOffset, after: ClockOffset) -> int:
     """A time of the own clock as worker 0's, by what was read before and after it.
 
     Readings that differ by no more than their errors say nothing of a drift: the surer one counts, and times keep their

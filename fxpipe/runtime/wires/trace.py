@@ -20,7 +20,7 @@ from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Cause, Spans, Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
-from fxpipe.runtime.wires.clocks import Reading, aligned
+from fxpipe.runtime.wires.clocks import ClockOffset, aligned
 from fxpipe.schedule.action import Action
 
 _NUMBERS = ("kinds", "causes", "minibatches", "microbatches", "begins", "ends")
@@ -36,13 +36,13 @@ class WorkerTrace:
     """
 
     spans: Spans
-    before: Reading
-    after: Reading
+    before: ClockOffset
+    after: ClockOffset
 
     @staticmethod
     def of(watch: Watch) -> WorkerTrace:
         """That of a worker whose clock is worker 0's."""
-        return WorkerTrace(watch.spans, Reading(watch.began, 0, 0), Reading(watch.ended, 0, 0))
+        return WorkerTrace(watch.spans, ClockOffset(watch.began, 0, 0), ClockOffset(watch.ended, 0, 0))
 
 
 def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Callable[[int], WorkerTrace]) -> None:
@@ -119,7 +119,7 @@ def receive_trace(worker: int) -> WorkerTrace:
         for name in _NUMBERS:
             column: array[int] = getattr(spans, name)
             column.frombytes(_bytes(count * column.itemsize, worker))
-    return WorkerTrace(spans, Reading(*head["before"]), Reading(*head["after"]))
+    return WorkerTrace(spans, ClockOffset(*head["before"]), ClockOffset(*head["after"]))
 
 
 def _bytes(count: int, worker: int) -> bytes:

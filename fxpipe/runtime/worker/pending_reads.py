@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpipe.plan.spec import Phase
-from fxpipe.policy.demand import Demand, Message
+from fxpipe.policy.demand import Demand, WeightMessage
 
 Key = tuple[int, int, int]  # owner, version, ahead
 
@@ -18,7 +18,7 @@ class Weights:
         left: how many actions of each phase have yet to read them.
     """
 
-    message: Message
+    message: WeightMessage
     left: dict[Phase, int]
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from fxpipe.policy.demand import Demand, Reading
+from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.schedule.action import Action
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Look = Callable[[Sequence[str], int], Mapping[str, Tensor]]
 class _Read:
     """What some worker's forward reads of this worker's weights."""
 
-    reading: Reading
+    reading: WeightReads
     names: tuple[str, ...]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Pack
 from fxpipe.plan.spec import ParameterSpec, Phase, Plan
-from fxpipe.policy.demand import PHASES, Demand, Reading
+from fxpipe.policy.demand import PHASES, Demand, WeightReads
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
@@ -27,7 +27,7 @@ class _Part:
     """The `weights` argument of one phase: what never changes stands in `weights` already."""
 
     weights: tuple[Any, ...]
-    readings: list[Reading]
+    readings: list[WeightReads]
     keys: tuple[Key, ...] = ()  # what `argument` was made of
     argument: tuple[Any, ...] = field(default=())
     storages: set[int] | None = None  # addresses of what an action reads, once somebody asks
@@ -250,7 +250,7 @@ class WeightStore:
         ]
         return _Part(weights, readings)
 
-    def _key(self, reading: Reading, action: Action) -> Key:
+    def _key(self, reading: WeightReads, action: Action) -> Key:
         version = self.demand.version(reading, action, self._unread.start)
         return (reading.owner, version, self.demand.ahead(reading, action, version))
 

@@ -69,7 +69,7 @@ class Costs:
 _Table = tuple[Places, Places, Floats]  # begins, ends, bytes
 
 
-class WorkerCost:
+class CostModel:
     """Prices workers of one profile; see the module's docstring for the model."""
 
     def __init__(self, profile: Profile, workers: Workers) -> None:
@@ -128,7 +128,7 @@ class WorkerCost:
                 `remember` was told of.
             with_memory: count memory where there is no limit to it, too.
         """
-        spans = _Spans.of(self, begins, ends)
+        spans = _CandidateSpans.of(self, begins, ends)
         if self.workers.links.free:
             busy = (self.load(ends) - self.load(begins) + spans.repeated_ms) / self.workers.speeds[worker]
             waits = wire = np.zeros_like(busy)
@@ -142,11 +142,11 @@ class WorkerCost:
 
     def memory(self, worker: int, begins: Places, ends: Places) -> Floats:
         """The bytes that worker needs; rows as in `price`."""
-        return self._memory(worker, _Spans.of(self, begins, ends))
+        return self._memory(worker, _CandidateSpans.of(self, begins, ends))
 
     def repeated(self, begin: Places, end: Places) -> list[tuple[int, int]]:
         """The runs [first, end) of units that one worker's backward computes again; one row each."""
-        spans = _Spans.of(self, begin, end)
+        spans = _CandidateSpans.of(self, begin, end)
         runs = (spans.from_front, spans.from_back)
         return [(int(run.first[0]), int(run.end[0])) for run in runs if run.again[0]]
 
@@ -157,7 +157,9 @@ class WorkerCost:
         gradient = self._received(1, self.count - ends[:, 1], self.count - begins[:, 1])
         return busy, activation, gradient
 
-    def _times(self, worker: int, begins: Places, ends: Places, spans: _Spans) -> tuple[Floats, Floats, Floats]:
+    def _times(
+        self, worker: int, begins: Places, ends: Places, spans: _CandidateSpans
+    ) -> tuple[Floats, Floats, Floats]:
         busy, activation, gradient = self._round_trip(worker, begins, ends)
         speed, share = self.workers.speeds[worker], 1.0 / self.workers.microbatches
         before, behind = self._links(worker)
@@ -183,16 +185,16 @@ class WorkerCost:
             busy = busy + copy * (from_before + from_behind + sent)
         return busy, waits, wire
 
-    def _links(self, worker: int) -> tuple[_Link, _Link]:
+    def _links(self, worker: int) -> tuple[_LinkTimes, _LinkTimes]:
         """The links to the neighbour in front and to the one behind."""
         links, last = self.workers.links, self.workers.count - 1
         found = []
         for there, other in ((worker > 0, worker - 1), (worker < last, worker + 1)):
             rate = 1e3 / links.bandwidth_of(other, worker) if there else 0.0
-            found.append(_Link(rate, 1e3 * links.latency_of(other, worker) if there else 0.0))
+            found.append(_LinkTimes(rate, 1e3 * links.latency_of(other, worker) if there else 0.0))
         return found[0], found[1]
 
-    def _replicas(self, spans: _Spans, way: str, side: int) -> Floats:
+    def _replicas(self, spans: _CandidateSpans, way: str, side: int) -> Floats:
         """Parameter bytes read on one side of a boundary and owned on the other: side 0 in front, 1 behind.
 
         Coming in: F or B here, W on that side. Going out: W here, F or B on that side.
@@ -221,20 +223,22 @@ class WorkerCost:
         found: Floats = table[np.searchsorted(rows, begins), np.searchsorted(columns, ends)]
         return found
 
-    def run(self, backward: Span, weight: Span, again: Places) -> Run:
+    def run(self, backward: Span, weight: Span, again: Places) -> MismatchedRuns:
         """A run of units between two sides: B of some, W of some on the one, F of all on the other."""
         saved = self._saved(backward, weight)
         first, end = hull(self._saving[0](backward), self._saving[1](weight))
         entering = np.where(end > first, self._entering[first] + total(self._fixed, (first, end)), 0.0)
         repeated = (again > 0) & (end > first)
-        return Run(first, end, np.where(repeated, entering, saved), repeated, total(self.forward, (first, end)), saved)
+        return MismatchedRuns(
+            first, end, np.where(repeated, entering, saved), repeated, total(self.forward, (first, end)), saved
+        )
 
     def _saved(self, backward: Span, weight: Span) -> Floats:
         """Saved bytes that B of some units and W of some units read."""
         twice = total(self._saved_both, both(backward, weight))
         return total(self._saved_b, backward) + total(self._saved_w, weight) - twice
 
-    def _memory(self, worker: int, spans: _Spans) -> Floats:
+    def _memory(self, worker: int, spans: _CandidateSpans) -> Floats:
         own = self.workers
         forward, backward, weight = spans.forward, spans.backward, spans.weight
         frozen = total(self._frozen, forward) + total(self._frozen, backward)
@@ -254,7 +258,7 @@ class WorkerCost:
 
 
 @dataclass(frozen=True)
-class _Link:
+class _LinkTimes:
     """One link, in milliseconds a byte and milliseconds."""
 
     rate: float
@@ -266,7 +270,7 @@ class _Link:
 
 
 @dataclass(frozen=True)
-class Run:
+class MismatchedRuns:
     """Mismatched units of every candidate.
 
     Attributes:
@@ -286,7 +290,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class _Spans:
+class _CandidateSpans:
     """What every candidate runs, and its runs of mismatched units by where their other half lies.
 
     Attributes:
@@ -297,10 +301,10 @@ class _Spans:
     forward: Span
     backward: Span
     weight: Span
-    from_front: Run
-    from_back: Run
-    to_front: Run
-    to_back: Run
+    from_front: MismatchedRuns
+    from_back: MismatchedRuns
+    to_front: MismatchedRuns
+    to_back: MismatchedRuns
 
     @property
     def repeated_ms(self) -> Floats:
@@ -309,13 +313,13 @@ class _Spans:
         return sum((np.where(run.again, run.forward_ms, 0.0) for run in runs), np.zeros(len(self.forward[0])))
 
     @staticmethod
-    def of(costs: WorkerCost, begins: Places, ends: Places) -> _Spans:
+    def of(costs: CostModel, begins: Places, ends: Places) -> _CandidateSpans:
         """The spans between boundaries."""
         f, b, w, r = (begins[:, i] for i in range(4))
         f2, b2, w2, r2 = (ends[:, i] for i in range(4))
         forward, backward = (f, f2), (b, b2)
         weight = costs.owning((w, w2))
-        return _Spans(
+        return _CandidateSpans(
             forward,
             backward,
             weight,
