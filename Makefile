@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 STEPS ?= 1500
 JOBS ?= 2
+T ?= tests/test_tiny.py
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -11,7 +12,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-slow zoo check wheel bench clean
+.PHONY: help venv browser demo test test-slow test-one test-tiny zoo check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,11 +40,18 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 	@echo 'metrics   out/demo/metrics.jsonl'
 	@echo 'weights   out/demo/model.safetensors'
 
-test: venv ## run the tests that take seconds
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
+# --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
+test: venv ## run the quick tests, on two cores in 6 minutes
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 
-test-slow: venv ## run the tests that take minutes
-	$(BIN)/python -m pytest -m slow
+test-slow: venv ## run the slow tests, on two cores in half an hour
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+test-one: venv ## run T=tests/passes/test_fold.py, or with any arguments of pytest: T='tests/ir -k law -x'
+	$(BIN)/python -m pytest $(T)
+
+test-tiny: venv ## run the first test there is: capture to training, in 10 seconds
+	$(BIN)/python -m pytest tests/test_tiny.py
 
 zoo: venv ## check every model of the zoo, or ONLY='llama|t5', JOBS=2 at a time; writes docs/coverage.md
 	$(BIN)/python tests/zoo/run.py --only '$(ONLY)' --jobs $(JOBS)

@@ -3,13 +3,14 @@
 `halfway` is such a policy. This file is a script that compares it with others on examples/digits.py, and a model file
 with which every worker of a run knows it, since every worker imports this file. From the repository's root:
 
-    python examples/own_policy.py
+    python examples/own_policy.py            # or with --quick, in seconds, only to see that it runs
 
     fxpipe compile examples/own_policy.py -n 2 -o build/
     fxpipe run build/ --policy halfway
     fxpipe run build/ --policy halfway+down
 """
 
+import sys
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from statistics import mean
@@ -86,4 +87,4 @@ def main(steps=STEPS, seeds=SEEDS):
 
 
 if __name__ == "__main__":
-    main()
+    main(*((12, 1) if "--quick" in sys.argv else ()))

@@ -1,7 +1,9 @@
-"""The examples compile, agree with eager PyTorch and learn."""
+"""The examples compile, agree with eager PyTorch and learn; those that are scripts end in their report."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ def compiled(name: str, folder: Path, *options: str) -> dict[str, Any]:
     return fxpipe("compile", EXAMPLES / name, "-o", folder, "--verify", "--json", *options).json["verify"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_digits_reaches_its_accuracy(tmp_path: Path) -> None:
     verified = compiled("digits.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
@@ -32,6 +35,7 @@ def test_gpt_compiles_for_four_workers_with_distinct_cuts(tmp_path: Path) -> Non
     assert max(verified["gradients"].values()) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_an_unmodified_llama_trains_on_four_workers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -49,3 +53,20 @@ def test_gpt_learns_the_standard_library(tmp_path: Path) -> None:
     compiled("gpt.py", tmp_path / "build", "-n", "2")
     summary = fxpipe("run", tmp_path / "build", "--steps", "1500", "--out", tmp_path / "out", "--json").json
     assert summary["evaluation"]["loss"] < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_policy.py", ("worker 2: ", "means of 1 seeds", "halfway+down")),
+        ("serve_onnx.py", ("from the model's own",)),
+    ],
+)
+def test_a_script_ends_in_its_report(name: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    options = ["--quick"] if name == "own_policy.py" else []  # the other one takes seconds as it is
+    command = [sys.executable, EXAMPLES / name, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for text in said:
+        assert text in done.stdout

@@ -37,9 +37,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each part")
     parser.add_argument("--rounds", type=int, default=3, help="of the pipeline; 0 leaves it out")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="one small model, 1 round: only to see that it runs")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # one model, in a process of its own
-    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
+    if options.quick:
+        options.models, options.seconds, options.rounds, options.steps = ["gpt-256"], 0.2, 1, 10
     if options.only:
         torch.set_num_threads(1)
         rows = parts(options.only, options.seconds)
@@ -63,10 +66,11 @@ def main() -> None:
         print(f"{name:<10}{shown}  (products alone: {100 * products[name]:.0f}% of eager)")
     if options.rounds:
         result["pipeline"] = pipeline(options.rounds, options.steps)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if out := options.out or (None if options.quick else HERE / "result.json"):
+        out.write_text(json.dumps(result, indent=1) + "\n")
     missed = goals(result)
     print("\n".join(missed) or "all goals met")
-    sys.exit(1 if missed else 0)
+    sys.exit(1 if missed and not options.quick else 0)
 
 
 def parts(name: str, seconds: float) -> list[dict[str, Any]]:

@@ -27,17 +27,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    parser.add_argument("--quick", action="store_true", help="one model, async, 1 round: only to see that it runs")
+    parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
+    schedules = SCHEDULES
+    if options.quick:
+        options.models, options.rounds, options.steps, schedules = MODELS[:1], 1, 10, {"async": ()}
     rows = []
     head = f"{'model':<12}{'schedule':<10}{'N':>2}  {'cuts':<14}"
     print(f"{head}{'samples/s':>10}{'of same':>9}{'forecast':>10}{'off by':>8}")
     with tempfile.TemporaryDirectory(prefix="fxpipe_balance_") as folder:
         for model in options.models:
-            for schedule, arguments in SCHEDULES.items():
+            for schedule, arguments in schedules.items():
                 rows += real(model, schedule, arguments, Path(folder), options.rounds, options.steps)
                 rows += forecast_only(model, schedule, arguments, Path(folder))
-    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    if out := options.out or (None if options.quick else HERE / "result.json"):
+        out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def real(

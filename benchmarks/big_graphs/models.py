@@ -92,3 +92,4 @@ MODELS: dict[str, Callable[[], Step]] = {
 }
 SCALED = (("LSTM, 125 steps", "LSTM, 500 steps"), ("GPT, 24 blocks", "GPT, 96 blocks"))
 """Pairs of which the second is four times the first."""
+QUICK = tuple(small for small, _ in SCALED)

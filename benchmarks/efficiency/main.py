@@ -112,7 +112,7 @@ def run_single(folder: Path, steps: int) -> float:
         return steps * batch_size() / (time.perf_counter() - start)
 
 
-def executor_overhead(steps: int = 400) -> float:
+def executor_overhead(steps: int) -> float:
     """Microseconds that the executor itself spends on an action: the stage's functions and the update do nothing."""
     import torch
 
@@ -134,38 +134,45 @@ def executor_overhead(steps: int = 400) -> float:
     executor.store.updater.step = lambda minibatch: None  # type: ignore[method-assign]
     for i in range(steps // 4):
         pipeline.step(data[i % len(data)])
-    before = executor.times.forward + executor.times.backward
+    before = executor.watch.busy
     for i in range(steps):
         pipeline.step(data[i % len(data)])
-    return (executor.times.forward + executor.times.backward - before) / (2 * steps) * 1e6
+    return (executor.watch.busy - before) / (2 * steps) * 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument(
+        "--quick", action="store_true", help="1 round of 10 steps, kept nowhere: only to see that it runs"
+    )
     parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.single:
         print(run_single(options.single, options.steps))
         return
+    rounds, steps, actions = (1, 10, 40) if options.quick else (options.rounds, options.steps, 400)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "build"
         seconds = compile_build(folder)
         print(f"compile  {seconds:.1f} s (with the start of Python and torch)")
         rows = []
-        for i in range(options.rounds):
-            alone = single_thread(folder, options.steps // 2)
-            summary = pipeline(folder, options.steps)
+        for i in range(rounds):
+            alone = single_thread(folder, steps // 2)
+            summary = pipeline(folder, steps)
             rows.append({"single": alone, "pipeline": summary["rate"], "workers": summary["workers"]})
             ratio = summary["rate"] / (2 * alone)
             print(
                 f"round {i + 1}  single {alone:.2f}  pipeline {summary['rate']:.2f} samples/s  efficiency {ratio:.3f}"
             )
-    report(rows, seconds, executor_overhead())
+    result = report(rows, seconds, executor_overhead(actions))
+    if not options.quick:
+        (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def report(rows: list[dict[str, Any]], seconds: float, overhead: float) -> None:
+def report(rows: list[dict[str, Any]], seconds: float, overhead: float) -> dict[str, Any]:
+    """Print what was found; the result to keep."""
     efficiency = statistics.median(r["pipeline"] / (2 * r["single"]) for r in rows)
     print(f"\nefficiency {efficiency:.3f} (median of {len(rows)} rounds; goal {GOAL})")
     for rank in range(2):
@@ -177,12 +184,7 @@ def report(rows: list[dict[str, Any]], seconds: float, overhead: float) -> None:
         print(f"worker {rank}  {text}")
     action = statistics.median((w["forward_ms"] + w["backward_ms"]) / 2 for r in rows for w in r["workers"])
     print(f"executor  {overhead:.0f} µs of its own an action, {overhead / action / 10:.2f}% of it (goal: under 1%)")
-    (HERE / "result.json").write_text(
-        json.dumps(
-            {"efficiency": efficiency, "compile_seconds": seconds, "executor_us": overhead, "rounds": rows}, indent=1
-        )
-        + "\n"
-    )
+    return {"efficiency": efficiency, "compile_seconds": seconds, "executor_us": overhead, "rounds": rows}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition, partitions
-from fxpipe.planner.pipedream import read_profile
+from fxpipe.planner.pipedream import from_pipedream, read_profile
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.schedule import make
@@ -28,26 +28,45 @@ LINKS = {
 def main() -> None:
     """Plan every profile of a folder and write a table of each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="PipeDream graph.txt files, or fxpipe profiles")
+    parser.add_argument("folder", type=Path, nargs="?", help="PipeDream graph.txt files, or fxpipe profiles")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--weight-fraction", type=float, default=0.5, help="part of backward that is W, for three-way")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "result.json")
+    parser.add_argument("--quick", action="store_true", help="a small profile made up here: only to see that it runs")
+    parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
-    paths = sorted(p for p in options.folder.iterdir() if p.suffix in (".txt", ".json"))
-    if not paths:
+    if options.quick:
+        profiles = {"made-up": from_pipedream(made_up(), "made-up")}
+        options.workers = [2, 4]
+    elif options.folder is None:
+        parser.error("name a folder of profiles, or --quick")
+    else:
+        paths = sorted(p for p in options.folder.iterdir() if p.suffix in (".txt", ".json"))
+        profiles = {path.stem: read_profile(path) for path in paths}
+    if not profiles:
         parser.error(f"no profiles in {options.folder}")
     rows = []
     print(f"{'profile':<16}{'N':>3}  {'links':<11}{'same':>15}{'bidirectional':>15}{'three-way':>15}{'seconds':>9}")
-    for path in paths:
-        profile = read_profile(path).split_backward(options.weight_fraction)
+    for stem, read in profiles.items():
+        profile = read.split_backward(options.weight_fraction)
         for workers in options.workers:
             for name, links in LINKS.items():
-                row = {"profile": path.stem, "workers": workers, "links": name, **plan(profile, workers, links)}
+                row = {"profile": stem, "workers": workers, "links": name, **plan(profile, workers, links)}
                 rows.append(row)
                 cells = "".join(f"{cell(row[mode]):>15}" for mode in ("same", "bidirectional", "three-way"))
-                print(f"{path.stem:<16}{workers:>3}  {name:<11}{cells}{row['seconds']:>9.2f}", flush=True)
-    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+                print(f"{stem:<16}{workers:>3}  {name:<11}{cells}{row['seconds']:>9.2f}", flush=True)
+    if out := options.out or (None if options.quick else Path(__file__).parent / "result.json"):
+        out.write_text(json.dumps(rows, indent=1) + "\n")
     print("efficiency: ideal time over the slowest worker's; * not proved to be the best; in brackets as simulated")
+
+
+def made_up(layers: int = 10) -> str:
+    """A chain in PipeDream's form, whose layers shrink in activations and grow in parameters."""
+    lines = [
+        f"node{i} -- Layer{i} -- forward_compute_time={1 + i % 3}.0, backward_compute_time={2 + i % 4}.0, "
+        f"activation_size={1e6 / i}, parameter_size={1e5 * i}"
+        for i in range(1, layers + 1)
+    ]
+    return "\n".join([*lines, *(f"\tnode{i} -- node{i + 1}" for i in range(1, layers))])
 
 
 def plan(profile: Profile, workers: int, links: Links) -> dict[str, Any]:

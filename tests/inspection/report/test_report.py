@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe.inspection.facts import facts as facts_of
 from fxpipe.inspection.subject import subject_of
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Facts = dict[str, Any]
 Open = Callable[..., Any]

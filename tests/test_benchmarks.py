@@ -1,0 +1,42 @@
+"""Every benchmark still runs: its `--quick` form ends in its normal report, and keeps nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+VERDICT = r"goals (are )?met|missed: "  # which of them depends on the machine
+REPORTS = {
+    "accuracy": ("written: ",),
+    "backends": ("gpt-256 ", "pipeline of two workers", VERDICT),
+    "balance": ("heavy_head", "three-way"),
+    "big_graphs": (r"\| GPT, 24 blocks", VERDICT),
+    "efficiency": ("efficiency ", "worker 1", "executor "),
+    "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
+    "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
+    "trace": ("large: ", "small: ", "a recorded span: "),
+}
+"""What each report holds."""
+
+
+def test_every_benchmark_is_here() -> None:
+    assert set(REPORTS) == {path.parent.name for path in BENCHMARKS.glob("*/main.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_quick_run_ends_in_its_report(name: str, tmp_path: Path) -> None:
+    kept = {path: path.read_bytes() for path in (BENCHMARKS / name).glob("result.json")}
+    out = ["--out", tmp_path] if name == "accuracy" else []  # where it keeps the runs that it goes on from
+    command = [sys.executable, BENCHMARKS / name / "main.py", "--quick", *out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for text in REPORTS[name]:
+        assert re.search(text, done.stdout), done.stdout
+    assert {path: path.read_bytes() for path in kept} == kept
