@@ -133,7 +133,7 @@ def compile_command(
         meta=meta,
     )
     made = build_model(wanted, Path(out) / NODE_COSTS)
-    simulation = forecast(made.build)
+    simulation = forecast(made.build.plan, made.build.costs)
     build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
         Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
@@ -160,8 +160,8 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
 
     plan = build.plan
     rows = []
-    for w in build.workers:
-        time = build.times[w.rank] if build.times else None
+    for w in build.costs.workers:
+        time = build.costs.times[w.rank] if build.costs.times else None
         backward = w.backward_ms + w.weight_ms if time is None else 1e3 * time.backward
         rows.append(
             [
@@ -185,11 +185,11 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         f"{len(plan.edges)} edges"
     )
-    if build.partitions:
-        *others, chosen = build.partitions
+    if build.costs.partitions:
+        *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
         click.echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
-    if not build.times:
+    if not build.costs.times:
         click.echo(f"costs: computed{'' if device is None else f' for {device}'}, not measured")
     click.echo(
         f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
@@ -210,11 +210,11 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
 
 def _print_engines(build: Build) -> None:
     """What each part takes on which engine, the chosen one marked; why an engine was left out."""
-    if not build.engine_times:
+    if not build.costs.engine_times:
         return
-    engines = list(dict.fromkeys(t.engine for t in build.engine_times))
+    engines = list(dict.fromkeys(t.engine for t in build.costs.engine_times))
     parts: dict[str, dict[str, EngineTime]] = {}
-    for t in build.engine_times:
+    for t in build.costs.engine_times:
         parts.setdefault(t.part, {})[t.engine] = t
     rows = []
     for part, times in parts.items():
@@ -228,7 +228,7 @@ def _print_engines(build: Build) -> None:
         rows.append(row)
     print_table(["", *engines], rows)
     reasons: dict[str, list[str]] = {}
-    for t in build.engine_times:
+    for t in build.costs.engine_times:
         if t.reason:
             reasons.setdefault(f"{t.engine} left out: {t.reason}", []).append(t.part)
     for reason, names in reasons.items():
@@ -249,17 +249,17 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
         "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],
-        "partitions": {p.mode: p.efficiency for p in build.partitions},
-        "cuts": build.partitions[-1].mode if build.partitions else "pinned",
+        "partitions": {p.mode: p.efficiency for p in build.costs.partitions},
+        "cuts": build.costs.partitions[-1].mode if build.costs.partitions else "pinned",
         "forecast": {
             "samples_per_second": simulation.samples_per_second(samples),
             "milliseconds": 1e3 * simulation.seconds_per_minibatch,
             "bubble": simulation.bubble,
         },
         "evaluation": evaluation_facts(plan),
-        "workers": [dataclasses.asdict(w) for w in build.workers],
-        "times": [dataclasses.asdict(t) for t in build.times],
-        "engines": [dataclasses.asdict(t) for t in build.engine_times],
+        "workers": [dataclasses.asdict(w) for w in build.costs.workers],
+        "times": [dataclasses.asdict(t) for t in build.costs.times],
+        "engines": [dataclasses.asdict(t) for t in build.costs.engine_times],
         "warnings": list(build.warnings),
     }
     if agreement is not None:

@@ -179,7 +179,9 @@ def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[
     say("timing the stages")
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)
     doubts = doubts_of(times, threads, build.plan.device)
-    return dataclasses.replace(build, times=times, warnings=(*build.warnings, *doubts))
+    return dataclasses.replace(
+        build, costs=dataclasses.replace(build.costs, times=times), warnings=(*build.warnings, *doubts)
+    )
 
 
 def doubts_of(times: Sequence[StageTime], threads: int, device: str) -> Iterator[str]:

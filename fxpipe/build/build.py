@@ -28,18 +28,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from fxpipe.build.costs import BuildCosts, read_costs
 from fxpipe.costs.measured import NODE_COSTS
 from fxpipe.errors import BuildError, ProfileError
 from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable
 from fxpipe.plan.build_folder import COSTS, ENGINES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
-from fxpipe.plan.costs import EdgeTiming, EngineTime, StageTime, WorkerSummary
+from fxpipe.plan.costs import WorkerSummary
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.links import Links
+from fxpipe.planner.build_costs import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, from_json
-from fxpipe.planner.setting import MOMENTUM
 
 if TYPE_CHECKING:
     from fxpipe.policy.base import Policy
@@ -53,15 +51,9 @@ class Build:
     Attributes:
         files: emitted source by file name.
         tensors: initial parameters, buffers and constants by their first name.
-        workers: the summary of each worker; empty for a loaded build without `costs.json`.
-        times: what each worker takes, measured stage by stage; empty where nobody did.
-        timings: where in its stages each edge's value is made and needed, for the simulator.
+        costs: what the workers cost, and how the cuts came about; empty for a loaded build without `costs.json`.
         profile: what every unit costs; None for a loaded build without `profile.json`.
         nodes: the program after its last pass; None for a loaded build without `program.json`.
-        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
-        links, speeds: what the planner took them to be; no speeds: all equal.
-        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
-        engine_times: what each part of a stage takes on which engine; empty where nobody measured.
         engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
         node_costs: what was measured, kept so that the next compile need not.
         folder: where it lies on disk, if it does.
@@ -71,25 +63,23 @@ class Build:
     plan: Plan = field(repr=False)
     files: Mapping[str, str] = field(repr=False)
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
-    workers: tuple[WorkerSummary, ...] = ()
-    times: tuple[StageTime, ...] = field(default=(), repr=False)
-    timings: tuple[EdgeTiming, ...] = field(default=(), repr=False)
+    costs: BuildCosts = field(default_factory=BuildCosts, repr=False)
     profile: Profile | None = field(default=None, repr=False)
     nodes: ProgramTable | None = field(default=None, repr=False)
-    partitions: tuple[Partition, ...] = field(default=(), repr=False)
-    links: Links = field(default_factory=Links, repr=False)
-    speeds: tuple[float, ...] = field(default=(), repr=False)
-    optimizer_bytes: float = field(default=MOMENTUM, repr=False)
-    engine_times: tuple[EngineTime, ...] = field(default=(), repr=False)
     engine_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     node_costs: str | None = field(default=None, repr=False)
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
 
     @property
-    def costs(self) -> BuildCosts:
-        """What `costs.json` holds of it."""
-        return BuildCosts(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BuildCosts)})
+    def workers(self) -> tuple[WorkerSummary, ...]:
+        """What each worker costs; empty for a loaded build without `costs.json`."""
+        return self.costs.workers
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """What the planner compared, the chosen one last; empty where the cuts were given."""
+        return self.costs.partitions
 
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
         """Write the build; an earlier build in its place is replaced, anything else is left alone.
@@ -250,13 +240,11 @@ def load(folder: str | Path) -> Build:
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder)) from error
     files = {part.file: (folder / part.file).read_text() for part in plan.code}
-    costs = read_costs(folder)
-    known = {} if costs is None else {f.name: getattr(costs, f.name) for f in dataclasses.fields(costs)}
     return Build(
         plan,
         files,
         tensors,
-        **known,
+        costs=read_costs(folder) or BuildCosts(),
         profile=read_profile(folder),
         nodes=read_nodes(folder),
         node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,

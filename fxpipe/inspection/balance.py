@@ -84,8 +84,8 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         recipe.schedule.name,
         str(recipe.policy),
         subject.plan.microbatches,
-        subject.links,
-        subject.speeds,
+        subject.known.links,
+        subject.known.speeds,
         optimizer_bytes=subject.known.optimizer_bytes,
     )
     return setting.workers(subject.plan.workers, recipe.demand.versions)

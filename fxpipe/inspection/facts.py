@@ -136,7 +136,7 @@ def build_facts(subject: Subject) -> Facts:
         "loss_worker": plan.loss_worker,
         "cuts": cuts,
         "costs": None if costs is None else "measured" if subject.measured else "computed",
-        "speeds": [] if set(subject.speeds) <= {1.0} else list(subject.speeds),
+        "speeds": [] if set(subject.known.speeds) <= {1.0} else list(subject.known.speeds),
         "links": None if costs is None else costs.links.to_row(),
         "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
         "evaluation": evaluation_facts(plan),

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fxpipe.build.build import Build, read_nodes, read_profile
-from fxpipe.build.costs import BuildCosts, read_costs
 from fxpipe.costs.measured import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
 from fxpipe.plan.build_folder import model_path, read_plan, stale_sources
-from fxpipe.plan.costs import EdgeTiming, StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.links import Links
+from fxpipe.planner.build_costs import BuildCosts, read_costs
 from fxpipe.planner.profile import Profile
 from fxpipe.stages.loaded import is_edited
 
@@ -55,26 +53,6 @@ class Subject:
         """Its costs, empty where nobody knows them."""
         return self.costs or BuildCosts()
 
-    @property
-    def workers(self) -> tuple[WorkerSummary, ...]:
-        return self.known.workers
-
-    @property
-    def times(self) -> tuple[StageTime, ...]:
-        return self.known.times
-
-    @property
-    def timings(self) -> tuple[EdgeTiming, ...]:
-        return self.known.timings
-
-    @property
-    def links(self) -> Links:
-        return self.known.links
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        return self.known.speeds
-
 
 def subject_of(build: Build, model: Path | None = None) -> Subject:
     """A build in memory.
@@ -89,7 +67,7 @@ def subject_of(build: Build, model: Path | None = None) -> Subject:
         nodes=build.nodes,
         profile=build.profile,
         model=model,
-        measured=bool(build.times or build.node_costs),
+        measured=bool(build.costs.times or build.node_costs),
     )
 
 

@@ -30,10 +30,10 @@ class Outlook:
 
 def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
     """Forecast and timeline under a schedule and a policy."""
-    if recipe is None or not subject.workers:
+    if recipe is None or not subject.known.workers:
         return Outlook()
     names = recipe.schedule.name, str(recipe.policy)
-    scenario, steady = expect(subject, recipe)
+    scenario, steady = expect(subject.plan, subject.known, recipe)
     period = steady.seconds_per_minibatch
     rate = steady.samples_per_second(samples_of(subject.plan))
     forecast = {

@@ -25,7 +25,7 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
 
 def speed_of(subject: Subject, rank: int) -> float:
     """How fast a worker is, where the device that the costs are of has 1."""
-    return subject.speeds[rank] if subject.speeds else 1.0
+    return subject.known.speeds[rank] if subject.known.speeds else 1.0
 
 
 def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
     owned = plan.owned(rank)
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
     owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in held) for held in (owned, copies))
-    costs = subject.workers[rank] if subject.workers else None
+    costs = subject.known.workers[rank] if subject.known.workers else None
     if flight is None and costs is not None:
         flight = costs.in_flight
     memory = None
@@ -71,11 +71,11 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
 
 def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
     """Milliseconds of F, B and the update on that worker, as the simulator has them."""
-    if subject.times:
-        time = subject.times[rank]
+    if subject.known.times:
+        time = subject.known.times[rank]
         spent = (1e3 * time.forward, 1e3 * time.backward, 1e3 * time.update)
-    elif subject.workers:
-        costs = subject.workers[rank]
+    elif subject.known.workers:
+        costs = subject.known.workers[rank]
         spent = (costs.forward_ms, costs.backward_ms + costs.weight_ms, costs.update_ms)
     else:
         return None, None, None

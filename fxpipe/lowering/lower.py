@@ -24,6 +24,7 @@ from fxpipe.passes.analysis.edge_timings import edge_timings
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.plan.build_folder import ENGINES, WEIGHTS
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
+from fxpipe.planner.build_costs import BuildCosts
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
@@ -170,14 +171,16 @@ def lower(
         plan=plan,
         files=program.files,
         tensors={name: t.detach().clone() for name, t in tensors.items()},
-        workers=tuple(summarize(program, plan, held, demand, of_optimizer.seconds_per_byte)),
-        timings=edge_timings(program),
+        costs=BuildCosts(
+            workers=tuple(summarize(program, plan, held, demand, of_optimizer.seconds_per_byte)),
+            timings=edge_timings(program),
+            partitions=program.partitions,
+            links=links,
+            speeds=tuple(speeds),
+            optimizer_bytes=of_optimizer.state_bytes,
+        ),
         profile=program.profile,
         nodes=table_of(program, plan),
-        partitions=program.partitions,
-        links=links,
-        speeds=tuple(speeds),
-        optimizer_bytes=of_optimizer.state_bytes,
         node_costs=kept[-1].to_json() if kept else None,
         warnings=(
             *program.warnings,

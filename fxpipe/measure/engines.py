@@ -120,8 +120,9 @@ def choose_engines(
     return dataclasses.replace(
         build,
         plan=plan,
-        timings=tuple(_as_whole(plan, build.timings)),
-        engine_times=tuple(times),
+        costs=dataclasses.replace(
+            build.costs, timings=tuple(_as_whole(plan, build.costs.timings)), engine_times=tuple(times)
+        ),
         engine_files=_chosen(files, {names_kept.get((t.worker, t.phase, t.engine)) for t in times if t.chosen}),
     )
 

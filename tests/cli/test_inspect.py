@@ -144,7 +144,7 @@ def test_depth_shows_every_module_down_to_there(build: Path) -> None:
 
 def test_the_workers_table(build: Path) -> None:
     first, second = rows(fxpipe("inspect", build).out, "F µs")
-    costs = read_subject(build).workers
+    costs = read_subject(build).known.workers
     assert first[0] == "0"
     assert first[4].startswith(f"{costs[0].owned}·")
     assert second[4].startswith(f"{costs[1].owned}·")

@@ -69,7 +69,7 @@ def test_what_the_planner_let_be_computed_again(folder: Path) -> None:
     build = api.lower(program, cuts=cuts, cost="analytic")
     chosen = Partition("bidirectional", cuts.forward, cuts.backward, cuts.weights, cuts.recompute, 1.0, 1.0, 1.0, ())
     plan = dataclasses.replace(build.plan, sources=source_digests(folder / "model.py"))
-    build = dataclasses.replace(build, plan=plan, partitions=(chosen,))
+    build = dataclasses.replace(build, plan=plan, costs=dataclasses.replace(build.costs, partitions=(chosen,)))
     build.save(folder / "again", model_file=folder / "model.py")
     said: list[str] = []
     assert "_again = " in after(folder / "again", "rematerialize", warn=said.append)

@@ -139,7 +139,7 @@ def test_another_schedule_and_another_policy_change_what_workers_hold_and_send()
     assert [w["in_flight"] for w in facts(own, compare=False)["workers"]] == [3, 2, 1]
     flushed = facts(own, schedule="gpipe", compare=False)["workers"]
     assert [w["in_flight"] for w in flushed] == [4, 4, 4]
-    compiled = {w.rank: w for w in own.workers}
+    compiled = {w.rank: w for w in own.known.workers}
     for w in flushed:
         more = (4 - compiled[w["worker"]].in_flight) * w["saved_bytes"]
         assert w["memory_bytes"] == compiled[w["worker"]].memory_bytes + more
@@ -195,7 +195,7 @@ def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
     build = lowered("gpt", workers=3, cuts=mode)
     chosen, plan = build.partitions[-1], build.plan
     assert build.profile is not None
-    setting = Setting(plan.schedule, plan.policy, 1, build.links, optimizer_bytes=build.optimizer_bytes)
+    setting = Setting(plan.schedule, plan.policy, 1, build.costs.links, optimizer_bytes=build.costs.optimizer_bytes)
     priced = of_cuts(
         build.profile,
         setting.workers(3),
@@ -219,13 +219,14 @@ def test_the_timeline_is_the_simulators(looked_at: Subject, found: dict[str, Any
     recipe = recipe_of(looked_at, None, None)
     assert recipe is not None
     shown = found["timeline"]
-    run = simulate(recipe.schedule, scenario_of(looked_at, looked_at.links, looked_at.timings), shown["minibatches"])
+    scenario = scenario_of(looked_at.plan, looked_at.known, recipe.demand)
+    run = simulate(recipe.schedule, scenario, shown["minibatches"])
     assert shown["seconds"] == run.seconds
     for worker, memory in enumerate(shown["memory"]):
         assert max(memory["bytes"]) == run.peak_bytes[worker]
         assert memory["bytes"][-1] == pytest.approx(
-            looked_at.workers[worker].memory_bytes
-            - looked_at.workers[worker].saved_bytes * looked_at.workers[worker].in_flight
+            looked_at.known.workers[worker].memory_bytes
+            - looked_at.known.workers[worker].saved_bytes * looked_at.known.workers[worker].in_flight
         )
         assert memory["seconds"] == sorted(set(memory["seconds"]))
         spans = [s for s in shown["spans"] if s[0] == worker]
@@ -243,7 +244,7 @@ def test_so_much_of_the_timeline_as_a_page_holds(monkeypatch: pytest.MonkeyPatch
 def test_the_forecast_is_the_compiles(looked_at: Subject, found: dict[str, Any]) -> None:
     from fxpipe.simulator.forecast import forecast
 
-    expected = forecast(looked_at)
+    expected = forecast(looked_at.plan, looked_at.known)
     assert found["forecast"]["milliseconds"] == 1e3 * expected.seconds_per_minibatch
     assert found["forecast"]["bubble"] == expected.bubble
     assert 1 - sum(found["forecast"]["busy"]) / looked_at.plan.workers == pytest.approx(expected.bubble)

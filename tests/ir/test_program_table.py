@@ -76,7 +76,7 @@ def test_it_stands_in_the_folder_and_comes_back(build: fxpipe.Build, table: Prog
     loaded = fxpipe.load(tmp_path / "build")
     assert loaded.nodes == table
     assert loaded.profile == build.profile
-    assert loaded.optimizer_bytes == build.optimizer_bytes
+    assert loaded.costs.optimizer_bytes == build.costs.optimizer_bytes
     again = loaded.save(tmp_path / "again")
     assert (tmp_path / "again" / "program.json").read_text() == (tmp_path / "build" / "program.json").read_text()
     assert again.nodes == table

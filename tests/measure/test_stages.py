@@ -20,6 +20,7 @@ from fxpipe.measure import stages as stage_times
 from fxpipe.measure.stages import measure_stages
 from fxpipe.observe import watch
 from fxpipe.plan.costs import StageTime
+from fxpipe.planner.build_costs import BuildCosts
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.worker import executor
 
@@ -233,7 +234,7 @@ def test_the_correction_compares_with_the_nodes() -> None:
     found = measure_stages(build, batch_of(), threads=1, repeats=1)
     for time_, row in zip(found, build.workers, strict=True):
         assert time_.nodes == (row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3)
-    bare = dataclasses.replace(build, workers=())
+    bare = dataclasses.replace(build, costs=BuildCosts())
     assert [t.nodes for t in measure_stages(bare, batch_of(), threads=1, repeats=1)] == [None, None]
 
 

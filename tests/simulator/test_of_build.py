@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,19 +12,14 @@ from torch import Tensor
 
 from fxpipe.build.build import Build
 from fxpipe.errors import BuildError, PolicyError
-from fxpipe.plan.costs import EdgeTiming
+from fxpipe.plan.costs import EdgeTiming, StageTime
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.mailbox import LocalTransport
 from fxpipe.simulator import simulate
+from fxpipe.simulator.forecast import forecast
+from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.of_build import scenario_of
-
-
-@dataclass
-class Times:
-    forward: float
-    backward: float
-    update: float
 
 
 def shifted(microbatches: int = 1, **options: Any) -> Build:
@@ -34,42 +28,48 @@ def shifted(microbatches: int = 1, **options: Any) -> Build:
     return lowered("gpt", microbatches, workers=3, **cuts(case, 3, 1), **options)
 
 
+def scenario(build: Build, policy: str | None = None, **costs: Any) -> Scenario:
+    """The build on links that cost nothing, without where its values are made, unless `costs` says otherwise."""
+    changed = dataclasses.replace(build.costs, **{"links": Links(), "timings": (), **costs})
+    return scenario_of(build.plan, changed, choose(build.plan, policy=policy).demand)
+
+
 def test_costs_and_memory_are_the_tables() -> None:
     build = shifted()
-    scenario = scenario_of(build, Links(latency=1e-3))
-    assert scenario.links == Links(latency=1e-3)
-    for cost, row in zip(scenario.workers, build.workers, strict=True):
+    made = scenario(build, links=Links(latency=1e-3))
+    assert made.links == Links(latency=1e-3)
+    for cost, row in zip(made.workers, build.workers, strict=True):
         assert cost.forward == pytest.approx(row.forward_ms / 1e3)
         assert cost.backward == pytest.approx((row.backward_ms + row.weight_ms) / 1e3)
         assert row.weight_ms > 0
         assert cost.update == pytest.approx(row.update_ms / 1e3)
         assert cost.update > 0
-    found = simulate(choose(build.plan).schedule, scenario, 12)
+    found = simulate(choose(build.plan).schedule, made, 12)
     assert found.peak_bytes == tuple(row.memory_bytes for row in build.workers)
 
 
 def test_a_slower_worker_takes_longer() -> None:
     build = shifted()
-    equal = simulate(choose(build.plan).schedule, scenario_of(build, Links()), 12)
-    slow = dataclasses.replace(build, speeds=(1.0,) * (build.plan.workers - 1) + (0.1,))
-    found = simulate(choose(build.plan).schedule, scenario_of(slow, Links()), 12)
+    equal = simulate(choose(build.plan).schedule, scenario(build), 12)
+    slow = scenario(build, speeds=(1.0,) * (build.plan.workers - 1) + (0.1,))
+    found = simulate(choose(build.plan).schedule, slow, 12)
     assert found.seconds_per_minibatch > 3 * equal.seconds_per_minibatch
 
 
 def test_measured_times_take_the_place_of_the_tables() -> None:
     build = shifted()
-    scenario = scenario_of(build, Links(), times=[Times(1, 2, 3), Times(4, 5, 6), Times(7, 8, 9)])
-    assert [(c.forward, c.backward, c.update) for c in scenario.workers] == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
-    assert [c.saved_bytes for c in scenario.workers] == [row.saved_bytes for row in build.workers]
+    made = scenario(build, times=(StageTime(1, 2, 3), StageTime(4, 5, 6), StageTime(7, 8, 9)))
+    assert [(c.forward, c.backward, c.update) for c in made.workers] == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    assert [c.saved_bytes for c in made.workers] == [row.saved_bytes for row in build.workers]
     with pytest.raises(BuildError, match="times of 1 workers, the build has 3"):
-        scenario_of(build, Links(), times=[Times(1, 2, 3)])
+        scenario(build, times=(StageTime(1, 2, 3),))
 
 
 def test_edges_become_messages_at_their_points() -> None:
     build = shifted()
     known = build.plan.edges[1]
-    scenario = scenario_of(build, Links(), [EdgeTiming(known.name, 0.25, 0.75)])
-    for edge, message in zip(build.plan.edges, scenario.messages, strict=True):
+    made = scenario(build, timings=(EdgeTiming(known.name, 0.25, 0.75),))
+    for edge, message in zip(build.plan.edges, made.messages, strict=True):
         assert (message.src, message.src_phase) == (edge.src, edge.src_phase)
         assert (message.dst, message.dst_phase) == (edge.dst, edge.dst_phase)
         assert message.bytes == edge.tensor.bytes > 0
@@ -78,12 +78,13 @@ def test_edges_become_messages_at_their_points() -> None:
 
 def test_a_build_without_costs_is_refused() -> None:
     with pytest.raises(BuildError, match="does not say what its workers cost"):
-        scenario_of(dataclasses.replace(shifted(), workers=()), Links())
+        scenario(shifted(), workers=())
 
 
 def test_a_policy_that_does_not_fit_the_schedule_is_refused() -> None:
+    build = shifted()
     with pytest.raises(PolicyError):
-        scenario_of(shifted(), Links(), schedule="1f1b", policy="stash")
+        forecast(build.plan, build.costs, schedule="1f1b", policy="stash")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +115,11 @@ def test_the_runtime_sends_the_same(
     case, _, _ = captured("gpt", microbatches)
     build.local().run(case.batches(minibatches))
 
-    scenario = scenario_of(build, Links())
-    found = simulate(choose(build.plan).schedule, scenario, minibatches)
-    sizes = {(r.owner, r.reader, r.bytes) for r in scenario.replicas}
-    assert sizes.isdisjoint((m.src, m.dst, m.bytes) for m in scenario.messages)  # so that they can be told apart
-    assert scenario.replicas
+    made = scenario(build)
+    found = simulate(choose(build.plan).schedule, made, minibatches)
+    sizes = {(r.owner, r.reader, r.bytes) for r in made.replicas}
+    assert sizes.isdisjoint((m.src, m.dst, m.bytes) for m in made.messages)  # so that they can be told apart
+    assert made.replicas
     simulated: Counter[tuple[object, ...]] = Counter()
     for t in found.transfers:
         weights = (t.src, t.dst, t.bytes) in sizes
@@ -132,12 +133,12 @@ def test_the_runtime_sends_the_same(
 def test_versions_are_those_of_the_demand(policy: str) -> None:
     build = shifted(policy=policy)
     demand = choose(build.plan).demand
-    scenario = scenario_of(build, Links())
+    made = scenario(build)
     for worker in range(3):
         wanted = {(r.owner, ph, *r.lags) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
-        found = {(r.owner, ph, lag) for r in scenario.replicas if r.reader == worker for ph, lag in r.reads}
+        found = {(r.owner, ph, lag) for r in made.replicas if r.reader == worker for ph, lag in r.reads}
         assert found == wanted
-    assert any(len(replica.reads) > 1 for replica in scenario.replicas) or policy == "latest"
+    assert any(len(replica.reads) > 1 for replica in made.replicas) or policy == "latest"
 
 
 @pytest.mark.parametrize(
@@ -150,5 +151,5 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
 def test_no_microbatch_waits_for_weights_that_only_later_ones_read(policy: str, microbatches: int) -> None:
     case, _, _ = captured("gpt", microbatches)
     build = lowered("gpt", microbatches, workers=4, schedule="async", policy="latest", **cuts(case, 4, 1))
-    found = simulate(choose(build.plan).schedule, scenario_of(build, Links(), policy=policy), 12)
+    found = simulate(choose(build.plan).schedule, scenario(build, policy), 12)
     assert found.seconds_per_minibatch > 0

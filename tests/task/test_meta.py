@@ -179,7 +179,7 @@ def test_the_stages_are_those_of_the_model_with_values(name: str) -> None:
     assert made.plan.meta
     assert not usual.plan.meta
     assert not {p.name for p in made.plan.parameters} & set(made.tensors)
-    assert made.optimizer_bytes == usual.optimizer_bytes
+    assert made.costs.optimizer_bytes == usual.costs.optimizer_bytes
 
 
 def test_ties_lists_moves_and_casts() -> None:

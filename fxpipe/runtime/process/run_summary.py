@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.build.costs import read_costs
 from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.observe.record import Record, samples_of
 from fxpipe.observe.run_folder import FORMAT, RUN
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.links import Links
+from fxpipe.planner.build_costs import read_costs
 from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.simulator.forecast import expect
 from fxpipe.strict_json import dumps
 
 if TYPE_CHECKING:
-    from fxpipe.plan.costs import EdgeTiming, StageTime, WorkerSummary
     from fxpipe.policy.recipe import Recipe
 
 _OWN: tuple[Kind, ...] = tuple(kind for kind in OF_TRAINING if kind != "wait")
@@ -171,18 +168,6 @@ def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> 
     write_run(summary)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What a build's files say of what it will do (see `fxpipe.simulator.forecast.Timed`)."""
-
-    plan: Plan
-    workers: Sequence[WorkerSummary]
-    speeds: Sequence[float]
-    times: Sequence[StageTime]
-    timings: Sequence[EdgeTiming]
-    links: Links
-
-
 def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
     """What the build's compile expects of such a run; None for a build that says nothing of its costs.
 
@@ -193,8 +178,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
         costs = read_costs(Path(folder))
         if costs is None or not costs.workers:
             return None
-        known = _Known(plan, costs.workers, costs.speeds, costs.times, costs.timings, costs.links)
-        scenario, simulation = expect(known, recipe)
+        scenario, simulation = expect(plan, costs, recipe)
     except FxpipeError as error:
         print(f"warning: {error.what}: there is no forecast to compare the run with", file=sys.stderr)
         return None

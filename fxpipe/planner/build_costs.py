@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildCosts:
-    """The file's content; each attribute is that of `Build`."""
+    """The file's content.
+
+    Attributes:
+        workers: the summary of each worker.
+        times: what each worker takes, measured stage by stage; empty where no one measured.
+        timings: where in its stages each edge's value is made and needed, for the simulator.
+        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
+        links, speeds: what the planner took them to be; no speeds: all equal.
+        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
+        engine_times: what each part of a stage takes on which engine; empty where no one measured.
+    """
 
     workers: tuple[WorkerSummary, ...] = ()
     times: tuple[StageTime, ...] = ()
