@@ -147,11 +147,14 @@ def _refuse_model_options(context: click.Context, target: str) -> None:
 
 
 def _check_page(path: Path) -> None:
-    """Before the work: the page can be written, and not into a build, which is replaced as a whole.
+    """Check before any work that the page can be written, and not into a build, which is replaced as a whole.
 
     Raises:
         BuildError: it cannot.
     """
+    from fxpipe.inspection.report.page import check_plotly
+
+    check_plotly()
     folder = path.resolve().parent
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise BuildError(f"--html {path} cannot be written", hint="choose a file in a folder that exists")

@@ -23,25 +23,25 @@ PINNED = "pinned"
 
 
 @dataclass(frozen=True)
-class Balance:
-    """What kinds of cuts come to.
+class CutsComparison:
+    """The build's own cuts compared with the best of each kind.
 
     Attributes:
-        efficiency: how much of the ideal the build's own cuts reach; None where nobody knows what its units or its
-            links cost.
-        rows: a row for each kind of cuts; one of them, or one more behind them, is what the build has: it is `chosen`.
+        efficiency: how much of the ideal the build's own cuts reach; None where the costs of its units or links are
+            not known.
+        rows: a row for each kind of cuts. The row of what the build has is `chosen`: one of them, or one more after
+            them.
     """
 
     efficiency: float | None = None
     rows: tuple[dict[str, Any], ...] = ()
 
 
-def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) -> Balance:
-    """The build's own cuts beside the best of each kind, under a schedule and a policy.
+def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) -> CutsComparison:
+    """Compare the build's own cuts with the best of each kind, under a schedule and a policy.
 
-    What the compile compared is taken from there. The rest is planned without limits of memory; and the build's own
-    cuts are priced anew, as a row of their own, where the schedule or the policy is not the one that they were planned
-    for, or where nobody planned them.
+    What the compile compared is taken from there. The rest is planned without limits of memory. The build's own cuts
+    are priced anew, as a row of their own, where they were planned for another schedule or policy, or given by hand.
 
     Args:
         compare: whether to plan the cuts that the build does not have, which takes seconds for many workers; without
@@ -51,9 +51,9 @@ def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) ->
     planned_for = recipe is None or (recipe.schedule.name, str(recipe.policy)) == (plan.schedule, plan.policy)
     chosen = compared[-1] if compared and planned_for else None
     if subject.profile is None or subject.costs is None or recipe is None:
-        return Balance(None if chosen is None else chosen.efficiency)
+        return CutsComparison(None if chosen is None else chosen.efficiency)
     if chosen is not None and not compare:
-        return Balance(chosen.efficiency)
+        return CutsComparison(chosen.efficiency)
     workers = _workers(subject, recipe)
     found = {p.mode: p for p in compared} if planned_for else {}
     if compare and any(mode not in found for mode in MODES):
@@ -63,7 +63,7 @@ def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) ->
     if chosen is None:
         chosen = found[PINNED] = _own(subject, workers)
     rows = tuple(_row(found[mode], mode == chosen.mode) for mode in (*MODES, PINNED) if mode in found)
-    return Balance(chosen.efficiency, rows if compare else ())
+    return CutsComparison(chosen.efficiency, rows if compare else ())
 
 
 def _widened(found: dict[str, Partition]) -> dict[str, Partition]:

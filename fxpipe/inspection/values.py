@@ -15,10 +15,10 @@ LEVELS = 3
 """How many steps back the inputs of a value are followed."""
 
 MOST = 40
-"""Lines of one list; what is behind them is counted."""
+"""Lines of one list; what comes after them is counted."""
 
 PLACEHOLDERS = ("parameter", "buffer", "input")
-"""The operators of nodes that are no calls, but what the step is given."""
+"""The operators of nodes that are no calls but what the step is given."""
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ def trace(facts: Json, name: str) -> Json:
     Returns:
         By "kind":
         "node": "value", "readers", "kept" (who keeps it for backward, or gets it for that) and "inputs": its steps
-        back, each with its "level", and "more" where its own inputs are not listed behind it.
+        back, each with its "level", and "more" where its own inputs are not listed after it.
         "parameter": "value", "names", "owner", "replicas", "edges", "readers" and "gradient" (the node that makes it;
         None where it is not trained).
         "module": the module's row with "nodes", the first 40 of its "of" nodes.
@@ -51,7 +51,7 @@ def trace(facts: Json, name: str) -> Json:
             where=facts["build"]["folder"],
             hint="compile the model again: fxpipe compile MODEL -o BUILD",
         )
-    graph = _Graph(facts)
+    graph = _ValueGraph(facts)
     row = graph.row(name)
     if row is not None:
         return graph.parameter(row) if graph.op[row] == "parameter" else graph.node(row)
@@ -69,7 +69,7 @@ def trace(facts: Json, name: str) -> Json:
     )
 
 
-class _Graph:
+class _ValueGraph:
     """The nodes of the facts with their readers."""
 
     def __init__(self, facts: Json) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,23 @@ SCRIPTS = (  # in the order in which they stand in the page; one scope
 )
 
 
+def check_plotly() -> None:
+    """Refuse, before any work is done, to write a page without the package that draws its charts.
+
+    Raises:
+        BuildError: Plotly is not installed.
+    """
+    if find_spec("plotly") is None:
+        raise BuildError("--html needs the package plotly, which is not installed", hint="pip install 'fxpipe[report]'")
+
+
 def write_report(facts: dict[str, Any], path: Path) -> None:
     """Write the page of `facts`, see `page`, as a whole or not at all: it appears under its name when it is complete.
 
     Raises:
-        BuildError: something that is no plain file is there, or the disk says no; what was there before is there still.
+        BuildError: Plotly is not installed, the target is not a plain file, or the disk refuses. The old file then stays.
     """
+    check_plotly()
     whole = page(facts)
     target = Path(os.path.realpath(path))  # a link stays, and leads to the new page
     partial = target.with_name(f".fxpipe-report-{secrets.token_hex(6)}")

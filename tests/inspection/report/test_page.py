@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from fxpipe.cli.inspect import inspect_command
 from torch import nn
 
 import fxpipe
@@ -139,3 +141,11 @@ def test_a_page_takes_the_place_of_an_old_one(made_facts: Callable[..., Any], tm
     assert link.is_symlink()
     assert inside(path.read_text(encoding="utf-8")) == facts
     assert sorted(os.listdir(tmp_path)) == ["link.html", "report.html"]
+
+
+def test_without_plotly_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("fxpipe.inspection.report.page.find_spec", lambda name: None)
+    result = CliRunner().invoke(inspect_command, ["no_build_at_all", "--html", str(tmp_path / "report.html")])
+    assert isinstance(result.exception, BuildError)
+    assert "--html needs the package plotly" in str(result.exception)
+    assert result.exception.hint == "pip install 'fxpipe[report]'"
