@@ -48,7 +48,7 @@ def write_report(facts: dict[str, Any], path: Path) -> None:
     """Write the page of `facts`, see `page`, as a whole or not at all: it appears under its name when it is complete.
 
     Raises:
-        BuildError: Plotly is not installed, the target is not a plain file, or the disk refuses. The old file then stays.
+        BuildError: Plotly is not installed, the target is not a plain file, or the disk refuses; an old page stays.
     """
     check_plotly()
     whole = page(facts)
