@@ -74,6 +74,7 @@ def test_joining_needs_torchrun(tmp_path: Path) -> None:
         build.join(lambda: case.batches(2))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_join_under_torchrun(tmp_path: Path) -> None:
     case = CASES["gpt"]

@@ -47,6 +47,7 @@ def test_the_script_compares_it(example: ModuleType, capsys: pytest.CaptureFixtu
     assert all(0 < loss < 3 for loss in losses.values())
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_every_worker_of_a_run_knows_it(example: ModuleType, tmp_path: Path) -> None:
     build = tmp_path / "build"

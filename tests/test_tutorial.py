@@ -30,12 +30,14 @@ def page() -> ModuleType:
     return module_at(TUTORIAL / "page.py", "tutorial_page")
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_program_prints() -> None:
     kept, made = (TUTORIAL / "README.md").read_text(encoding="utf-8"), printed("--markdown")
     difference = "\n".join(difflib.unified_diff(kept.splitlines(), made.splitlines(), "README.md", "printed"))
     assert made == kept, f"python docs/tutorial/tutorial.py --markdown > docs/tutorial/README.md\n{difference}"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_the_same_without_markup() -> None:
     text, page = printed(), (TUTORIAL / "README.md").read_text(encoding="utf-8")
     assert "```" not in text

@@ -75,6 +75,7 @@ def test_the_models_are_of_this_build(said: dict[str, Any], folder: Path) -> Non
     assert str(folder).encode() not in text, "no paths of this machine"
 
 
+@pytest.mark.slow
 def test_an_earlier_export_is_replaced_and_a_foreign_folder_is_not(said: dict[str, Any], folder: Path) -> None:
     with unchanged(folder):
         result = fxpipe("export", folder / "build", "-o", folder / "build")
@@ -236,6 +237,7 @@ def test_trained_weights_for_inference(folder: Path, trained: Path, tmp_path: Pa
     torch.testing.assert_close(torch.from_numpy(values[0]), net.eval()(x).detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trained_weights_in_the_training_step(folder: Path, trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "onnx"
     result = fxpipe("export", folder / "build", "-o", out, "--weights", "initializers", "--trained", trained)

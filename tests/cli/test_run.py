@@ -81,6 +81,7 @@ def test_processes_and_one_process_agree_to_the_last_bit(real: Result, local: Re
         assert {k: one[k] for k in ("step", "loss", "lr")} == {k: other[k] for k in ("step", "loss", "lr")}
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_torchrun_starts_the_same_command(local: Result, folder: Path, tmp_path: Path) -> None:
     arguments = ("--steps", TRAINED, "--seed", 3, "--threads", 1, "--out", tmp_path / "out", "--json")

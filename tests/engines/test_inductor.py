@@ -82,6 +82,7 @@ def build() -> Build:
     return lowered("gpt-dropout", forward_at=("blocks.1",), backward_at=("blocks.1",))
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
 def test_stage_is_eager(build: Build, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_an_operator_that_onnx_lacks_is_named_with_its_module(tmp_path: Path) ->
     assert not (tmp_path / "onnx").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_onnxruntime")
 def test_auto_leaves_it_out_for_that_part_alone() -> None:
     build = fxpipe.compile(*warping(), backend="auto", **WHERE)
@@ -93,7 +94,7 @@ def test_auto_leaves_it_out_for_that_part_alone() -> None:
 
 
 @pytest.mark.usefixtures("only_onnxruntime")
-@pytest.mark.parametrize("name", ["gpt", "conv"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "conv"])
 def test_bfloat16_is_left_out_on_the_cpu(name: str) -> None:
     case = CASES[name]
     options = {"autocast": "bf16", "cost": "analytic", "workers": 2, **cuts(case, 2, 1)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +24,6 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not inst
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
 from fxpipe.export.inference import InferenceExport, export_inference  # noqa: E402
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_onnx.py"
 
 
 def planned(model: nn.Module, loss: Callable[..., Any], batch: Any, *at: str) -> Plan:
@@ -103,6 +99,7 @@ def test_batch_norm_and_weights_under_the_models_names(tmp_path: Path) -> None:
     assert all(np.array_equal(value, state[name]) for name, value in held.items())
 
 
+@pytest.mark.slow
 def test_inputs_that_enter_late_and_samples_left_out(tmp_path: Path) -> None:
     case = CASES["dict"]
     model, batch = case.make(), case.batch(4)
@@ -121,6 +118,7 @@ class Recurrent(nn.Module):
         return self.second(self.first(x)[0])[0][:, -1]
 
 
+@pytest.mark.slow
 def test_recurrent_layers(tmp_path: Path) -> None:
     model, batch = Recurrent(), (torch.randn(4, 3, 6), torch.randn(4, 1))
     made = export_inference(model, regression, batch, tmp_path, plan=planned(model, regression, batch, "second"))
@@ -154,6 +152,7 @@ class Flattening(nn.Module):
         return y.view(rows, length, 3) + x[..., :3]
 
 
+@pytest.mark.slow
 def test_sizes_are_found_again_in_later_stages(tmp_path: Path) -> None:
     model, batch = Flattening(), (torch.randn(4, 5, 6), torch.randn(4, 1, 1))
     made = export_inference(model, regression, batch, tmp_path, plan=planned(model, regression, batch, "b.0", "b.2"))
@@ -352,17 +351,3 @@ def test_wrong_numbers_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ExportError, match="differs from the model's own"):
         export_inference(nn.Linear(6, 1), regression, vectors(), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_example_serves_what_the_model_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLE.parent)
-    monkeypatch.delitem(sys.modules, "gpt", raising=False)
-    import gpt
-
-    monkeypatch.setattr(gpt, "LAYERS", 2)
-    example = runpy.run_path(str(EXAMPLE))
-    assert example["main"]() == 0
-    assert "the model's own" in capsys.readouterr().out
-    monkeypatch.delitem(sys.modules, "gpt")

@@ -37,6 +37,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     return lowered("function", workers=2, **cuts(CASE, 2, 0))
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_off_for_no_reason_is_refused(build: Build, tmp_path: Path) -> None:
     with pytest.raises(
         ExportError, match=r"pipeline\.onnx does not compute .* grad:layers\.0\.weight is off by 2\.0e-03"
@@ -45,6 +46,7 @@ def test_a_pipeline_that_is_off_for_no_reason_is_refused(build: Build, tmp_path:
     assert not (tmp_path / "onnx").exists()
 
 
+@pytest.mark.slow
 def test_one_whose_stages_move_as_far_by_rounding_is_written(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def test_a_parameter_called_loss() -> None:
 # ---- weights ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["initializers", "external"])
 def test_weights_within_and_beside(
     form: WeightsForm, exported: tuple[Path, list[ExportedFile]], build: Build, tmp_path: Path
@@ -343,6 +344,7 @@ def test_masks_are_inputs_and_an_edit_is_exported(tmp_path: Path) -> None:
     assert "stage_0.forward.mask_0" in {v.name for v in onnx.load(tmp_path / "onnx" / "pipeline.onnx").graph.input}
 
 
+@pytest.mark.slow
 def test_a_stage_that_computes_nothing_has_no_file(tmp_path: Path) -> None:
     """Frozen up to its last module: the first worker's backward has nothing to do."""
     torch.manual_seed(0)

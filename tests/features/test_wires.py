@@ -29,7 +29,7 @@ def test_wires() -> None:
 
 @pytest.mark.slow
 def test_wires_under_any_cuts() -> None:
-    check_any_cuts(FEATURE, range(20))
+    check_any_cuts(FEATURE, range(8))
 
 
 @functools.cache
@@ -48,6 +48,7 @@ def built() -> fxpipe.Build:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_all_dtypes_and_layouts_arrive_as_in_one_process(tmp_path: Path) -> None:
     file = Path(shutil.copy(wire_model.__file__, tmp_path / "model.py"))

@@ -118,6 +118,7 @@ def test_eager_stays_where_nothing_gains(chosen: Callable[..., Build]) -> None:
     assert {t.engine for t in build.costs.engine_times if t.chosen} == {"eager"}
 
 
+@pytest.mark.slow
 def test_only_files_of_taken_engines_are_kept_and_found_again(chosen: Callable[..., Build], tmp_path: Path) -> None:
     build = chosen("quick", "slow")
     assert sorted(name.split("-")[0] for name in build.engine_files) == sorted(

@@ -47,6 +47,7 @@ def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_of_many_pairs_some_are_measured_each_with_patience_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def test_a_prediction_counts_where_it_is_read(sleepers: Any, monkeypatch: pytest
     assert sleepers(tied, policy="spectrain")[0] == {"forward": PAUSE, "update": PAUSE}, "replicas are sent predicted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 32), ("gpipe", 32), ("async", 1)])
 @pytest.mark.parametrize("pause", [0.001, 0.3, 5.0])
 def test_measuring_takes_no_longer_than_it_must(clock: Clock, schedule: str, microbatches: int, pause: float) -> None:

@@ -27,7 +27,7 @@ MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, 
 @pytest.mark.parametrize(
     ("toy_options", "run_options"),
     [
-        ({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}),
+        pytest.param({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}, marks=pytest.mark.slow),
         ({"microbatches": 4, "schedule": "1f1b", "tied": True, "forward": (0, 1, 1), "backward": (0, 0, 1)}, {}),
     ],
 )

@@ -63,6 +63,7 @@ def plan() -> Plan:
     return _plan(Rich, torch.zeros(2, 3, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_each_parameter_alone_gets_what_all_get(plan: Plan) -> None:
     state = torch.get_rng_state()
     others = random.getstate()

@@ -135,6 +135,7 @@ def test_a_trace_that_cannot_be_written_costs_nothing_else(toy: Any, tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == ["build", "file", "model.py", "out"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_left_is_removed(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = toy(spoil={1: ("loss = (", "raise ValueError\n    loss = (")}).save(tmp_path / "build")
     trace = tmp_path / "trace.json"

@@ -284,6 +284,7 @@ def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_the_run_is_that_of_the_ordinary_build(folder: Path) -> None:
     held = load_file(folder / "build" / "weights.safetensors")
     assert {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"} <= set(held)

@@ -32,12 +32,9 @@ from fxpipe.stages.microbatch import record_calls, run_exactly, run_part
 from fxpipe.stages.pure_part import trace_stage
 from fxpipe.task.batch import Splitter
 
+pytestmark = pytest.mark.slow  # translation takes its time
 STEPS = 20
-
-
-def named(fast: set[str]) -> list[Any]:
-    """All models; but for a few, translation takes too long for every run."""
-    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in (*CORE, *map("case:{}".format, CASES))]
+NAMES = (*CORE, *map("case:{}".format, CASES))
 
 
 def lowered(name: str, choose: Callable[[Program], Cuts], size: int | None = None) -> tuple[Build, list[Any]]:
@@ -79,23 +76,21 @@ def errors(build: Build, batch: Any, folder: Path) -> Iterator[tuple[str, float]
             yield part.name, check_outputs(made, expected, found, exact)
 
 
-@pytest.mark.parametrize("choose", [even_cuts, pytest.param(apart_cuts, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", named({"case:conv"}))
-def test_every_part_agrees_on_onnxruntime(name: str, choose: Callable[[Program], Cuts], tmp_path: Path) -> None:
-    build, batches = lowered(name, choose)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_agrees_on_onnxruntime(name: str, tmp_path: Path) -> None:
+    build, batches = lowered(name, apart_cuts)
     with torch.no_grad():
         found = dict(errors(build, batches[0], tmp_path / "build"))
     assert len(found) == 2 * WORKERS
     assert max(found.values()) <= EXACT, found
 
 
-@pytest.mark.parametrize("choose", [even_cuts, pytest.param(apart_cuts, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", named(set()))
-def test_every_part_is_exported(name: str, choose: Callable[[Program], Cuts], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_is_exported(name: str, tmp_path: Path) -> None:
     """`export` writes nothing that onnx.checker refuses or that onnxruntime computes otherwise."""
     from fxpipe.export.stages import export
 
-    build, batches = lowered(name, choose)
+    build, batches = lowered(name, even_cuts)
     told: list[str] = []
     found = export(build, tmp_path / "onnx", batches[0], warn=told.append)
     assert {f.name for f in found} == {p.name for p in (tmp_path / "onnx").iterdir()}
@@ -111,10 +106,10 @@ def test_every_part_is_exported(name: str, choose: Callable[[Program], Cuts], tm
     ("name", "size", "lr"),
     [
         # Batch norm: at larger steps the last bits of the initial weights alone move eager's losses by more.
-        pytest.param("resnet18", 16, 3e-5, marks=pytest.mark.slow),
-        pytest.param("vit", None, 0.01, marks=pytest.mark.slow),
-        pytest.param("llama", None, 0.01, marks=pytest.mark.slow),
-        pytest.param("residual-lstm", None, 0.01, marks=pytest.mark.slow),
+        ("resnet18", 16, 3e-5),
+        ("vit", None, 0.01),
+        ("llama", None, 0.01),
+        ("residual-lstm", None, 0.01),
     ],
 )
 def test_onnxruntime_trains_as_eager(name: str, size: int | None, lr: float) -> None:
