@@ -70,7 +70,7 @@ class ProfileError(FxpipeError):
 
 
 class VerifyError(FxpipeError):
-    """A program breaks the law of its level: a defect of a pass."""
+    """A program breaks the law of its level (a defect of a pass), or passes stand in a wrong order."""
 
 
 class BuildError(FxpipeError):

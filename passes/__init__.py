@@ -60,9 +60,9 @@ def evaluation_passes(workers: int, owners: Mapping[str, int], shape: int, comma
         Cost("analytic"),  # bytes; nothing is chosen by its times
         PlaceEvaluation(workers, owners),  # where the weights are
         Rematerialize(),  # masks and positions are made where they are read
-        Comm(prefix=f"evaluate.{shape}:"),  # edges of their own beside those of training
+        Comm(prefix=f"evaluate.{shape}:"),  # edges of their own, next to those of training
         Split(),
-        Codegen(command, shape),
+        Codegen(command, f"evaluate_{{worker}}_{shape}.py" if shape else "evaluate_{worker}.py"),
     ]
 
 
@@ -96,6 +96,6 @@ def default_passes(options: Options) -> list[Pass]:
         ),
         Rematerialize(),  # before comm: what is computed again is not sent
         Comm(),  # after it no value crosses workers but through Send and Recv
-        Split(),  # one forward and one backward graph for each worker
+        Split(),  # a graph for each phase of each worker
         Codegen(options.command),  # last: the product
     ]

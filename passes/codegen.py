@@ -1,7 +1,4 @@
-"""codegen: write each stage as a Python file that a person can read, debug, edit and run again.
-
-Of an evaluation, each worker's share of it.
-"""
+"""codegen: write each stage as a Python file that a person can read, debug, edit and run again."""
 
 from __future__ import annotations
 
@@ -22,47 +19,37 @@ from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
+_TAKEN = ("torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
 
 
 @dataclass(frozen=True)
 class Codegen(Pass):
-    """Emit `stage_k.py` for every stage; of an evaluation, `evaluate_k.py` for every worker.
+    """Emit a file for every stage, with a function for each of its parts.
 
     Fields:
         command: what made the build, for the header.
-        shape: of an evaluation: the number of its batches' shape; from 1 on it stands in the files' names.
+        file: the files' names; `{worker}` is the stage's number.
     """
 
     name: ClassVar[str] = "codegen"
-    requires: ClassVar[Level] = Level.WIRED
-    provides: ClassVar[Level] = Level.WIRED
+    requires: ClassVar[Level] = Level.SPLIT
+    provides: ClassVar[Level] = Level.EMITTED
 
     command: str = "fxpipe.compile(...)"
-    shape: int = 0
+    file: str = "stage_{worker}.py"
 
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
-        if program.evaluates:
-            files = {
-                evaluation_file(worker, self.shape): _share(program, worker, part, edges, self.command)
-                for worker, part in enumerate(program.shares)
-            }
-            return replace(program, files=files)
-        files = {f"stage_{stage.worker}.py": _file(program, stage, edges, self.command) for stage in program.stages}
-        return replace(program, files=files)
+        header = _training_header if "B" in program.phases else _evaluation_header
+        stages = []
+        for stage in program.stages:
+            functions = [_Function(part, edges) for part in stage.parts.values()]
+            source = _text(header(program, stage, edges, self.command), functions)
+            stages.append(replace(stage, file=self.file.format(worker=stage.worker), source=source))
+        return replace(program, level=self.provides, stages=tuple(stages))
 
 
-def evaluation_file(worker: int, shape: int) -> str:
-    """The name of the file with a worker's share of an evaluation."""
-    return f"evaluate_{worker}_{shape}.py" if shape else f"evaluate_{worker}.py"
-
-
-def _share(program: Program, worker: int, part: Part, edges: dict[str, EdgeSpec], command: str) -> str:
-    header = _share_header(program, worker, part, edges, command)
-    return _text(header, _Function(part, edges, "evaluate", "batch"))
-
-
-def _text(header: Iterator[str], *functions: _Function) -> str:
+def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
     """A file: its header, what it imports, its functions."""
     modules = registering(function.part.graph for function in functions)
     imports = [f"import {module}  # defines operators that are called below" for module in modules]
@@ -72,13 +59,14 @@ def _text(header: Iterator[str], *functions: _Function) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _share_header(program: Program, worker: int, part: Part, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
+def _evaluation_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
     assert program.cuts is not None
-    arriving, leaving = (sum(edges[n].tensor.bytes for n in names) for names in (part.spec.receives, part.spec.sends))
+    worker, spec = stage.worker, stage.parts["F"].spec
+    arriving, leaving = (sum(edges[n].tensor.bytes for n in names) for names in (spec.receives, spec.sends))
     yield f'"""Evaluation on worker {worker} of {program.cuts.workers}, made by: {command}'
     yield ""
     yield f"computes  {_units(program, program.cuts.forward[worker : worker + 2])}"
-    yield f"metrics   {', '.join(part.spec.metrics) or 'none'}"
+    yield f"metrics   {', '.join(spec.metrics) or 'none'}"
     yield f"receives  {arriving:,} bytes a batch"
     yield f"sends     {leaving:,} bytes a batch"
     yield ""
@@ -88,18 +76,12 @@ def _share_header(program: Program, worker: int, part: Part, edges: dict[str, Ed
     yield '"""'
 
 
-def _file(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> str:
-    forward = _Function(stage.forward, edges, "forward", "batch")
-    backward = _Function(stage.backward, edges, "backward", "saved")
-    return _text(_header(program, stage, edges, command), forward, backward)
-
-
-def _header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
+def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
     assert program.cuts is not None
     worker, workers = stage.worker, program.cuts.workers
     names = {p.names[0]: p for p in program.parameters}
-    owned = stage.backward.spec.gradients
-    read = dict.fromkeys((*stage.forward.spec.weights, *stage.backward.spec.weights))
+    owned = stage.parts["B"].spec.gradients
+    read = dict.fromkeys(name for part in stage.parts.values() for name in part.spec.weights)
     replicas = [n for n in read if n not in owned and names[n].trained]
     frozen = [n for n in read if not names[n].trained]
     sizes = {p.names[0]: size_of(program.values[p.node]) for p in program.parameters}
@@ -137,13 +119,13 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
 class _Function:
     """Emits one part as a function."""
 
-    def __init__(self, part: Part, edges: dict[str, EdgeSpec], function: str, third: str) -> None:
+    def __init__(self, part: Part, edges: dict[str, EdgeSpec]) -> None:
         self.part = part
         self.edges = edges
-        self.function = function
-        self.third = third
+        self.function = part.function
+        self.third = "saved" if part.function == "backward" else "batch"
         self.names: dict[fx.Node, str] = {}
-        self.taken = {"torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward", function}
+        self.taken = {*_TAKEN, self.function}
         for node in part.graph.nodes:
             if not is_send(node):
                 self.names[node] = self._unique(node.name)
@@ -217,7 +199,7 @@ class _Function:
         return argument_text(tuple(nodes), self.names.__getitem__)
 
     def _last_uses(self) -> dict[fx.Node, list[str]]:
-        """By node, the names that are dropped behind it: values with memory that nothing below reads."""
+        """By node, the names that are dropped after it: values with memory that nothing below reads."""
         last: dict[fx.Node, fx.Node] = {}
         for node in self.part.graph.nodes:
             if node.op == "call_function" and not is_send(node):

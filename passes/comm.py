@@ -53,10 +53,8 @@ class Comm(Pass):
             wiring.wire(node)
         wiring.postpone()
         program = replace(program, wires=wiring.edges)
-        phases: tuple[Phase, ...] = () if program.evaluates else ("F", "B")
-        for phase in phases:
-            while gap := first_gap(program, phase):
-                wiring.pace(gap, program.device)
+        while gap := first_gap(program):
+            wiring.pace(gap, program.device)
         return program
 
 

@@ -42,7 +42,7 @@ class Cost(Pass):
     """
 
     name: ClassVar[str] = "cost"
-    requires: ClassVar[Level] = Level.CAPTURED
+    requires: ClassVar[Level] = Level.NUMBERED
     provides: ClassVar[Level] = Level.COSTED
 
     mode: Literal["measured", "analytic"] = "measured"

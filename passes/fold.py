@@ -8,17 +8,16 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpipe.ir.aten import is_random, is_view
-from fxpipe.ir.program import Level, Program, info, value
+from fxpipe.ir.aten import is_random, is_view, repeats
+from fxpipe.ir.program import Level, Program, value
 from fxpipe.ir.transform import Pass
 
 aten = torch.ops.aten
-_NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
 @dataclass(frozen=True)
 class Fold(Pass):
-    """Remove no-ops and dead nodes, and stand all of forward before all of backward.
+    """Remove no-ops and dead nodes.
 
     Before:                                     After:
         d = aten.detach.default(x)                  y = aten.relu.default(x)
@@ -32,12 +31,12 @@ class Fold(Pass):
 
     name: ClassVar[str] = "fold"
     requires: ClassVar[Level] = Level.CAPTURED
-    provides: ClassVar[Level] = Level.CAPTURED
+    provides: ClassVar[Level] = Level.FOLDED
 
     def __call__(self, program: Program) -> Program:
-        program = program.copy()
+        program = program.copy(level=self.provides)
         for node in list(program):
-            same = _same_as(node)
+            same = repeats(node)
             if same is not None:
                 node.replace_all_uses_with(same)
                 program.graph.erase_node(node)
@@ -46,22 +45,7 @@ class Fold(Pass):
             elif node.target is aten.native_batch_norm_backward.default:
                 _forget_running_statistics(node)
         remove_dead(program.graph)
-        _forward_first(program)
         return program
-
-
-def _same_as(node: fx.Node) -> fx.Node | None:
-    """An input that this node only repeats."""
-    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if source is None:
-        return None
-    if node.target in _NOTHING:
-        return source
-    if node.target is aten.t.default and source.target is aten.t.default:
-        twice = source.args[0]
-        assert isinstance(twice, fx.Node)
-        return twice
-    return None
 
 
 def _stride_over_base(node: fx.Node) -> None:
@@ -79,7 +63,7 @@ def _stride_over_base(node: fx.Node) -> None:
 
 
 def _forget_running_statistics(node: fx.Node) -> None:
-    """In train mode the backward of batch norm takes the running statistics and reads them not."""
+    """In train mode the backward of batch norm takes the running statistics and does not read them."""
     train = node.args[7]
     if train:
         node.args = (*node.args[:3], None, None, *node.args[5:])
@@ -90,15 +74,3 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)
-
-
-def _forward_first(program: Program) -> None:
-    nodes = list(program)
-    for node in nodes:
-        if any(n.op == "call_function" and info(n).phase == "B" for n in node.all_input_nodes):
-            info(node).phase = "B"
-    forward = [n for n in nodes if info(n).phase == "F"]
-    backward = [n for n in nodes if info(n).phase == "B"]
-    output = program.graph.output_node()
-    for node in (*forward, *backward):
-        output.prepend(node)

@@ -27,8 +27,8 @@ class MergeEqual(Pass):
     """
 
     name: ClassVar[str] = "merge_equal"
-    requires: ClassVar[Level] = Level.CAPTURED
-    provides: ClassVar[Level] = Level.CAPTURED
+    requires: ClassVar[Level] = Level.FOLDED
+    provides: ClassVar[Level] = Level.FOLDED
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()

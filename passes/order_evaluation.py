@@ -30,8 +30,8 @@ class OrderEvaluation(Pass):
     """
 
     name: ClassVar[str] = "order_evaluation"
-    requires: ClassVar[Level] = Level.CAPTURED
-    provides: ClassVar[Level] = Level.CAPTURED
+    requires: ClassVar[Level] = Level.FOLDED
+    provides: ClassVar[Level] = Level.FOLDED
 
     owners: Mapping[str, int]
 

@@ -37,8 +37,8 @@ class SplitBackward(Pass):
     """
 
     name: ClassVar[str] = "split_backward"
-    requires: ClassVar[Level] = Level.CAPTURED
-    provides: ClassVar[Level] = Level.CAPTURED
+    requires: ClassVar[Level] = Level.FOLDED
+    provides: ClassVar[Level] = Level.FOLDED
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()

@@ -25,8 +25,8 @@ class Units(Pass):
     """
 
     name: ClassVar[str] = "units"
-    requires: ClassVar[Level] = Level.CAPTURED
-    provides: ClassVar[Level] = Level.CAPTURED
+    requires: ClassVar[Level] = Level.FOLDED
+    provides: ClassVar[Level] = Level.NUMBERED
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
@@ -34,14 +34,14 @@ class Units(Pass):
         placeholders = program.placeholders
         buffers = {new: placeholders[name] for name, new in program.updates().items()}
         units = _forward([n for n in nodes if info(n).phase == "F"], buffers)
-        if not program.evaluates:
+        if program.loss_node is not None:
             _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
         for node in nodes:
             record = info(node)
             if record.phase == "B" and not record.module:
                 record.module = units[record.unit]
         mark_weight_gradients(program)
-        return replace(program, units=tuple(units))
+        return replace(program, level=self.provides, units=tuple(units))
 
 
 def is_source(node: fx.Node, sources: set[fx.Node]) -> bool:

@@ -73,7 +73,7 @@ def test_the_lines_of_the_program_were_printed() -> None:
     program = fxpipe.capture(task.model(), task.loss, task.example())
     fxpipe.lower(
         program, workers=2, forward_at=["c"], backward_at=["b"], cost="analytic",
-        observers=[lambda n, step, made, seconds: texts.append(print_program(made)) if step.name == "cut" else None],
+        observers=[lambda a: texts.append(print_program(a.program)) if a.step.name == "cut" else None],
     )  # fmt: skip
     shown = re.findall(r"^    (\w+ = aten.*)$", page("README.md"), re.M)
     assert len(shown) == 4

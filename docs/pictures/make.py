@@ -82,7 +82,7 @@ def compiled() -> Example:
     programs: list[Program] = []
     build = fxpipe.compile(
         tiny.model(), tiny.loss, tiny.train_data()[0], workers=2, forward_at=["c"], backward_at=["b"], cost="analytic",
-        observers=[lambda number, step, program, seconds: programs.append(program)],
+        observers=[lambda applied: programs.append(applied.program)],
     )  # fmt: skip
     wired = programs[-1]
     found = []

@@ -21,7 +21,7 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Program, info, unit_name
-from fxpipe.ir.transform import Pass, run_passes
+from fxpipe.ir.transform import Applied, run_passes
 from fxpipe.plan.costs import WorkerSummary
 from fxpipe.planner.cuts import Cuts
 from fxpipe.policy import make as make_policy
@@ -100,10 +100,10 @@ class Walk:
         self.expected = program.run()
         self.passes = default_passes(Options(cuts=CUTS, cost="analytic", split_backward=True))
 
-    def show(self, number: int, step: Pass, program: Program, seconds: float) -> None:
-        self.page.heading(f"Pass {number}: {step.name}")
-        getattr(self, step.name)(program)
-        self.program = program
+    def show(self, applied: Applied) -> None:
+        self.page.heading(f"Pass {applied.number}: {applied.step.name}")
+        getattr(self, applied.step.name)(applied.program)
+        self.program = applied.program
 
     def fold(self, program: Program) -> None:
         self.page.say("""

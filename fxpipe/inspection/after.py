@@ -19,7 +19,7 @@ from fxpipe.plan.spec import Plan
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.ir.program import Program
-    from fxpipe.ir.transform import Pass
+    from fxpipe.ir.transform import Applied
     from fxpipe.task.model_file import Task
 
 CAPTURE = "capture"
@@ -224,12 +224,12 @@ class _Watched:
             )
         return build
 
-    def _observe(self, number: int, step: Pass, program: Program, seconds: float) -> None:
+    def _observe(self, applied: Applied) -> None:
         from fxpipe.ir.printer import print_program
 
-        self.seen.append(step.name)
-        if step.name == self.pass_name:
-            self.text = print_program(program)
+        self.seen.append(applied.step.name)
+        if applied.step.name == self.pass_name:
+            self.text = print_program(applied.program)
             if not self.to_the_end:
                 raise _Reached
 

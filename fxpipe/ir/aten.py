@@ -26,6 +26,8 @@ _CHEAP = {
 }
 
 
+_NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+
 # Norms whose statistics (their second and third value) have float32 where low-precision input meets float32 weights.
 _NORMS = {
     aten.native_layer_norm.default,
@@ -55,6 +57,18 @@ def true_value(node: fx.Node, traced: Any) -> Any:
 
 def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
+
+
+def repeats(node: fx.Node) -> fx.Node | None:
+    """The earlier value that a call only gives again: it does nothing, or transposes a transpose; None for others."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target in _NOTHING:
+        return source
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return source.all_input_nodes[0]
+    return None
 
 
 def is_view(node: fx.Node) -> bool:

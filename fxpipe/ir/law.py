@@ -1,42 +1,59 @@
 """The law of the program, per level; run between passes.
 
 CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value, or all are metrics;
-          every placeholder stands in a table; forward never reads backward, and an evaluation has no backward.
-COSTED    every node has a unit, bytes and time; what makes weight gradients alone is backward, and nothing else of
-          backward reads it.
+          every placeholder is in a table; all of forward comes before all of backward, and an evaluation has no
+          backward.
+FOLDED    no call only repeats its input, and something reads every value, but for random draws.
+NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
+          Until workers follow from them, units never decrease along an F edge and never increase along a B edge.
+COSTED    every node has bytes and time.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
           buffer that is updated only on the worker that updates it.
-WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker is kept behind
-          F of the worker before, B behind B of the worker behind; but in an evaluation, whose workers are kept in
-          step by who runs it.
+WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker comes after F
+          of the worker before, B after B of the next worker; but in an evaluation, whose workers are kept in step by
+          who runs it.
+SPLIT     every call is in exactly one part, which reads only its inputs, saved values and what it receives.
+EMITTED   the text of every part parses, reads only its arguments and what it defined before, and sends and receives
+          what its part does.
 
 Every check is one linear walk. A failure is a defect of a pass: the error shows the nodes around it.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import fx
 
 from fxpipe.errors import VerifyError
+from fxpipe.ir.aten import is_random, repeats
 from fxpipe.ir.pace import first_gap
 from fxpipe.ir.program import INFO, Level, Program, info
+from fxpipe.ir.stage_law import check_emitted, check_split
 from fxpipe.ir.wire import is_recv, is_send
-from fxpipe.plan.spec import Phase
 
 
 def verify(program: Program) -> None:
     """Raise VerifyError if the program breaks the law of its level."""
     program.graph.lint()
     _captured(program)
+    if program.level >= Level.FOLDED:
+        _folded(program)
+    if program.level >= Level.NUMBERED:
+        _numbered(program)
     if program.level >= Level.COSTED:
         _costed(program)
     if program.level >= Level.PLACED:
         _placed(program)
     if program.level >= Level.WIRED:
         _wired(program)
+    if program.level >= Level.SPLIT:
+        check_split(program)
+    if program.level >= Level.EMITTED:
+        check_emitted(program)
 
 
-def _fail(program: Program, node: fx.Node, what: str) -> None:
+def _fail(program: Program, node: fx.Node, what: str) -> NoReturn:
     nodes = list(program.graph.nodes)
     at = nodes.index(node)
     lines = [f"{'>' if n is node else ' '} {n.format_node()}" for n in nodes[max(0, at - 5) : at + 5]]
@@ -52,10 +69,11 @@ def _captured(program: Program) -> None:
         raise VerifyError(f"placeholders and tables differ: {sorted(known ^ set(inputs))}")
     if len(program.output_nodes) != len(program.outputs):
         raise VerifyError("the output tuple and its table differ in length")
-    if program.evaluates:
-        _forward_only(program)
-    elif sum(o.kind == "loss" for o in program.outputs) != 1:
-        raise VerifyError("a program has exactly one loss")
+    if "B" in program.phases:
+        if program.loss_node is None or sum(o.kind == "loss" for o in program.outputs) != 1:
+            raise VerifyError("a program has exactly one loss")
+    elif any(o.kind != "metric" for o in program.outputs):
+        raise VerifyError("an evaluation gives metrics and nothing else")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
             raise VerifyError(f"{output.target} has a gradient but is no trained parameter")
@@ -65,25 +83,25 @@ def _captured(program: Program) -> None:
     for node in program:
         if INFO not in node.meta:
             _fail(program, node, f"{node} has no record")
+        if info(node).phase not in program.phases:
+            _fail(program, node, f"{node} is backward, in an evaluation")
         if info(node).phase == "B":
             seen_backward = True
         elif seen_backward:
             _fail(program, node, f"{node} is forward, but stands after backward began")
 
 
-def _forward_only(program: Program) -> None:
-    if any(o.kind != "metric" for o in program.outputs):
-        raise VerifyError("an evaluation gives metrics and nothing else")
+def _folded(program: Program) -> None:
     for node in program:
-        if INFO in node.meta and info(node).phase != "F":
-            _fail(program, node, f"{node} is backward, in an evaluation")
+        if (again := repeats(node)) is not None:
+            _fail(program, node, f"{node} only repeats {again}")
+        if not node.users and not is_random(node) and not is_send(node) and not is_recv(node):
+            _fail(program, node, f"nothing reads {node}")
 
 
-def _costed(program: Program) -> None:
+def _numbered(program: Program) -> None:
     for node in program:
         record = info(node)
-        if record.bytes is None or record.seconds is None:
-            _fail(program, node, f"{node} has no cost")
         if not 0 <= record.unit < len(program.units):
             _fail(program, node, f"{node} has no unit")
         if record.weight and record.phase != "B":
@@ -91,6 +109,23 @@ def _costed(program: Program) -> None:
         for source in node.all_input_nodes:
             if source.op == "call_function" and info(source).weight and not record.weight:
                 _fail(program, node, f"{node} reads {source}, which makes weight gradients alone")
+        if program.level < Level.PLACED:
+            _in_order(program, node)
+
+
+def _in_order(program: Program, node: fx.Node) -> None:
+    record = info(node)
+    for source in node.all_input_nodes:
+        if source.op == "call_function" and info(source).phase == record.phase:
+            before, after = info(source).unit, record.unit
+            if (before > after) if record.phase == "F" else (before < after):
+                _fail(program, node, f"{record.phase} edge {source} → {node} runs from unit {before} to {after}")
+
+
+def _costed(program: Program) -> None:
+    for node in program:
+        if info(node).bytes is None or info(node).seconds is None:
+            _fail(program, node, f"{node} has no cost")
 
 
 def _placed(program: Program) -> None:
@@ -127,14 +162,13 @@ def _wired(program: Program) -> None:
         if is_send(node) or is_recv(node):
             edge = program.wires.get(node.name)
             if edge is None:
-                _fail(program, node, f"{node} stands for no edge")
-                return
+                _fail(program, node, f"{node} is the end of no edge")
             worker, phase = (edge.src, edge.src_phase) if is_send(node) else (edge.dst, edge.dst_phase)
             if (record.worker, record.phase) != (worker, phase):
                 _fail(
                     program,
                     node,
-                    f"{node} lies on {record.phase} of worker {record.worker}, its edge does not",
+                    f"{node} is in {record.phase} of worker {record.worker}, its edge does not",
                 )
             val = node.meta["val"]
             if tuple(val.shape) != edge.tensor.shape or str(val.dtype) != f"torch.{edge.tensor.dtype}":
@@ -148,7 +182,5 @@ def _wired(program: Program) -> None:
                 crosses = info(source).worker != record.worker
             if crosses:
                 _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")
-    phases: tuple[Phase, ...] = () if program.evaluates else ("F", "B")
-    for phase in phases:
-        if gap := first_gap(program, phase):
-            raise VerifyError(f"nothing keeps {phase} of worker {gap.dst} behind {phase} of worker {gap.src}")
+    if gap := first_gap(program):
+        raise VerifyError(f"nothing makes {gap.phase} of worker {gap.dst} wait for {gap.phase} of worker {gap.src}")

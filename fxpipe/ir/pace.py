@@ -1,4 +1,4 @@
-"""What keeps workers in step: F of a worker comes after F of the worker before, B after B of the worker behind.
+"""What keeps workers in step: F of a worker comes after F of the worker before, B after B of the next worker.
 
 Schedules, versions and transports count on that order for every microbatch. A value that goes from neighbour to
 neighbour enforces it, but some pairs have none: a worker without a forward, a frozen first half that no gradient
@@ -19,7 +19,7 @@ from fxpipe.plan.spec import Phase
 
 @dataclass(frozen=True)
 class Gap:
-    """Neighbours of which nothing keeps `dst` behind `src`; `src` itself is in step from its node `after` on.
+    """Neighbours of which nothing makes `dst` wait for `src`; `src` itself is in step from its node `after` on.
 
     `after` is None for the worker that begins the phase: it is in step from its start.
     """
@@ -30,8 +30,18 @@ class Gap:
     after: fx.Node | None
 
 
-def first_gap(program: Program, phase: Phase) -> Gap | None:
-    """The first neighbours, in the order of the phase, that a wired program does not keep in step.
+def first_gap(program: Program) -> Gap | None:
+    """The first neighbours, in the order of their phase, that a wired training step does not keep in step.
+
+    None for an evaluation: who runs it keeps its workers in step.
+    """
+    if program.phases == ("F",):
+        return None
+    return next((gap for phase in program.phases if (gap := _first_gap(program, phase))), None)
+
+
+def _first_gap(program: Program, phase: Phase) -> Gap | None:
+    """The first gap of a phase.
 
     The values that count are those that the first sends after it has been kept in step itself: what it sends before
     shows that it has begun, and not that those before it have.

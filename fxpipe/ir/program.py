@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fxpipe.ir.stage import Part, Stage
+from fxpipe.ir.stage import Stage
 from fxpipe.plan.spec import EdgeSpec, LeafSpec, Phase
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition
@@ -26,12 +26,16 @@ INFO = "fxpipe"  # the key of a node's record in node.meta
 
 
 class Level(IntEnum):
-    """What holds of a program; `verify` checks it."""
+    """What holds of a program; `verify` (`fxpipe/ir/law.py`) checks it. A pass takes one level and gives one."""
 
     CAPTURED = 1
-    COSTED = 2
-    PLACED = 3
-    WIRED = 4
+    FOLDED = 2
+    NUMBERED = 3
+    COSTED = 4
+    PLACED = 5
+    WIRED = 6
+    SPLIT = 7
+    EMITTED = 8
 
 
 @dataclass(slots=True)
@@ -120,13 +124,12 @@ class Program:
         values: the model's own tensors by placeholder name: parameters, buffers, constants.
         example: the example batch's tensors by placeholder name.
         batch_spec: the serialised pytree of a batch.
-        units: the module path each unit starts in, once `units` has numbered them.
+        units: NUMBERED: the module path each unit starts in.
+        cuts: PLACED: the units that each worker computes.
         profile: what every unit costs, once `cut` has read it.
         partitions: what the planner compared, the chosen one last; empty where the cuts were given.
-        wires: the edge each Send/Recv node stands for, by node name, once `comm` has run.
-        stages: each worker's two graphs, once `split` has run; empty for an evaluation.
-        shares: each worker's graph of an evaluation, once `split` has run.
-        files: the emitted source by file name, once `codegen` has run.
+        wires: WIRED: the edge that each Send and Recv is an end of, by node name.
+        stages: SPLIT: what each worker executes; EMITTED: with its file.
     """
 
     graph: fx.Graph
@@ -146,8 +149,6 @@ class Program:
     partitions: tuple[Partition, ...] = ()
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
-    shares: tuple[Part, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def copy(self, **changes: Any) -> Program:
@@ -168,8 +169,10 @@ class Program:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
-    def loss_node(self) -> fx.Node:
-        return next(n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
+    def loss_node(self) -> fx.Node | None:
+        """The loss; None of an evaluation."""
+        found = (n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
+        return next(found, None)
 
     @property
     def edges(self) -> tuple[EdgeSpec, ...]:
@@ -177,9 +180,14 @@ class Program:
         return tuple(dict.fromkeys(self.wires[n.name] for n in self if n.name in self.wires))
 
     @property
-    def evaluates(self) -> bool:
-        """Whether it is an evaluation: forward only, and its outputs are metrics."""
-        return any(o.kind == "metric" for o in self.outputs)
+    def phases(self) -> tuple[Phase, ...]:
+        """F and B of a training step; F alone of an evaluation, whose outputs are metrics."""
+        return ("F",) if any(o.kind == "metric" for o in self.outputs) else ("F", "B")
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The emitted source by file name."""
+        return {stage.file: stage.source for stage in self.stages}
 
     def metrics(self) -> dict[str, fx.Node]:
         """Node by metric; empty for a training step."""

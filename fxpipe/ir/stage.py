@@ -1,12 +1,15 @@
-"""A stage: what one worker executes, as two graphs with an explicit interface."""
+"""A stage: what one worker executes, as a graph for each phase, with an explicit interface."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import fx
 
-from fxpipe.plan.spec import PartSpec
+from fxpipe.ir.wire import is_recv
+from fxpipe.plan.spec import PartSpec, Phase
 
 
 @dataclass(frozen=True)
@@ -14,19 +17,29 @@ class Part:
     """One function of a stage.
 
     `graph` has a placeholder for every weight, buffer and batch leaf or saved value (in the order of `spec`), ATen
-    calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: forward
-    `(loss or None, updates, saved)`, backward `gradients`, a worker's share of an evaluation `metrics`.
+    calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: of `forward`
+    `(loss or None, updates, saved)`, of `backward` the gradients, of `evaluate` the metrics.
     """
 
+    function: Literal["forward", "backward", "evaluate"]
     graph: fx.Graph
     spec: PartSpec
-    edges: dict[str, str]
+    edges: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The forward and the backward of one worker."""
+    """The parts of one worker by phase: F and B of a training step, F alone of an evaluation.
+
+    `file` is the name of the emitted file and `source` its text, once there is one.
+    """
 
     worker: int
-    forward: Part
-    backward: Part
+    parts: Mapping[Phase, Part]
+    file: str = ""
+    source: str = ""
+
+
+def name_in_part(node: fx.Node) -> str:
+    """The name of a program's node in its part: a received value keeps its sender's name, for it is that value."""
+    return node.name.rpartition("_recv_")[0] if is_recv(node) else node.name

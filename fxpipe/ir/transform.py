@@ -1,6 +1,6 @@
 """What a pass is, and the runner that applies a list of them.
 
-Timing, dumping and verifying are observers of the runner, never code in a pass.
+Timing, counting, dumping and verifying are observers of the runner, never code in a pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +22,13 @@ from fxpipe.ir.program import Level, Program
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """One step from program to program. Its fields are its options; it never changes the program it is given."""
+    """One step from program to program. Its fields are its options; it never changes the program it is given.
+
+    Attributes:
+        requires: the level of the programs it takes: no lower, since it reads what that level promises, and no higher,
+            since what later levels have added would be wrong after it.
+        provides: the level of the program it gives.
+    """
 
     name: ClassVar[str]
     requires: ClassVar[Level]
@@ -33,7 +39,18 @@ class Pass(ABC):
         """The new program, at level `provides`."""
 
 
-Observer = Callable[[int, Pass, Program, float], None]
+@dataclass(frozen=True)
+class Applied:
+    """A pass that has run: its number from 1, the programs before and after it, and how long it took."""
+
+    number: int
+    step: Pass
+    before: Program
+    program: Program
+    seconds: float
+
+
+Observer = Callable[[Applied], None]
 
 
 @rarely_collected()
@@ -43,21 +60,21 @@ def run_passes(
     """Apply the passes in order; after each, verify the law of its level and tell the observers.
 
     Args:
-        observers: called as (number, pass, program, seconds) after every pass.
         dumped_as: what the names of dumped files begin with.
 
     Raises:
-        VerifyError: a pass was given a program below the level it requires, or broke the law of the one it provides.
+        VerifyError: a pass would be given a program of another level than it requires, which is found before the first
+            one runs; or it broke the law of the level it provides.
     """
+    check_order(program.level, passes)
     observers = (*observers, *_dumping(dumped_as))
     verify(program)
     for number, step in enumerate(passes, start=1):
-        if program.level < step.requires:
-            raise VerifyError(f"pass {step.name} needs a program at {step.requires.name}, not {program.level.name}")
+        before = program
         start = time.perf_counter()
-        program = step(program)
+        program = step(before)
         seconds = time.perf_counter() - start
-        if program.level < step.provides:
+        if program.level != step.provides:
             raise VerifyError(f"pass {step.name} left a program at {program.level.name}, not {step.provides.name}")
         try:
             verify(program)
@@ -65,8 +82,47 @@ def run_passes(
             error.where = f"after pass {step.name}"
             raise
         for observe in observers:
-            observe(number, step, program, seconds)
+            observe(Applied(number, step, before, program, seconds))
     return program
+
+
+def check_order(level: Level, passes: Sequence[Pass]) -> None:
+    """Refuse passes that cannot run in this order on a program of that level.
+
+    Raises:
+        VerifyError: names the pass, the level of the program that it would be given, and what to run first.
+    """
+    for place, step in enumerate(passes):
+        if level != step.requires:
+            wanted = [p.name for p in passes if p.provides == step.requires != p.requires]
+            raised = [p.name for p in passes[:place] if p.provides > step.requires]
+            if level < step.requires:
+                hint = f"run {' or '.join(wanted) or f'a pass that provides {step.requires.name}'} first"
+            else:
+                hint = f"run {step.name} before {raised[0]}" if raised else f"begin with a {step.requires.name} program"
+            raise VerifyError(
+                f"pass {step.name} takes a program that is {step.requires.name}, and this one is {level.name}",
+                hint=hint,
+            )
+        level = step.provides
+
+
+@dataclass(frozen=True)
+class PassLines:
+    """An observer that keeps a line for every pass: `fold  812 → 640 nodes`.
+
+    Attributes:
+        say: is told each line as soon as its pass has run.
+    """
+
+    say: Callable[[str], None] = lambda line: None
+    lines: list[str] = field(default_factory=list)
+
+    def __call__(self, applied: Applied) -> None:
+        before, after = (len(program.graph.nodes) for program in (applied.before, applied.program))
+        change = f"{before} → {after}" if before != after else f"{after}"
+        self.lines.append(f"{applied.step.name:<18}{change} nodes")
+        self.say(self.lines[-1])
 
 
 def _dumping(prefix: str) -> tuple[Observer, ...]:
@@ -76,7 +132,8 @@ def _dumping(prefix: str) -> tuple[Observer, ...]:
         return ()
     Path(folder).mkdir(parents=True, exist_ok=True)
 
-    def dump(number: int, step: Pass, program: Program, seconds: float) -> None:
-        Path(folder, f"{prefix}{number:02}_{step.name}.py").write_text(print_program(program))
+    def dump(applied: Applied) -> None:
+        name = f"{prefix}{applied.number:02}_{applied.step.name}.py"
+        Path(folder, name).write_text(print_program(applied.program))
 
     return (dump,)

@@ -115,8 +115,8 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
     passes = evaluation_passes(plan.workers, owners, shape, command)
     program = run_passes(program, passes, dumped_as=f"evaluate_{shape}_")
     stages = tuple(
-        EvaluationStage(name, hashlib.sha256(source.encode()).hexdigest(), share.spec)
-        for (name, source), share in zip(program.files.items(), program.shares, strict=True)
+        EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
+        for stage in program.stages
     )
     spec = EvaluationSpec(
         batch=tuple(b.leaf for b in program.batch),

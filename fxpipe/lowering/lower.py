@@ -241,13 +241,13 @@ def _plan(program: Program, schedule: str, policy: str, microbatches: int) -> Pl
     cuts = program.cuts
     stages = tuple(
         StageSpec(
-            file=f"stage_{s.worker}.py",
-            digest=hashlib.sha256(program.files[f"stage_{s.worker}.py"].encode()).hexdigest(),
+            file=s.file,
+            digest=hashlib.sha256(s.source.encode()).hexdigest(),
             forward_units=(cuts.forward[s.worker], cuts.forward[s.worker + 1]),
             backward_units=(cuts.backward[s.worker], cuts.backward[s.worker + 1]),
             weight_units=(cuts.weights[s.worker], cuts.weights[s.worker + 1]),
-            forward=s.forward.spec,
-            backward=s.backward.spec,
+            forward=s.parts["F"].spec,
+            backward=s.parts["B"].spec,
         )
         for s in program.stages
     )

@@ -98,7 +98,7 @@ def begin(plan: Plan, bounds: tuple[int, int]) -> str:
 
 def _saved_bytes(program: Program, rank: int) -> int:
     """Bytes that forward keeps: views of one value count once, the batch's own tensors too."""
-    backward = program.stages[rank].backward
+    backward = program.stages[rank].parts["B"]
     saved: PartSpec = backward.spec
     nodes = list(backward.graph.nodes)[len(saved.weights) + len(saved.buffers) :][: len(saved.saved)]
     by_name = {n.name: n for n in program.graph.nodes}

@@ -133,7 +133,7 @@ def test_a_wired_program_without_its_tokens_breaks_the_law() -> None:
     for gone in doomed:
         program.graph.erase_node(gone)
     wires = {name: edge for name, edge in program.wires.items() if edge.name != "pace_B_0"}
-    with pytest.raises(VerifyError, match="nothing keeps B of worker 0 behind B of worker 1"):
+    with pytest.raises(VerifyError, match="nothing makes B of worker 0 wait for B of worker 1"):
         verify(dataclasses.replace(program, wires=wires))
 
 

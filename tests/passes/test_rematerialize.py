@@ -48,7 +48,7 @@ def test_weight_casts_are_made_again_in_backward_under_autocast() -> None:
     case, model, _ = captured("gpt")
     batch = case.batches(1)[0]
     program = wired(fxpipe.capture(model, case.loss, batch, autocast="bf16"), workers=2, **cuts(case, 2, 0))
-    saved = [n for s in program.stages for n in s.backward.spec.saved]
+    saved = [n for s in program.stages for n in s.parts["B"].spec.saved]
     assert any("blocks_0" in n for n in saved)
     assert not any(n.endswith(("_to_copy", "weight")) for n in saved)
     build = fxpipe.compile(model, case.loss, batch, autocast="bf16", cost="analytic", **cuts(case, 2, 0))
@@ -63,7 +63,7 @@ def test_checkpointed_blocks_are_recomputed_from_their_input() -> None:
     for block in range(4):
         assert any(n.startswith(f"blocks_{block}_1_gelu") for n in again), again
     for stage in program.stages:
-        assert not any("gelu" in name or "tanh" in name for name in stage.backward.spec.saved)
+        assert not any("gelu" in name or "tanh" in name for name in stage.parts["B"].spec.saved)
 
 
 def test_random_nodes_are_never_computed_twice() -> None:

@@ -1,0 +1,108 @@
+"""The law of stages: their parts hold the program's calls, each once, and their text says what the parts do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxpipe.errors import VerifyError
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.stage import Part, Stage, name_in_part
+from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.plan.spec import Phase
+
+_BUILTINS = {"float"}
+"""What emitted code reads of Python's own names: `float("inf")`."""
+
+
+def check_split(program: Program) -> None:
+    """Raise VerifyError if a call is not in exactly one part, or a part reads what it is not given."""
+    assert program.cuts is not None
+    if [stage.worker for stage in program.stages] != list(range(program.cuts.workers)):
+        raise VerifyError("a split program has one stage for each worker, in their order")
+    calls: dict[tuple[int, Phase], list[fx.Node]] = {}
+    for node in program:
+        calls.setdefault((info(node).worker or 0, info(node).phase), []).append(node)
+    for stage in program.stages:
+        if tuple(stage.parts) != program.phases:
+            raise VerifyError(f"stage {stage.worker} has the parts {tuple(stage.parts)}, not {program.phases}")
+        if len({part.spec.saved for part in stage.parts.values()}) > 1:
+            raise VerifyError(f"backward of stage {stage.worker} takes other saved values than its forward keeps")
+        for phase, part in stage.parts.items():
+            _check_part(program, f"{part.function} of stage {stage.worker}", part, calls.get((stage.worker, phase), []))
+
+
+def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Node]) -> None:
+    part.graph.lint()  # among others: a node reads earlier nodes of its own graph
+    _compare(where, "is given", *_inputs(program, part))
+    found = {node.name: node for node in part.graph.nodes if node.op == "call_function"}
+    _compare(where, "holds the calls", list(found), [name_in_part(node) for node in calls])
+    for node in calls:
+        if not is_recv(node):  # it reads the Send, which is on the other worker
+            reads = [source.name for source in found[name_in_part(node)].all_input_nodes]
+            _compare(f"{node} in {where}", "reads", reads, [name_in_part(source) for source in node.all_input_nodes])
+    for names, is_end in ((part.spec.receives, is_recv), (part.spec.sends, is_send)):
+        _compare(where, "has the edges", [part.edges[name] for name, n in found.items() if is_end(n)], names)
+
+
+def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
+    """What a part is given, by its placeholders and by its interface: the names of the model, then of saved values."""
+    names = {row.node: row.names[0] for row in (*program.parameters, *program.buffers)}
+    names |= {row.node: row.leaf.name for row in program.batch if row.node}
+    given = [node.name for node in part.graph.nodes if node.op == "placeholder"]
+    saved = part.spec.saved if part.function == "backward" else ()
+    local = len(given) - len(saved)
+    found = [*(names.get(name, name) for name in given[:local]), *given[local:]]
+    return found, [*part.spec.weights, *part.spec.buffers, *part.spec.batch, *saved]
+
+
+def _compare(where: str, what: str, found: Sequence[str], expected: Sequence[str]) -> None:
+    if list(found) != list(expected):
+        missing, extra = (sorted(set(a) - set(b)) for a, b in ((expected, found), (found, expected)))
+        raise VerifyError(f"{where} {what} {', '.join(found)}: missing {missing}, too many {extra}")
+
+
+def check_emitted(program: Program) -> None:
+    """Raise VerifyError if the text of a stage does not parse, or does not do what its parts say."""
+    for stage in program.stages:
+        try:
+            module = ast.parse(stage.source)
+        except SyntaxError as error:
+            raise VerifyError(f"{stage.file} does not parse: {error}") from error
+        functions = [statement for statement in module.body if isinstance(statement, ast.FunctionDef)]
+        _compare(stage.file, "has", [f.name for f in functions], [part.function for part in stage.parts.values()])
+        known = _BUILTINS | {
+            name for statement in module.body if statement not in functions for name in _defined(statement)
+        }
+        for function, part in zip(functions, stage.parts.values(), strict=True):
+            _check_function(stage, function, part, known)
+
+
+def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: set[str]) -> None:
+    known = known | {argument.arg for argument in function.args.args}
+    edges: dict[str, list[str]] = {"recv": [], "send": []}
+    for statement in function.body:
+        names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        for name in names:
+            if not isinstance(name.ctx, ast.Store) and name.id not in known:
+                raise VerifyError(
+                    f"{function.name} reads {name.id}, which is no argument, and which no line before defines",
+                    where=f"{stage.file}:{name.lineno}",
+                )
+        known = known - {n.id for n in names if isinstance(n.ctx, ast.Del)} | set(_defined(statement))
+        for call in ast.walk(statement):
+            match call:
+                case ast.Call(ast.Attribute(ast.Name("comm"), end), [ast.Constant(edge), *_]):
+                    edges[end].append(str(edge))
+    where = f"{function.name} in {stage.file}"
+    _compare(where, "receives", edges["recv"], part.spec.receives)
+    _compare(where, "sends", edges["send"], part.spec.sends)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(statement, ast.Import):
+        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
