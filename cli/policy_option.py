@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from fxpipe.policy import POLICIES, make
+from fxpipe.policy.base import Policy
 from fxpipe.schedule import make as make_schedule
 
 
@@ -23,14 +24,14 @@ class PolicyText(click.ParamType):
         return text
 
 
-def check_policy(policy: str | None, schedule: str, workers: int, microbatches: int) -> None:
+def check_policy(policy: str | Policy | None, schedule: str, workers: int, microbatches: int) -> None:
     """Refuse before anything long begins what makes no sense. A name that nobody knows yet is left to the model file.
 
     Raises:
         ScheduleError, PolicyError: an unknown schedule or option, or a combination that makes no sense.
     """
     made = make_schedule(schedule, workers, microbatches)
-    if policy is not None and policy.split("+")[0] in POLICIES:
+    if isinstance(policy, str) and policy.split("+")[0] in POLICIES:
         make(policy).check(made)
 
 

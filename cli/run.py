@@ -6,96 +6,31 @@ import math
 import os
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, print_table, warn, working
-from fxpipe.cli.policy_option import check_policy, policy_option
+from fxpipe.cli.policy_option import check_policy
 
-from fxpipe.engines import BACKENDS
-from fxpipe.schedule import SCHEDULES
+from fxpipe.runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from fxpipe.plan.spec import Plan
-    from fxpipe.runtime.process.options import RunOptions
-
-
-def _number(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """FloatRange lets nan through."""
-    if value is not None and math.isnan(value):
-        raise click.BadParameter("nan is not a number", context, parameter)
-    return value
 
 
 @click.command("run")
 @click.argument("build", type=click.Path())
-@click.option("--steps", type=click.IntRange(min=1), help="Train so many minibatches. [default: one epoch]")
-@click.option("--epochs", type=click.IntRange(min=1), help="Go so often through train_data(), if it has a length.")
-@click.option(
-    "--eval-every",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Evaluate after every N steps, too, not only in the end.",
-)
+@option_fields(RunOptions, "steps", "epochs", "eval_every")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
-@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]")
-@policy_option("the build's")
-@click.option(
-    "--clip-norm",
-    type=click.FloatRange(min=0, min_open=True),
-    callback=_number,
-    metavar="NORM",
-    help="Scale the gradients of all workers together to at most this norm.",
-)
-@click.option(
-    "--log-staleness",
-    is_flag=True,
-    help="Write how far the weights that forwards use are from those that their updates meet.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
-)
-@click.option("--tensorboard", type=click.Path(file_okay=False), metavar="DIR", help="Write TensorBoard's event files.")
-@click.option(
-    "--backend", type=click.Choice(BACKENDS), help="Engine of the stages; auto is the build's. [default: auto]"
-)
-@click.option(
-    "--weights",
-    type=click.Path(),
-    metavar="CHECKPOINT",
-    help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
-)
-@click.option("--seed", default=0, show_default=True, help="Seed of the data order and of dropout.")
-@click.option("--out", type=click.Path(), default="out", show_default=True, help="Where metrics and weights go.")
-@click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
+@option_fields(RunOptions, "schedule", "policy", "clip_norm", "log_staleness", "trace", "tensorboard", "backend")
+@option_fields(RunOptions, "weights", "seed", "out", "model_file")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. [default: cores / workers]")
+@option_fields(RunOptions, "threads")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def run_command(
-    build: str,
-    steps: int | None,
-    epochs: int | None,
-    eval_every: int | None,
-    local: bool,
-    schedule: str | None,
-    policy: str | None,
-    clip_norm: float | None,
-    log_staleness: bool,
-    trace: str | None,
-    tensorboard: str | None,
-    backend: str | None,
-    weights: str | None,
-    seed: int,
-    out: str,
-    model: str | None,
-    workers: int | None,
-    threads: int | None,
-    as_json: bool,
-) -> int:
+def run_command(build: str, local: bool, workers: int | None, as_json: bool, **asked: Any) -> int:
     """Train a BUILD directory (or a model file, which is compiled first).
 
     Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
@@ -119,43 +54,17 @@ def run_command(
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
     from fxpipe.runtime.process.launch import running_under_torchrun
-    from fxpipe.runtime.process.options import RunOptions
 
-    if steps is not None and epochs is not None:
+    options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
+    if options.steps is not None and options.epochs is not None:
         raise click.UsageError("--steps and --epochs exclude each other")
     joined = running_under_torchrun()
     if Path(build).suffix == ".py":
         if joined:
             raise click.UsageError("under torchrun, compile first and give the build directory")
-        wanted = {
-            "-n": workers or 2,
-            "--schedule": schedule,
-            "--policy": policy,
-            "--threads": threads,
-            "--backend": backend,
-        }
-        build, model = _compiled(build, Path(out) / "build", wanted), build
+        options = replace(options, build=_compiled(options, workers or 2), model_file=build)
     elif workers is not None:
         raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
-    options = RunOptions(
-        build=build,
-        model_file=model,
-        steps=steps,
-        epochs=epochs,
-        eval_every=eval_every,
-        schedule=schedule,
-        policy=policy,
-        clip_norm=clip_norm,
-        log_staleness=log_staleness,
-        trace=trace,
-        tensorboard=tensorboard,
-        backend=backend,
-        weights=weights,
-        seed=seed,
-        out=out,
-        threads=threads,
-        progress=not as_json or sys.stderr.isatty(),
-    )
     summary = _train(options, local, joined)
     if summary is not None:  # else this is a worker other than the first, under torchrun
         from fxpipe.runtime.process.run_summary import add_evaluation, write_run
@@ -177,13 +86,18 @@ def run_command(
     return 0
 
 
-def _compiled(model: str, folder: Path, wanted: dict[str, Any]) -> str:
+def _compiled(options: RunOptions, workers: int) -> str:
+    """Compile the model file that the options name as their build; the build's folder."""
     from fxpipe.cli.compile import compile_command
 
-    options = [text for name, value in wanted.items() if value is not None for text in (name, str(value))]
+    folder = str(Path(options.out or "") / "build")
+    arguments = ["-n", str(workers)]
+    for name in ("schedule", "policy", "threads", "backend"):
+        if (value := getattr(options, name)) is not None:
+            arguments += [f"--{name}", str(value)]
     with redirect_stdout(sys.stderr):  # stdout is for what the run says
-        compile_command.main([model, "-o", str(folder), *options], standalone_mode=False)
-    return str(folder)
+        compile_command.main([options.build, "-o", folder, *arguments], standalone_mode=False)
+    return folder
 
 
 def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | None:
@@ -220,7 +134,7 @@ def _checked_plan(options: RunOptions) -> Plan:
     from fxpipe.observe.trace.writer import check_trace
     from fxpipe.plan.build_folder import check_current, check_output, load_plan
     from fxpipe.runtime.worker.checkpoint import Checkpoint
-    from fxpipe.runtime.worker.hooks import check_evaluation
+    from fxpipe.runtime.worker.evaluation_check import check_evaluation
 
     plan = load_plan(options.build)
     if options.eval_every is not None:

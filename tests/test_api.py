@@ -12,7 +12,7 @@ import torch
 from small_models import CASES
 
 import fxpipe
-from fxpipe.errors import BuildError, RunError
+from fxpipe.errors import BuildError, FxpipeError, RunError
 
 
 def test_compile_save_load_and_train(tmp_path: Path) -> None:
@@ -57,6 +57,17 @@ def test_non_contiguous_and_channels_last_batches() -> None:
     losses = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0)).run(batches)
     expected = [case.loss(model, batch).item() for batch in batches]
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_misspelt_option_is_named(tmp_path: Path) -> None:
+    case = CASES["function"]
+    build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic")
+    with pytest.raises(FxpipeError, match="there is no option 'polcy', did you mean 'policy'"):
+        build.local(polcy="stash")
+    with pytest.raises(FxpipeError, match="there is no option 'steps'"):  # of a run, not of a pipeline
+        build.local(steps=3)
+    with pytest.raises(FxpipeError, match="there is no option 'epoch', did you mean 'epochs'"):
+        build.save(tmp_path / "build").join(lambda: case.batches(2), epoch=1)
 
 
 def test_an_unsaved_build_cannot_be_joined() -> None:

@@ -16,9 +16,9 @@ from small_models import CASES
 
 from fxpipe.build.build import Build
 from fxpipe.planner.cuts import Cuts
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 
 SUPPORT = Path(__file__).parent / "support"
 MODEL = f"""

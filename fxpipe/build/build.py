@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,16 @@ from fxpipe.costs.measured import NODE_COSTS
 from fxpipe.errors import BuildError, ProfileError
 from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable
+from fxpipe.options import changed
 from fxpipe.plan.build_folder import COSTS, ENGINES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
 from fxpipe.plan.costs import WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.build_costs import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, from_json
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 
 if TYPE_CHECKING:
-    from fxpipe.policy.base import Policy
     from fxpipe.runtime.process.local import LocalPipeline
 
 
@@ -118,113 +120,84 @@ class Build:
     def local(
         self,
         *,
-        optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        schedule: str | None = None,
-        policy: str | Policy | None = None,
-        seed: int = 0,
-        clip_norm: float | None = None,
-        log_staleness: bool = False,
-        backend: str | None = None,
-        weights: str | Path | None = None,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
+        **options: Any,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, for accuracy studies of N workers on one machine.
+
+        The stages of a build in memory are written to a temporary folder, where a debugger finds them; it goes with
+        the pipeline.
 
         Args:
             optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
             lr_scheduler: made for each optimizer; none by default.
-            schedule, policy: the build's own where None; a policy's options stand behind its name: `pipeoptim+keep`.
-            seed: of dropout and its like.
-            clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
-            log_staleness: compare the weights that forwards use with those that their updates meet.
-            backend: the engine of all stages; those of the plan where None or 'auto'.
-            weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it.
             model: gives the model again; for a build whose parameters have no values (`fxpipe.task.meta`), its modules
                 then initialise themselves, by `seed`. Not needed with `weights`.
-        """
-        from fxpipe.runtime.process.local import LocalPipeline
-        from fxpipe.runtime.worker.initial_weights import Start
+            options: schedule, policy, clip_norm, log_staleness, backend, weights, seed: see
+                `fxpipe.runtime.options.PipelineOptions`.
 
-        start = Start(None if weights is None else str(weights), model, seed)
-        return LocalPipeline.of(
-            self, optimizer, lr_scheduler, schedule, policy, seed, clip_norm, log_staleness, backend, start
-        )
+        Raises:
+            FxpipeError: there is no option of such a name.
+        """
+        from fxpipe.runtime.options import PipelineOptions
+        from fxpipe.runtime.process.local import LocalPipeline
+        from fxpipe.task.hooks import ObjectTask
+
+        chosen = changed(PipelineOptions(), _as_text(options))
+        temporary = None
+        folder = self.folder
+        if folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
+            folder = Path(temporary.name) / "build"
+            self.save(folder)
+        pipeline = LocalPipeline(folder, ObjectTask(optimizer, lr_scheduler, model), chosen)
+        pipeline.temporary = temporary
+        return pipeline
 
     def join(
         self,
         train_data: Callable[[], Iterable[Any]],
         *,
-        steps: int | None = None,
-        epochs: int | None = None,
-        optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        schedule: str | None = None,
-        policy: str | None = None,
-        seed: int = 0,
-        clip_norm: float | None = None,
-        log_staleness: bool = False,
-        backend: str | None = None,
-        weights: str | Path | None = None,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
         eval_data: Callable[[], Iterable[Any]] | None = None,
-        eval_every: int | None = None,
-        out: str | Path | None = None,
-        trace: str | Path | None = None,
-        tensorboard: str | Path | None = None,
+        **options: Any,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            steps, epochs: how long; one epoch if neither is given.
-            optimizer, lr_scheduler: made on each worker, from its own named parameters.
-            schedule, policy, seed, clip_norm, log_staleness, backend, weights, model: as those of `local`.
+            optimizer, lr_scheduler, model: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
-            eval_every: evaluate after every so many steps, too.
-            out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
-            trace: the file for what every worker did when, in Chrome's trace format.
-            tensorboard: the folder for TensorBoard's event files.
+            options: those of `local`, and steps, epochs, eval_every, out, trace, tensorboard, threads: see
+                `fxpipe.runtime.options.RunOptions`.
 
         Returns:
             The summary of the run on rank 0, None elsewhere.
 
         Raises:
+            FxpipeError: there is no option of such a name.
             BuildError: the build was never saved: all processes must load the same directory.
             RunError: torchrun started another number of processes than the build has workers; or there is something to
                 evaluate, and the build has no evaluation (see `fxpipe.compile`).
         """
-        from fxpipe.runtime.process.options import RunOptions
+        from fxpipe.runtime.options import RunOptions
         from fxpipe.runtime.process.rank import join
-        from fxpipe.runtime.worker.hooks import ObjectTask, check_evaluation
-        from fxpipe.task.model_file import default_optimizer
+        from fxpipe.runtime.worker.evaluation_check import check_evaluation
+        from fxpipe.task.hooks import ObjectTask
 
         if self.folder is None:
             raise BuildError(
                 "only a saved build can be joined", hint="build.save(FOLDER) once, then fxpipe.load(FOLDER)"
             )
+        chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
         if eval_data is not None:
             check_evaluation(self.plan, "eval_data")
-        options = RunOptions(
-            build=str(self.folder),
-            steps=steps,
-            epochs=epochs,
-            eval_every=eval_every,
-            schedule=schedule,
-            policy=policy,
-            clip_norm=clip_norm,
-            log_staleness=log_staleness,
-            backend=backend,
-            weights=None if weights is None else str(weights),
-            seed=seed,
-            out=None if out is None else str(out),
-            trace=None if trace is None else str(trace),
-            tensorboard=None if tensorboard is None else str(tensorboard),
-            progress=True,
-        )
-        task = ObjectTask(train_data, optimizer or default_optimizer, lr_scheduler, model, eval_data)
-        return join(options, task)
+        return join(chosen, ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data))
 
 
 def load(folder: str | Path) -> Build:
@@ -278,6 +251,11 @@ def read_nodes(folder: Path) -> ProgramTable | None:
     if not path.is_file():
         return None
     return ProgramTable.from_json(path.read_text(encoding="utf-8", errors="replace"), str(folder))
+
+
+def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of Python, in which paths may be `Path`s, as those of a run."""
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from fxpipe.plan.packing import Layout, Pack
 from fxpipe.plan.spec import BufferSpec, EdgeSpec, ParameterSpec, Phase, Plan
 from fxpipe.policy.demand import PHASES, Demand
 from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.weights import WeightStore
@@ -30,6 +31,7 @@ from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import load_stage
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.task.batch import Splitter
+from fxpipe.task.hooks import ObjectTask
 from fxpipe.task.model_file import MakeOptimizer, default_optimizer
 from fxpipe.threads import threads as worker_threads
 
@@ -183,7 +185,7 @@ class _Worker:
         self.recipe = recipe
         self.rank = rank
         self.cuda = device.type == "cuda"
-        self.executor = open_worker(plan, folder, rank, recipe, transport, still, device=device)
+        self.executor = open_worker(plan, folder, rank, recipe, transport, ObjectTask(still), PipelineOptions(), device)
         self.updates: list[float] = []
         self._watch(self.executor.store)
 

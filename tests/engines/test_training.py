@@ -19,9 +19,9 @@ from fxpipe.build.build import Build
 from fxpipe.engines.attach import CheckedPart
 from fxpipe.errors import BackendError
 from fxpipe.plan.build_folder import ENGINES
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.task.model_file import load_task
 
 STEPS = 20

@@ -14,9 +14,9 @@ from features import Feature, check, check_any_cuts
 
 import fxpipe
 from fxpipe.errors import BuildError
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.task.batch import split
 
 STEPS = 4

@@ -23,9 +23,9 @@ from fxpipe.lowering.agreement import compare_with_eager
 from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import read_trace
 from fxpipe.observe.watch import Watch
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 
 pytestmark = [
     pytest.mark.gpu,

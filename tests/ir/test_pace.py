@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured, lowered
+from pipelines import pipeline_of
 from random_cuts import numbered, random_cuts
 from strict_wires import run_in_threads
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.lowering.agreement import compare_with_eager
 from fxpipe.planner.cuts import Cuts
-from fxpipe.runtime.process.local import LocalPipeline
 
 
 def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -98,7 +98,7 @@ def test_threads_are_the_local_run(name: str, by_channel: bool, tmp_path: Path) 
         data = captured("unet" if "random" in name else "function")[0].batches(8)
     build.save(tmp_path / "build")
     run = run_in_threads(tmp_path / "build", data, optimizer, by_channel)
-    pipeline = LocalPipeline(tmp_path / "build", optimizer)
+    pipeline = pipeline_of(tmp_path / "build", optimizer)
     run.check(pipeline.run(data), pipeline.state_dict())
 
 

@@ -14,13 +14,13 @@ import direct_policies as direct
 import pytest
 import torch
 from direct_policies import Batch, Layer, Rate, Rule
+from pipelines import pipeline_of
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.testing import assert_close
 
 import fxpipe
 from fxpipe.errors import PolicyError
-from fxpipe.runtime.process.local import LocalPipeline
 
 UPDATES = 30
 WIDTHS = (4, 5)
@@ -136,7 +136,7 @@ def piped(
     flush_at: int | None = None,
 ) -> tuple[list[float], list[Layer]]:
     """Losses and last weights of fxpipe."""
-    pipeline = LocalPipeline(folder, lambda named: optimizer([p for _, p in named]), scheduler, policy=text)
+    pipeline = pipeline_of(folder, lambda named: optimizer([p for _, p in named]), scheduler, policy=text)
     losses = []
     for m, batch in enumerate(data):
         if m == flush_at:
@@ -361,7 +361,7 @@ def test_at_rate_0_all_policies_are_one(built: Built, text: str, microbatches: i
 )
 def test_refused(built: Built, text: str, workers: int, microbatches: int, schedule: str) -> None:
     with pytest.raises(PolicyError):
-        LocalPipeline(
+        pipeline_of(
             built(workers, microbatches),
             lambda named: SGD([p for _, p in named], lr=0.1, momentum=0.9),
             schedule=schedule,
@@ -383,7 +383,7 @@ def test_refused(built: Built, text: str, workers: int, microbatches: int, sched
 def test_an_optimizer_that_does_not_fit_is_refused(built: Built, text: str, optimizer: str) -> None:
     kind, _, lr = OPTIMIZERS[optimizer]
     with pytest.raises(PolicyError):
-        LocalPipeline(built(4, 1), lambda named: kind([p for _, p in named], lr=lr), policy=text)
+        pipeline_of(built(4, 1), lambda named: kind([p for _, p in named], lr=lr), policy=text)
 
 
 # ── The direct simulation itself ────────────────────────────────────────────────────────────────────────────────────

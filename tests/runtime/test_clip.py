@@ -17,15 +17,16 @@ import torch
 from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
 from model_files import write_model
+from pipelines import pipeline_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import fxpipe as fxp
 from fxpipe.build.build import Build
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.worker.clip import Clip, ExactClip, PipelinedClip
 from fxpipe.task.batch import split
 
@@ -243,7 +244,7 @@ def test_a_limit_that_nothing_reaches_changes_no_bit(
     toy: Any, batches: Any, tmp_path: Path, options: dict[str, Any], limit: float
 ) -> None:
     folder = toy(**MIXED, **options).save(tmp_path / "build")
-    pipelines = [LocalPipeline(folder, sgd, clip_norm=norm) for norm in (None, limit)]
+    pipelines = [pipeline_of(folder, sgd, clip_norm=norm) for norm in (None, limit)]
     assert pipelines[0].run(batches) == pipelines[1].run(batches)
     states = [p.state_dict() for p in pipelines]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -294,7 +295,7 @@ def test_without_a_flush_it_is_the_documented_mixture(
 ) -> None:
     limit = 0.05
     built = toy(**options)
-    pipeline = LocalPipeline(built.save(tmp_path / "build"), sgd, clip_norm=limit)
+    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd, clip_norm=limit)
     data = (batches * 2)[:11]
     for m, batch in enumerate(data):
         if m == flush_at:
@@ -321,7 +322,7 @@ def test_in_the_middle_of_a_run_the_age_is_the_distance_and_one(
 ) -> None:
     """Worker j < k counts on worker k as it was in minibatch m − (k−j) − 1."""
     built = toy(forward=(0, 1, 2, 3), backward=(0, 1, 2, 3), policy="latest")
-    pipeline = LocalPipeline(built.save(tmp_path / "build"), sgd, clip_norm=0.05)
+    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd, clip_norm=0.05)
     pipeline.run(batches * 2)
     for k, m in itertools.product(range(4), range(4, 9)):
         square = sum(seen.square(j, m - (k - j) - 1 if j < k else m) for j in range(4))

@@ -20,13 +20,13 @@ from strict_wires import run_in_threads
 from fxpipe import load
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, BuildError, RunError, TaskError
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.wires.local_evaluation import LocalEvaluation
+from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import means, moves
-from fxpipe.runtime.worker.hooks import check_evaluation
 from fxpipe.task.model_file import Task
 
 STEPS, EVERY = 7, 2

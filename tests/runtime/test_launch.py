@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import BatchError, PeerLost, RunError
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import first_error, running_under_torchrun
-from fxpipe.runtime.process.options import RunOptions
 
 
 def leave(folder: Path, rank: int, time: float, kind: str | None, what: str, **more: Any) -> None:

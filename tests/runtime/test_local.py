@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import pipeline_of
 
 from fxpipe.errors import BatchError, PolicyError, RunError
-from fxpipe.runtime.process.local import LocalPipeline
 
 LR, MOMENTUM = 0.1, 0.9
 SHAPES = [
@@ -61,7 +61,7 @@ def test_synchronous_is_eager(
     toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], schedule: str, microbatches: int
 ) -> None:
     built = toy(**shape, schedule=schedule, microbatches=microbatches)
-    pipeline = LocalPipeline(built.save(tmp_path / "build"), sgd, halving)
+    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd, halving)
     losses = [float(pipeline.step(batch)) for batch in batches]
     expected, weights, gradients = eager(built, batches, microbatches, sgd)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
@@ -127,7 +127,7 @@ def test_asynchronous_is_its_definition(
     toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], policy: str, flush_at: int | None
 ) -> None:
     built = toy(**shape, policy=policy)
-    pipeline = LocalPipeline(built.save(tmp_path / "build"), sgd)
+    pipeline = pipeline_of(built.save(tmp_path / "build"), sgd)
     losses = []
     for m, batch in enumerate(batches):
         if m == flush_at:
@@ -148,7 +148,7 @@ def test_asynchronous_is_its_definition(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_copies_do_not_pile_up(toy: Any, batches: Any, tmp_path: Path, policy: str) -> None:
-    pipeline = LocalPipeline(toy(**SHAPES[4], policy=policy).save(tmp_path / "build"), sgd)
+    pipeline = pipeline_of(toy(**SHAPES[4], policy=policy).save(tmp_path / "build"), sgd)
     most = 0
     for step in range(20):
         pipeline.step(batches[step % 6])
@@ -161,7 +161,7 @@ def test_copies_do_not_pile_up(toy: Any, batches: Any, tmp_path: Path, policy: s
 def test_spectrain_and_latest_differ(toy: Any, batches: Any, tmp_path: Path) -> None:
     runs = []
     for policy in ("latest", "spectrain"):
-        pipeline = LocalPipeline(toy().save(tmp_path / policy), sgd, policy=policy)
+        pipeline = pipeline_of(toy().save(tmp_path / policy), sgd, policy=policy)
         runs.append(pipeline.run(batches))
     assert runs[0][:2] == runs[1][:2]
     assert runs[0] != runs[1]
@@ -173,17 +173,17 @@ def test_dropout_depends_on_the_action_and_leaves_the_users_random_state(
     folder = toy(dropout=True).save(tmp_path / "build")
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first = LocalPipeline(folder, sgd, seed=1).run(batches)
+    first = pipeline_of(folder, sgd, seed=1).run(batches)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
-    assert LocalPipeline(folder, sgd, seed=1).run(batches) == first
-    assert LocalPipeline(folder, sgd, seed=2).run(batches) != first
+    assert pipeline_of(folder, sgd, seed=1).run(batches) == first
+    assert pipeline_of(folder, sgd, seed=2).run(batches) != first
 
 
 def test_adam_and_another_optimizer_predict(toy: Any, batches: Any, tmp_path: Path) -> None:
     folder = toy(**SHAPES[3], policy="spectrain").save(tmp_path / "build")
     for kind in (torch.optim.AdamW, torch.optim.Rprop):
-        pipeline = LocalPipeline(folder, partial(_made, kind))
+        pipeline = pipeline_of(folder, partial(_made, kind))
         assert all(loss == loss for loss in pipeline.run(batches))
 
 
@@ -192,14 +192,14 @@ def test_nesterov_may_write_into_gradients(toy: Any, batches: Any, tmp_path: Pat
         return torch.optim.SGD([p for _, p in named], lr=LR, momentum=MOMENTUM, nesterov=True, foreach=True)
 
     built = toy(**SHAPES[3], schedule="1f1b")
-    pipeline = LocalPipeline(built.save(tmp_path / "build"), nesterov, halving)
+    pipeline = pipeline_of(built.save(tmp_path / "build"), nesterov, halving)
     losses = pipeline.run(batches)
     expected, *_ = eager(built, batches, 1, nesterov)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 def test_state_in_flight_is_refused(toy: Any, batches: Any, tmp_path: Path) -> None:
-    pipeline = LocalPipeline(toy().save(tmp_path / "build"), sgd)
+    pipeline = pipeline_of(toy().save(tmp_path / "build"), sgd)
     pipeline.step(batches[0])
     with pytest.raises(RunError, match=r"in flight[\s\S]*flush"):
         pipeline.state_dict()
@@ -212,14 +212,14 @@ def test_state_in_flight_is_refused(toy: Any, batches: Any, tmp_path: Path) -> N
 
 def test_policies_are_checked_and_default_with_the_schedule(toy: Any, tmp_path: Path) -> None:
     folder = toy(policy="spectrain").save(tmp_path / "build")
-    assert LocalPipeline(folder, sgd).recipe.policy.name == "spectrain"
-    assert LocalPipeline(folder, sgd, schedule="gpipe").recipe.policy.name == "latest"
+    assert pipeline_of(folder, sgd).recipe.policy.name == "spectrain"
+    assert pipeline_of(folder, sgd, schedule="gpipe").recipe.policy.name == "latest"
     with pytest.raises(PolicyError):
-        LocalPipeline(folder, sgd, schedule="gpipe", policy="stash")
+        pipeline_of(folder, sgd, schedule="gpipe", policy="stash")
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_anything_runs(toy: Any, batches: Any, tmp_path: Path) -> None:
-    pipeline = LocalPipeline(toy().save(tmp_path / "build"), sgd)
+    pipeline = pipeline_of(toy().save(tmp_path / "build"), sgd)
     with pytest.raises(BatchError, match="captured"):
         pipeline.step((batches[0][0][:2], batches[0][1][:2]))
     pipeline.step(batches[0])
@@ -227,16 +227,16 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_runs(toy: Any, bat
 
 def test_an_iterable_may_reuse_its_tensor(toy: Any, batches: Any, tmp_path: Path) -> None:
     folder = toy().save(tmp_path / "build")
-    expected = LocalPipeline(folder, sgd).run(batches)
+    expected = pipeline_of(folder, sgd).run(batches)
     x, y = torch.empty_like(batches[0][0]), torch.empty_like(batches[0][1])
-    pipeline = LocalPipeline(folder, sgd)
+    pipeline = pipeline_of(folder, sgd)
     losses = [float(pipeline.step((x.copy_(a), y.copy_(b)))) for a, b in batches]
     assert losses == expected
 
 
 def test_a_failing_line_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
     folder = toy(spoil={1: ("z = g1", "z = g1[:, :2]")}).save(tmp_path / "build")
-    pipeline = LocalPipeline(folder, sgd)
+    pipeline = pipeline_of(folder, sgd)
     assert [p.name for p in pipeline.edited] == ["stage_1.py"]
     with pytest.raises(RunError) as caught:
         pipeline.step(batches[0])
@@ -251,11 +251,11 @@ def test_a_failing_line_is_named(toy: Any, batches: Any, tmp_path: Path) -> None
 def test_a_wrong_shape_on_a_wire_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
     folder = toy(spoil={0: ("comm.send('h0_F0_F1', h0)", "comm.send('h0_F0_F1', h0[:1])")}).save(tmp_path / "build")
     with pytest.raises(RunError, match=r"h0_F0_F1 is torch.float64\[1, 6\], the plan says"):
-        LocalPipeline(folder, sgd).step(batches[0])
+        pipeline_of(folder, sgd).step(batches[0])
 
 
 def test_a_failing_optimizer_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
-    pipeline = LocalPipeline(
+    pipeline = pipeline_of(
         toy(schedule="1f1b").save(tmp_path / "build"), lambda named: torch.optim.LBFGS([p for _, p in named])
     )
     with pytest.raises(RunError, match=r"update after step 1 failed on worker 1[\s\S]*LBFGS"):

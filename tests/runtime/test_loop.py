@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import pipeline_of
 from strict_wires import run_in_threads
-
-from fxpipe.runtime.process.local import LocalPipeline
 
 STEPS = 12
 
@@ -45,5 +44,5 @@ def test_threads_are_the_local_run(
     folder = toy(**{**mixed, **options}).save(tmp_path / "build")
     data = (batches * 2)[:STEPS]
     run = run_in_threads(folder, data, sgd, by_channel)
-    pipeline = LocalPipeline(folder, sgd)
+    pipeline = pipeline_of(folder, sgd)
     run.check(pipeline.run(data), pipeline.state_dict())

@@ -13,15 +13,17 @@ import torch
 from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
 from model_files import write_model
+from pipelines import pipeline_of
 from torch import Tensor
 
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.policy import make
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.worker.assembly import watch_staleness
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
+from fxpipe.task.hooks import ObjectTask
 
 LINE = {"forward": (0, 1, 2), "backward": (0, 1, 2)}
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
@@ -78,11 +80,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 def logged(folder: Path, out: Path, optimizer: Any = sgd, **options: Any) -> LocalPipeline:
     """A pipeline whose workers write their rows to `out`."""
-    pipeline = LocalPipeline(folder, optimizer, **options)
     out.mkdir(exist_ok=True)
-    for executor in pipeline.executors:
-        watch_staleness(executor.store, out)
-    return pipeline
+    chosen = PipelineOptions(log_staleness=True, **options)
+    return LocalPipeline(folder, ObjectTask(optimizer), chosen, out=str(out))
 
 
 def rows_of(out: Path, worker: int) -> list[Row]:
@@ -179,7 +179,7 @@ def test_weights_that_stand_still_are_never_stale(toy: Any, batches: Any, tmp_pa
     def still(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named], lr=0.0, momentum=0.9)
 
-    pipeline = LocalPipeline(toy(**MIXED, policy=policy).save(tmp_path / "build"), still, log_staleness=True)
+    pipeline = pipeline_of(toy(**MIXED, policy=policy).save(tmp_path / "build"), still, log_staleness=True)
     pipeline.run(batches)
     rows = pipeline.staleness()
     assert {row["worker"] for row in rows} == {0, 1}, "worker 2 owns nothing"
@@ -242,7 +242,7 @@ def test_it_changes_no_bit_of_the_training(
     folder = toy(**MIXED, policy=policy, microbatches=microbatches).save(tmp_path / "build")
     losses, states = [], []
     for log in (False, True):
-        pipeline = LocalPipeline(folder, optimizer, log_staleness=log)
+        pipeline = pipeline_of(folder, optimizer, log_staleness=log)
         losses.append(pipeline.run(batches) + pipeline.run(batches))
         states.append(pipeline.state_dict())
     assert losses[0] == losses[1]
@@ -268,7 +268,7 @@ def test_it_costs_one_copy_at_most(
 
     watch("live")
     watch("meets")
-    pipeline = LocalPipeline(toy(**MIXED, policy=policy).save(tmp_path / "build"), sgd, log_staleness=True)
+    pipeline = pipeline_of(toy(**MIXED, policy=policy).save(tmp_path / "build"), sgd, log_staleness=True)
     for batch in batches * 2:
         pipeline.step(batch)
         for executor in pipeline.executors[:2]:  # worker 2 owns nothing

@@ -21,9 +21,9 @@ from fxpipe.observe.watch import Spans, _Mark
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import choose
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.trace import WorkerTrace, write_trace
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import pipeline_of
 from torch import Tensor, nn
 
 import fxpipe
@@ -31,7 +32,7 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 def fed(toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int) -> LocalPipeline:
     """Four workers in a line, with minibatches in flight."""
-    pipeline = LocalPipeline(toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build"), sgd)
+    pipeline = pipeline_of(toy(**LINE, policy=policy, microbatches=microbatches).save(tmp_path / "build"), sgd)
     for batch in batches * 2:
         pipeline.step(batch)
     return pipeline
@@ -103,7 +104,7 @@ def test_a_flush_is_forgotten_with_the_next_step(
     toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, shape: dict[str, Any]
 ) -> None:
     folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
-    pipeline = LocalPipeline(folder, sgd)
+    pipeline = pipeline_of(folder, sgd)
     pipeline.run(batches)
     pipeline.step(batches[0])
     for executor in pipeline.executors:
@@ -119,7 +120,7 @@ def test_a_long_run_does_not_grow(
     toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, shape: dict[str, Any]
 ) -> None:
     folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
-    pipeline = LocalPipeline(folder, sgd)
+    pipeline = pipeline_of(folder, sgd)
     sizes: list[tuple[int, ...]] = []
     for batch in batches * 6:
         pipeline.step(batch)

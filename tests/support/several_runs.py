@@ -12,12 +12,12 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.options import RunOptions
 
 WORKER = """
 import json, os, sys
 from pathlib import Path
-from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.rank import end_process, join
 
 for number, (port, text) in enumerate(json.loads(Path(sys.argv[1]).read_text())):

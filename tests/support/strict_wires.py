@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import choose
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.loop import train
 from fxpipe.runtime.wires.distributed import DistTransport, first_free_tag
 from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
@@ -25,6 +26,7 @@ from fxpipe.runtime.worker.evaluator import Evaluator
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule import check
 from fxpipe.task.batch import Splitter
+from fxpipe.task.hooks import ObjectTask
 
 
 class Message:
@@ -143,6 +145,7 @@ def run_in_threads(
     plan = read_plan(folder)
     recipe = choose(plan, schedule)
     hub = Hub()
+    task = ObjectTask(optimizer)
     run = ThreadedRun()
     split = Splitter(plan.batch, plan.batch_spec, plan.microbatches)
     threads = []
@@ -172,7 +175,7 @@ def run_in_threads(
     for worker in range(plan.workers):
         wires: Any = StrictWires(hub, worker, by_channel)
         transport = DistTransport(plan, worker, wires, recipe.demand, in_flight)
-        run.executors.append(open_worker(plan, folder, worker, recipe, transport, optimizer))
+        run.executors.append(open_worker(plan, folder, worker, recipe, transport, task, PipelineOptions()))
         evaluations.append(None)
         if evaluated is not None:
             run.executors[-1].evaluates = lambda version: 0 < version < len(data)

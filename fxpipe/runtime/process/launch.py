@@ -18,7 +18,7 @@ from typing import Any
 from fxpipe import errors
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.observe.trace.writer import partial
-from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.options import RunOptions
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 

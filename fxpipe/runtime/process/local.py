@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,45 +18,40 @@ from torch import Tensor
 from fxpipe.errors import RunError
 from fxpipe.observe.record import OnEvaluation, OnStep
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.policy.base import Policy
 from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.local_evaluation import LocalEvaluation
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
-from fxpipe.runtime.worker.assembly import open_worker, watch_staleness
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import buffer_worker
-from fxpipe.runtime.worker.hooks import check_evaluation
-from fxpipe.runtime.worker.initial_weights import Start
 from fxpipe.schedule.action import Action
 from fxpipe.task.batch import Splitter
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, default_optimizer
-
-if TYPE_CHECKING:
-    from fxpipe.build.build import Build
+from fxpipe.task.hooks import TrainingTask
 
 
 class LocalPipeline:
     """Trains a build step by step in this process.
 
-        pipeline = LocalPipeline("build/", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+        pipeline = fxpipe.load("build/").local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
         for batch in data:
             loss = pipeline.step(batch)
         pipeline.flush()
         model.load_state_dict(pipeline.state_dict())
 
+    The process's own random state is left alone.
+
     Args:
         folder: a build directory.
-        optimizer: called once for each worker that trains, with its (name, parameter) pairs.
-        lr_scheduler: called with each optimizer; may return None.
-        schedule, policy: names; by default the plan's.
-        seed: of the random numbers in the stages. The process's own random state is left alone.
-        keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
+        task: its optimizer is made once for each worker that trains.
+        out: the folder for the files of the staleness log, if the options ask for one; None writes no file.
         report: called when worker 0 ends a minibatch (see `fxpipe.observe.record.OnStep`).
-        clip_norm: scale the gradients of all workers together to this norm, where theirs is greater.
-        log_staleness: compare the weights that forwards use with those that their updates meet; see `staleness()`.
-        backend: the engine of all stages: 'eager', 'onnxruntime', 'inductor'; those of the plan where None or 'auto'.
-        start: where the first weights come from; from the build where None.
+        keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
+
+    Attributes:
+        temporary: the folder that goes with the pipeline, if the build is in one.
 
     Raises:
         BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `choose`.
@@ -65,91 +60,39 @@ class LocalPipeline:
     def __init__(
         self,
         folder: str | Path,
-        optimizer: MakeOptimizer,
-        lr_scheduler: MakeScheduler | None = None,
-        schedule: str | None = None,
-        policy: str | Policy | None = None,
-        seed: int = 0,
+        task: TrainingTask,
+        options: PipelineOptions,
+        *,
+        out: str | None = None,
         report: OnStep | None = None,
         keep_gradients: bool = True,
-        clip_norm: float | None = None,
-        log_staleness: bool = False,
-        backend: str | None = None,
-        start: Start | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
-        self.recipe: Recipe = choose(self.plan, schedule, policy)
+        self.options = options
+        self.recipe: Recipe = choose(self.plan, options.schedule, options.policy)
         self.device = torch.device(self.plan.device)
         self.report = report
+        self.temporary: tempfile.TemporaryDirectory[str] | None = None
         self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches, self.device)
         self._mailbox = Mailbox(self.plan)
         self._synchronous = self.recipe.schedule.synchronous
+        keep = keep_gradients and self._synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         self.executors: list[Executor] = [
-            open_worker(
-                self.plan,
-                folder,
-                w,
-                self.recipe,
-                transport,
-                optimizer,
-                lr_scheduler,
-                seed,
-                self.device,
-                keep_gradients=keep_gradients and self._synchronous,
-                clip_norm=clip_norm,
-                backend=backend,
-                start=start,
-            )
+            open_worker(self.plan, folder, w, self.recipe, transport, task, options, self.device, keep, out)
             for w, transport in enumerate(self.transports)
         ]
-        if log_staleness:
-            for executor in self.executors:
-                watch_staleness(executor.store, None)
         self.fed = 0
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
         self._rows: list[Iterator[Action]] = []
         self._broken = False
-        self._seed = seed
         self._evaluation: LocalEvaluation | None = None
         self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
         self._evaluated = 0  # the newest version that was due and is evaluated
         self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
-
-    @staticmethod
-    def of(
-        build: Build,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
-        schedule: str | None = None,
-        policy: str | Policy | None = None,
-        seed: int = 0,
-        clip_norm: float | None = None,
-        log_staleness: bool = False,
-        backend: str | None = None,
-        start: Start | None = None,
-    ) -> LocalPipeline:
-        """A pipeline of a build in memory or on disk; `optimizer` defaults to SGD(lr=0.01, momentum=0.9).
-
-        The stages of a build in memory are written to a temporary folder, where a debugger finds them; it
-        goes with the pipeline.
-        """
-        temporary = None
-        folder = build.folder
-        if folder is None:
-            temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
-            folder = Path(temporary.name) / "build"
-            build.save(folder)
-        pipeline = LocalPipeline(
-            folder, optimizer or default_optimizer, lr_scheduler, schedule, policy, seed,
-            clip_norm=clip_norm, log_staleness=log_staleness, backend=backend, start=start,
-        )  # fmt: skip
-        pipeline._temporary = temporary
-        return pipeline
 
     @property
     def edited(self) -> list[Path]:
@@ -213,7 +156,7 @@ class LocalPipeline:
         if isinstance(batches, EvaluationData):
             return self._evaluate(batches, self.fed)
         given = batches
-        return self._evaluate(EvaluationData(self.plan, lambda: given, self._seed), self.fed)
+        return self._evaluate(EvaluationData(self.plan, lambda: given, self.options.seed), self.fed)
 
     def evaluate_while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
         """From now on, evaluate after so many steps as are `due`, and `report` it.
@@ -228,7 +171,7 @@ class LocalPipeline:
     def evaluation(self) -> LocalEvaluation:
         """What evaluates, loaded when it is first asked for."""
         if self._evaluation is None:
-            self._evaluation = LocalEvaluation(self.plan, self.folder, self._seed)
+            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed)
         return self._evaluation
 
     def state_dict(self) -> dict[str, Tensor]:

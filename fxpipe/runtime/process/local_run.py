@@ -12,24 +12,18 @@ from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import FINAL_WEIGHTS, Record, samples_of
 from fxpipe.plan.build_folder import read_plan
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.trace import WorkerTrace, write_trace
-from fxpipe.runtime.worker.assembly import watch_staleness
+from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import every
-from fxpipe.runtime.worker.feed import Feed, TrainingTask
-from fxpipe.runtime.worker.final_weights import held, write_final_weights
-from fxpipe.runtime.worker.hooks import (
-    evaluates,
-    start_of,
-    task_of,
-    warn_if_edited,
-    warn_of_staleness,
-    weights_are_safe,
-)
+from fxpipe.runtime.worker.feed import Feed
+from fxpipe.runtime.worker.final_weights import held, weights_are_safe, write_final_weights
 from fxpipe.schedule.action import Action
+from fxpipe.task.hooks import TrainingTask, task_of_build
 from fxpipe.threads import threads
 
 
@@ -46,7 +40,7 @@ def run_local(
         FxpipeError: whatever the user can mend.
     """
     plan = read_plan(options.build)
-    task = task or task_of(options, plan)
+    task = task or task_of_build(plan, options.build, options.model_file)
     if progress is None and options.progress:
         progress = default_progress()
     evaluating = evaluates(plan, task, options.eval_every)
@@ -57,16 +51,12 @@ def run_local(
         record = Record(options.out, samples_of(plan), total, progress, options.tensorboard)
         try:
             pipeline = LocalPipeline(
-                options.build, task.optimizer, task.lr_scheduler, options.schedule, options.policy,
-                options.seed, record.step, keep_gradients=False, clip_norm=options.clip_norm, backend=options.backend,
-                start=start_of(options, task),
-            )  # fmt: skip
+                options.build, task, options, out=options.out, report=record.step, keep_gradients=False
+            )
             executors = pipeline.executors
             watches = [executor.watch for executor in executors]
             for executor in executors:
                 warn_if_edited(executor.stage)
-                if options.log_staleness:
-                    watch_staleness(executor.store, options.out)
                 if options.trace:
                     executor.watch.record()
             if data is not None:

@@ -29,31 +29,32 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.loop import train
-from fxpipe.runtime.process.options import RunOptions
 from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
 from fxpipe.runtime.wires.distributed import DistTransport, Wires, channels_of, first_free_tag, peer_errors
 from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.wires.trace import WorkerTrace, receive_trace, send_trace, write_trace
-from fxpipe.runtime.worker.assembly import open_worker, watch_staleness
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import Evaluator, every
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.feed import Feed, TrainingTask
-from fxpipe.runtime.worker.final_weights import FinalTensor, final_tensors, held, write_final_weights
-from fxpipe.runtime.worker.hooks import (
-    evaluates,
-    start_of,
-    task_of,
-    warn_if_edited,
-    warn_of_staleness,
+from fxpipe.runtime.worker.feed import Feed
+from fxpipe.runtime.worker.final_weights import (
+    FinalTensor,
+    final_tensors,
+    held,
     weights_are_safe,
+    write_final_weights,
 )
 from fxpipe.schedule import check
 from fxpipe.schedule.action import Action
 from fxpipe.task.batch import Splitter
+from fxpipe.task.hooks import TrainingTask, task_of_build
 from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
@@ -86,7 +87,7 @@ def join(
             f"the build has {plan.workers} workers, but {world} processes were started",
             hint=f"start {plan.workers} processes in all, or compile with -n {world}",
         )
-    task = task or task_of(options, plan)
+    task = task or task_of_build(plan, options.build, options.model_file)
     if options.progress and progress is None and rank == 0:
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -130,9 +131,8 @@ class _Worker:
         in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
         self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
         self.executor: Executor = open_worker(
-            plan, options.build, rank, recipe, self.transport, task.optimizer, task.lr_scheduler, options.seed, device,
-            clip_norm=options.clip_norm, backend=options.backend, start=start_of(options, task),
-        )  # fmt: skip
+            plan, options.build, rank, recipe, self.transport, task, options, device, out=options.out
+        )
         self.evaluation: DistributedEvaluation | None = None
         self._evaluated = 0
         self.record: Record | None = None
@@ -143,8 +143,6 @@ class _Worker:
             self.evaluation = DistributedEvaluation(plan, evaluator, wires, tag, data)
             self.executor.evaluates = every(options.eval_every, self.total)
             self.executor.watch.refills = not recipe.schedule.synchronous
-        if options.log_staleness:
-            watch_staleness(self.executor.store, options.out)
         if options.trace:
             self.executor.watch.record()
         self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)

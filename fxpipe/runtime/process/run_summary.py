@@ -15,7 +15,7 @@ from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.build_costs import read_costs
-from fxpipe.runtime.process.options import RunOptions
+from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.simulator.forecast import expect
 from fxpipe.strict_json import dumps

@@ -5,34 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.random_state import random_state_kept, seed_everything
+from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.model_file import hook_raised
 
 COUNTING_SECONDS = 30.0
-
-
-class TrainingTask(Protocol):
-    """What a run needs of the user's file; `fxpipe.task.model_file.Task` is one."""
-
-    def model(self) -> nn.Module: ...
-
-    def train_data(self) -> Iterable[Any]: ...
-
-    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer: ...
-
-    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None: ...
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is `eval_data`."""
-
-    def eval_data(self) -> Iterable[Any]: ...
 
 
 class Feed:

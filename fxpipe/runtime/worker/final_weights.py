@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from fxpipe.errors import RunError
+from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.observe.record import FINAL_WEIGHTS
 from fxpipe.plan.spec import BufferSpec, Plan, TensorSpec
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.safetensors_writer import SafetensorsWriter
@@ -41,6 +43,19 @@ def held(executor: Executor, tensor: FinalTensor) -> Tensor:
     """The tensor as `executor`'s worker holds it."""
     parameter = executor.store.parameters.get(tensor.names[0])
     return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
+
+
+@contextmanager
+def weights_are_safe(out: str | None) -> Iterator[None]:
+    """An error that comes after the trained weights were written says that they were."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except FxpipeError as error:
+        safe = None if out is None else f"the trained weights are safe in {Path(out) / FINAL_WEIGHTS}"
+        error.hint = "; ".join(text for text in (error.hint, safe) if text) or None
+        raise
 
 
 def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
-from fxpipe.errors import BuildError, TaskError
+from fxpipe.errors import BuildError
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.initialise import initialised
+from fxpipe.task.hooks import TrainingTask
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from.
-
-    Attributes:
-        weights: a checkpoint: a safetensors file, or a folder of them; None takes the build's own values.
-        model: gives the model again; needed where the build has no values (`Plan.meta`) and there is no checkpoint.
-        seed: of the values that it then gives them.
-    """
-
-    weights: str | None = None
-    model: Callable[[], nn.Module] | None = None
-    seed: int = 0
 
 
 def initial_weights(
@@ -41,30 +26,26 @@ def initial_weights(
     worker: int,
     parameters: Sequence[ParameterSpec],
     buffers: Sequence[BufferSpec],
-    start: Start,
+    task: TrainingTask,
+    options: PipelineOptions,
     device: torch.device | str,
 ) -> dict[str, torch.Tensor]:
     """The values of one worker's parameters and buffers by first name, each in memory of its own; nothing else is read.
 
     Raises:
         BuildError: the build's file or the checkpoint cannot be read, or does not fit the plan.
-        TaskError: the model cannot be made again.
+        TaskError: the build has no values of the parameters (`Plan.meta`), and the model does not initialise them.
     """
     found: dict[str, torch.Tensor] = {}
-    if start.weights is not None:
-        checkpoint = Checkpoint.open(start.weights, plan)
+    if options.weights is not None:
+        checkpoint = Checkpoint.open(options.weights, plan)
         if worker == 0:
             for warning in checkpoint.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         persistent = [b for b in buffers if b.persistent]
         found = dict(checkpoint.read([*parameters, *persistent], device))
     elif plan.meta and parameters:
-        if start.model is None:
-            raise TaskError(
-                "the build has no values of the parameters (--meta), and there is no model to initialise them",
-                hint="give a checkpoint (weights=...), or model=, a function that makes the model",
-            )
-        found = initialised(plan, parameters, start.model, start.seed, device)
+        found = initialised(plan, parameters, task.model, options.seed, device)
     rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]
     rest = [(row.name, row.tensor) for row in rows if row.name not in found]
     return found | read_tensors(folder / plan.weights_file, rest, device)

@@ -15,7 +15,7 @@ from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.hooks import TrainingTask
 
 
 class Updater:
@@ -25,8 +25,8 @@ class Updater:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: takes the backward's gradients, for the next update.
         delays: how many updates old each parameter's gradients are, for spike compensation.
-        make_optimizer: called with the (name, parameter) pairs, if there are any.
-        make_scheduler: the learning-rate scheduler of that optimizer, or None; stepped after every update.
+        task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
+            optimizer: what it gives, if anything, is stepped after every update.
         keep_gradients: leave them in `grad` until the next update.
 
     Raises:
@@ -43,8 +43,7 @@ class Updater:
         microbatches: int,
         policy: Policy,
         delays: Mapping[Tensor, int],
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
+        task: TrainingTask,
         clip: Clip | None,
         keep_gradients: bool,
     ) -> None:
@@ -57,13 +56,12 @@ class Updater:
         self._microbatches = microbatches
         self._spike: SpikeCompensation | None = None
         self._rates: LearningRates | None = None
-        self.optimizer = make_optimizer(list(trained.items())) if trained else None
+        self.optimizer = task.optimizer(list(trained.items())) if trained else None
         if self.optimizer is None:
             self._keeps = False
             return
         self._refuse_foreign_parameters(self.optimizer)
-        if make_scheduler is not None:
-            self.scheduler = _schedule(make_scheduler, self.optimizer)
+        self.scheduler = _scheduler(task, self.optimizer)
         if policy.predicts:
             self._rates = LearningRates(self.optimizer, self.scheduler)
             self.predictor = Predictor(
@@ -152,8 +150,8 @@ class Updater:
             )
 
 
-def _schedule(make_scheduler: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
-    scheduler = make_scheduler(optimizer)
+def _scheduler(task: TrainingTask, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = task.lr_scheduler(optimizer)
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TaskError(
             f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()",

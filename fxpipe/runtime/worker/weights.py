@@ -19,7 +19,7 @@ from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.schedule.action import Action
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.hooks import TrainingTask
 
 
 @dataclass
@@ -38,8 +38,7 @@ class WeightStore:
 
     Args:
         initial: the initial values of all parameters the worker owns or reads, by name; given away.
-        make_optimizer: called with the owned trained parameters, if there are any.
-        make_scheduler: the learning-rate scheduler of that optimizer, or None; stepped after every update.
+        task: makes the optimizer of the owned trained parameters, if there are any, and its scheduler.
         keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
         clip: scales the gradients before every update; None leaves them as they are.
 
@@ -57,8 +56,7 @@ class WeightStore:
         demand: Demand,
         transport: Transport,
         initial: Mapping[str, Tensor],
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None = None,
+        task: TrainingTask,
         keep_gradients: bool = False,
         clip: Clip | None = None,
     ) -> None:
@@ -82,8 +80,7 @@ class WeightStore:
             microbatches=plan.microbatches,
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
-            make_optimizer=make_optimizer,
-            make_scheduler=make_scheduler,
+            task=task,
             clip=clip,
             keep_gradients=keep_gradients,
         )

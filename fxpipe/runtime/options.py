@@ -1,0 +1,120 @@
+"""The options of a run: plain data that every layer passes on whole, and that travels to worker processes.
+
+A field made by `option` is a flag of `fxpipe run`, too, where `cli/run.py` names it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from fxpipe.engines import BACKENDS
+from fxpipe.options import option
+from fxpipe.policy.base import Policy
+from fxpipe.policy.option import policy_option
+from fxpipe.schedule import SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a build is trained, in one process or in several.
+
+    Attributes:
+        schedule: its name; None means the build's.
+        policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
+        clip_norm: scale the gradients of all workers together to this norm where theirs is greater; None does not clip.
+        log_staleness: compare the weights that forwards use with those that their updates meet.
+        backend: the engine of all stages; None or 'auto' means those of the build.
+        weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
+            means the build's values, or model()'s where the build has none.
+        seed: of the data, `random`, numpy and the random numbers in the stages.
+    """
+
+    schedule: str | None = option(
+        None, "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]"
+    )
+    policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
+    clip_norm: float | None = option(
+        None,
+        "--clip-norm",
+        kind=float,
+        above=0,
+        metavar="NORM",
+        help="Scale the gradients of all workers together to at most this norm.",
+    )
+    log_staleness: bool = option(
+        False,
+        "--log-staleness",
+        help="Write how far the weights that forwards use are from those that their updates meet.",
+    )
+    backend: str | None = option(
+        None, "--backend", choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
+    )
+    weights: str | None = option(
+        None,
+        "--weights",
+        path="any",
+        metavar="CHECKPOINT",
+        help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+    )
+    seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
+
+
+@dataclass(frozen=True)
+class RunOptions(PipelineOptions):
+    """A training run of a build: how it trains (`PipelineOptions`), for how long, and what it writes.
+
+    Attributes:
+        build: the build directory.
+        model_file: the user's file; None means the one the plan names.
+        steps, epochs: how long; one epoch if neither is given.
+        eval_every: evaluate after every so many steps, too; None evaluates the trained weights alone.
+        trace: the file for every worker's spans, in Chrome's trace format; None writes none.
+        tensorboard: the folder for TensorBoard's event files; None writes none.
+        out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
+        threads: CPU threads of a worker; None shares the cores among the local workers.
+        progress: show progress on stderr.
+        exchange: set by `launch`: the folder in which workers leave errors and the summary for it.
+    """
+
+    build: str
+    model_file: str | None = option(
+        None, "--model", path="file", help="The model file, if it has moved since the compile."
+    )
+    steps: int | None = option(None, "--steps", minimum=1, help="Train so many minibatches. [default: one epoch]")
+    epochs: int | None = option(
+        None, "--epochs", minimum=1, help="Go so often through train_data(), if it has a length."
+    )
+    eval_every: int | None = option(
+        None,
+        "--eval-every",
+        minimum=1,
+        metavar="N",
+        help="Evaluate after every N steps, too, not only in the end.",
+    )
+    trace: str | None = option(
+        None,
+        "--trace",
+        path="file",
+        metavar="FILE",
+        help="Write what every worker did when, for ui.perfetto.dev and `fxpipe inspect`.",
+    )
+    tensorboard: str | None = option(
+        None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."
+    )
+    out: str | None = option(None, "--out", on_command_line="out", path="any", help="Where metrics and weights go.")
+    threads: int | None = option(
+        None, "--threads", minimum=1, help="CPU threads of a worker. [default: cores / workers]"
+    )
+    progress: bool = False
+    exchange: str | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` is its inverse."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RunOptions:
+        """Read `to_json`'s text."""
+        return RunOptions(**json.loads(text))

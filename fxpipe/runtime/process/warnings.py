@@ -1,0 +1,27 @@
+"""What a run warns of before it begins: one line on stderr for each."""
+
+from __future__ import annotations
+
+import sys
+
+from fxpipe.policy.experience import warning
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.stages.loaded import LoadedEvaluation, LoadedStage
+
+
+def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
+    """Warn of a policy that failed with this worker's optimizer in the accuracy study."""
+    optimizer = executor.store.updater.optimizer
+    if recipe.schedule.synchronous or optimizer is None:
+        return
+    behind = recipe.demand.versions.lag("F", 0, 0)
+    found = warning(str(recipe.policy), type(optimizer).__name__, behind)
+    if found:
+        print(f"warning: {found}", file=sys.stderr)
+
+
+def warn_if_edited(stage: LoadedStage | LoadedEvaluation) -> None:
+    """Warn of a file that is no longer as it was emitted."""
+    if stage.edited:
+        print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)

@@ -1,0 +1,35 @@
+"""Whether a run evaluates in its pipeline, and why it cannot."""
+
+from __future__ import annotations
+
+from fxpipe.errors import RunError
+from fxpipe.plan.spec import Plan
+from fxpipe.task.hooks import TrainingTask
+
+
+def evaluates(plan: Plan, task: TrainingTask, eval_every: int | None) -> bool:
+    """Whether a run evaluates in its pipeline.
+
+    Raises:
+        RunError: it is asked to while it trains, and cannot.
+    """
+    if eval_every is not None:
+        check_evaluation(plan, f"evaluation every {eval_every} steps")
+        if not task.validates:
+            raise RunError(f"evaluation every {eval_every} steps needs eval_data", hint="give both, or neither")
+    return bool(plan.evaluations) and task.validates
+
+
+def check_evaluation(plan: Plan, what: str) -> None:
+    """Refuse `what` for a build without evaluation.
+
+    Raises:
+        RunError: it has none; says why.
+    """
+    if plan.evaluations:
+        return
+    reason = f": {plan.not_evaluated}" if plan.not_evaluated else ""
+    hint = "define eval_data() and metrics(model, batch) in the model file, and compile it again"
+    if reason:
+        hint = "mend that and compile again; without it, `fxpipe run` evaluates the trained weights in one process"
+    raise RunError(f"{what} needs a build with evaluation, and this one has none{reason}", hint=hint)

@@ -1,0 +1,85 @@
+"""The user's hooks as a run asks for them: of a model file (`fxpipe.task.model_file.Task`), or given as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fxpipe.errors import TaskError
+from fxpipe.plan.build_folder import model_path
+from fxpipe.plan.spec import Plan
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
+
+
+class TrainingTask(Protocol):
+    """What a run needs of the user: a `Task` has it, and an `ObjectTask`."""
+
+    def model(self) -> nn.Module: ...
+
+    def train_data(self) -> Iterable[Any]: ...
+
+    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer: ...
+
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None: ...
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is `eval_data`."""
+
+    def eval_data(self) -> Iterable[Any]: ...
+
+
+@dataclass(frozen=True)
+class ObjectTask:
+    """The hooks of the Python interface: functions, of which all but the data have defaults."""
+
+    make_optimizer: MakeOptimizer | None = None
+    make_scheduler: MakeScheduler | None = None
+    make_model: Callable[[], nn.Module] | None = None
+    train_batches: Callable[[], Iterable[Any]] | None = None
+    eval_batches: Callable[[], Iterable[Any]] | None = None
+
+    def model(self) -> nn.Module:
+        if self.make_model is None:
+            raise TaskError(
+                "the build has no values of the parameters (--meta), and there is no model to initialise them",
+                hint="give a checkpoint (weights=...), or model=, a function that makes the model",
+            )
+        return self.make_model()
+
+    @property
+    def validates(self) -> bool:
+        return self.eval_batches is not None
+
+    def train_data(self) -> Iterable[Any]:
+        assert self.train_batches is not None
+        return self.train_batches()
+
+    def eval_data(self) -> Iterable[Any]:
+        assert self.eval_batches is not None
+        return self.eval_batches()
+
+    def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return (self.make_optimizer or default_optimizer)(named_parameters)
+
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
+        return self.make_scheduler(optimizer) if self.make_scheduler else None
+
+
+def task_of_build(plan: Plan, folder: str, model_file: str | None = None) -> Task:
+    """The model file given, else the one that the plan of the build in `folder` names, loaded.
+
+    Raises:
+        TaskError: no file is known, or it cannot be loaded.
+    """
+    path = model_path(plan, folder, model_file)
+    if path is None:
+        raise TaskError(
+            "the build was compiled from objects, so there is no file with train_data()",
+            hint="use the Python API: fxpipe.load(BUILD).local(...)",
+        )
+    return load_task(path)
