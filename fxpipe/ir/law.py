@@ -1,8 +1,8 @@
 """The law of the program, per level; run between passes.
 
 CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value, or all are metrics;
-          every placeholder is in a table; all of forward comes before all of backward, and an evaluation has no
-          backward.
+          every placeholder is in a table and comes before all calls; forward comes before backward, and an evaluation
+          has no backward.
 FOLDED    no call only repeats its input, and something reads every value, but for random draws.
 NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
           Until workers follow from them, units never decrease along an F edge and never increase along a B edge.
@@ -79,6 +79,9 @@ def _captured(program: Program) -> None:
             raise VerifyError(f"{output.target} has a gradient but is no trained parameter")
         if output.kind == "buffer" and output.target not in buffers:
             raise VerifyError(f"{output.target} has a new value but is no buffer")
+    last = max((i for i, n in enumerate(program.graph.nodes) if n.op == "placeholder"), default=-1)
+    if last >= len(inputs):
+        raise VerifyError("a placeholder comes after a call")
     seen_backward = False
     for node in program:
         if INFO not in node.meta:

@@ -264,7 +264,9 @@ class Reader:
                 hint="reach parameters through the model that loss(model, batch) is given",
             )
         self._refuse_view(found, "a tensor that the step meets outside the model", _line(next(iter(node.users), node)))
-        made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
+        before = [n for n in self.graph.nodes if n.op == "placeholder"]  # all come before the calls
+        with self.graph.inserting_after(before[-1] if before else None):
+            made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
         made.meta["val"] = node.meta.get("val", found)
         self.values[made.name] = found.detach()
         self.constants.append(Buffer(made.name, (made.name,), persistent=False, constant=True))
