@@ -173,6 +173,7 @@ def _profile_model(
     say: Callable[[str], None],
 ) -> PlanInput:
     from fxpipe.lowering.model_profile import profile_model
+    from fxpipe.lowering.options import CompileOptions
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.batch import default_microbatches
     from fxpipe.task.meta import on_meta
@@ -187,20 +188,15 @@ def _profile_model(
     batch = task.example()
     if microbatches is None:
         microbatches = 1 if schedule == "async" else default_microbatches(batch, workers)
-    found = profile_model(
-        model,
-        task.loss,
-        batch,
-        workers=workers,
+    options = CompileOptions(
         microbatches=microbatches,
         autocast=autocast,
         optimizer=task.optimizer,
         cost=choice.cost,
         device=choice.device,
         threads=threads_for(threads, workers),
-        three_way=three_way,
-        say=say,
     )
+    found = profile_model(model, task.loss, batch, options, three_way=three_way, say=say)
     for warning in found.warnings:
         warn(warning)
     return PlanInput(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)

@@ -49,11 +49,11 @@ def test_a_terminal_gets_the_same_without_markup() -> None:
 
 
 def test_every_pass_is_walked_through() -> None:
-    from fxpipe.passes import Options, default_passes
+    from fxpipe.inspection.after import CAPTURE, pass_names
 
     page = (TUTORIAL / "README.md").read_text(encoding="utf-8")
     names = re.findall(r"^## Pass \d+: (\w+)$", page, re.M)
-    assert names == [step.name for step in default_passes(Options(split_backward=True))]
+    assert (CAPTURE, *names) == pass_names()
 
 
 def test_the_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import letters
 import torch
-from fxpipe.passes import Options, default_passes
+from fxpipe.passes import default_passes
 from page import Page, changes, kept
 from torch import nn
 
@@ -98,7 +98,7 @@ class Walk:
         self.page = page
         self.program = program  # before the pass that is shown
         self.expected = program.run()
-        self.passes = default_passes(Options(cuts=CUTS, cost="analytic", split_backward=True))
+        self.passes = default_passes(CUTS, split_backward=True)
 
     def show(self, applied: Applied) -> None:
         self.page.heading(f"Pass {applied.number}: {applied.step.name}")

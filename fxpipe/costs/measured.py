@@ -33,11 +33,13 @@ class MeasuredCosts:
         fingerprint: of what was measured, and on what.
         seconds: by node name; they add up to the whole forward and the whole backward.
         ratios: by phase, the whole's time over the sum of its nodes' times before they were scaled by it.
+        warnings: why they are in doubt; not kept, since what is in doubt is measured again.
     """
 
     fingerprint: str
     seconds: Mapping[str, float]
     ratios: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The text of `node_costs.json`; `read` gives the same numbers back, to the last bit."""

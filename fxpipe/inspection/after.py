@@ -30,9 +30,10 @@ _MADE_BY = ", made by: "
 
 def pass_names() -> tuple[str, ...]:
     """`capture`, then every pass in the order in which they run."""
-    from fxpipe.passes import Options, default_passes
+    from fxpipe.passes import default_passes
+    from fxpipe.planner.cuts import Cuts
 
-    return (CAPTURE, *(p.name for p in default_passes(Options(split_backward=True))))
+    return (CAPTURE, *(p.name for p in default_passes(Cuts((0, 1), (0, 1)), split_backward=True)))
 
 
 def check_pass(name: str) -> None:
@@ -72,7 +73,7 @@ def after(
         workers, microbatches, schedule, autocast, seed, meta: as for `fxpipe compile`.
         say: is told what is being done.
         warn: is told what makes the text doubtful; on stderr by default.
-        options: more of `fxpipe.lowering.lower.lower`: policy, forward_at, backward_at, cuts, cost, device, links, …
+        options: more of `fxpipe.lowering.options.CompileOptions`: policy, forward_at, backward_at, cuts, cost, …
 
     Raises:
         FxpipeError: no pass has that name, or it does not run with these options; the model cannot be captured or cut.

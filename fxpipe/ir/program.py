@@ -19,8 +19,6 @@ from torch import fx
 from fxpipe.ir.stage import Stage
 from fxpipe.plan.spec import EdgeSpec, LeafSpec, Phase
 from fxpipe.planner.cuts import Cuts
-from fxpipe.planner.partition import Partition
-from fxpipe.planner.profile import Profile
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 
@@ -126,8 +124,6 @@ class Program:
         batch_spec: the serialised pytree of a batch.
         units: NUMBERED: the module path each unit starts in.
         cuts: PLACED: the units that each worker computes.
-        profile: what every unit costs, once `cut` has read it.
-        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
         wires: WIRED: the edge that each Send and Recv is an end of, by node name.
         stages: SPLIT: what each worker executes; EMITTED: with its file.
     """
@@ -145,8 +141,6 @@ class Program:
     autocast: str | None = None
     units: tuple[str, ...] = ()
     cuts: Cuts | None = None
-    profile: Profile | None = None
-    partitions: tuple[Partition, ...] = ()
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -55,12 +55,13 @@ Observer = Callable[[Applied], None]
 
 @rarely_collected()
 def run_passes(
-    program: Program, passes: Sequence[Pass], observers: Sequence[Observer] = (), dumped_as: str = ""
+    program: Program, passes: Sequence[Pass], observers: Sequence[Observer] = (), dumped_as: str = "", first: int = 1
 ) -> Program:
     """Apply the passes in order; after each, verify the law of its level and tell the observers.
 
     Args:
         dumped_as: what the names of dumped files begin with.
+        first: the number of the first pass, where others have run before.
 
     Raises:
         VerifyError: a pass would be given a program of another level than it requires, which is found before the first
@@ -69,7 +70,7 @@ def run_passes(
     check_order(program.level, passes)
     observers = (*observers, *_dumping(dumped_as))
     verify(program)
-    for number, step in enumerate(passes, start=1):
+    for number, step in enumerate(passes, start=first):
         before = program
         start = time.perf_counter()
         program = step(before)

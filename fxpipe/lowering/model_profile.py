@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from fxpipe.costs.optimizer import optimizer_costs
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.lower import trained
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.step_costs import step_costs
+from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import profile_of
-from fxpipe.passes.cost import Cost
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.split_backward import SplitBackward
-from fxpipe.passes.units import Units
-from fxpipe.planner.device import CPU, Device
 from fxpipe.planner.profile import Profile
 from fxpipe.task.batch import split
-from fxpipe.task.model_file import MakeOptimizer, default_optimizer
-from fxpipe.threads import threads as worker_threads
 from fxpipe.tracing.capture import Loss, capture
 
 
@@ -52,14 +46,8 @@ def profile_model(
     model: nn.Module,
     loss: Loss,
     batch: Any,
+    options: CompileOptions,
     *,
-    workers: int = 1,
-    microbatches: int = 1,
-    autocast: str | None = None,
-    optimizer: MakeOptimizer = default_optimizer,
-    cost: Literal["measured", "analytic"] = "measured",
-    device: Device | None = None,
-    threads: int | None = None,
     three_way: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
@@ -67,9 +55,7 @@ def profile_model(
 
     Args:
         batch: one whole minibatch.
-        workers: how many will share this machine's cores, for the threads of each.
-        optimizer: as for a run; its update is timed, its state weighed.
-        device: what analytic costs are computed for.
+        options: what a compile would be asked; of it, what capture and costs are concerned with.
         three_way: whether `apart` is wanted; else it is `whole`.
         say: is told what is being done.
 
@@ -77,22 +63,25 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    program = capture(model, loss, split(batch, microbatches)[0], autocast=autocast)
-    program = run_passes(program, [Fold()], ())
-    split_up = run_passes(program, [SplitBackward()], ()) if three_way else program
-    with worker_threads(threads, workers):
-        costing = Cost(cost, threads=threads, device=device or CPU)
-        of_optimizer = optimizer_costs(
-            trained(program), optimizer, timed=cost == "measured", bandwidth=(device or CPU).bandwidth
-        )
-        rate = of_optimizer.seconds_per_byte
-        say("costing the step")
-        whole = profile_of(run_passes(program, [Units(), costing], ()), rate)
-        apart = whole
-        if len(list(split_up)) != len(list(program)):
-            say("costing the step with split backward operators")
-            apart = profile_of(run_passes(split_up, [Units(), costing], ()), rate)
+    captured = capture(model, loss, split(batch, options.microbatches)[0], autocast=options.autocast)
+    program = run_passes(captured, front_passes())
+    split_up = run_passes(captured, front_passes(split_backward=True)) if three_way else program
+    say("costing the step")
+    costs = step_costs(program, options)
+    rate = costs.optimizer.seconds_per_byte
+    whole = apart = profile_of(run_passes(program, [costs.of_nodes]), rate)
+    if len(list(split_up)) != len(list(program)):
+        say("costing the step with split backward operators")
+        again = step_costs(split_up, options, costs.optimizer)
+        apart = profile_of(run_passes(split_up, [again.of_nodes]), rate)
     first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
-    samples = (first.shape[0] if first.shape else 1) * microbatches
-    warnings = (*program.warnings, *([of_optimizer.doubt] if of_optimizer.doubt else []))
-    return ModelProfile(whole, apart, microbatches, samples, of_optimizer.state_bytes, program.device, warnings)
+    samples = (first.shape[0] if first.shape else 1) * options.microbatches
+    return ModelProfile(
+        whole,
+        apart,
+        options.microbatches,
+        samples,
+        costs.optimizer.state_bytes,
+        program.device,
+        (*program.warnings, *([costs.optimizer.doubt] if costs.optimizer.doubt else [])),
+    )

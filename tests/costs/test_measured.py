@@ -80,7 +80,7 @@ def test_the_fingerprint_knows_what_costs_depend_on() -> None:
 
 def test_costs_do_not_change_the_fingerprint() -> None:
     program = folded("function")
-    assert fingerprint(Cost("analytic")(program), "cpu: x", 1) == fingerprint(program, "cpu: x", 1)
+    assert fingerprint(Cost()(program), "cpu: x", 1) == fingerprint(program, "cpu: x", 1)
 
 
 SCRIPT = """

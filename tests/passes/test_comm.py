@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from cached import captured, cuts, lowered
-from fxpipe.passes import Options, default_passes
+from fxpipe.passes import default_passes
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from random_cuts import numbered, random_cuts
@@ -124,8 +124,7 @@ def test_a_token_leaves_as_soon_as_its_sender_is_in_step() -> None:
 
 def test_a_wired_program_without_its_tokens_breaks_the_law() -> None:
     count = len(numbered("function").units)
-    options = Options(workers=2, cuts=Cuts((0, 5, count), (0, 0, count)), cost="analytic")
-    program = run_passes(captured("function")[2], default_passes(options))
+    program = run_passes(captured("function")[2], default_passes(Cuts((0, 5, count), (0, 0, count))))
     verify(program)
     node = next(n for n in program if n.name.startswith("pace_B_0"))
     assert node.name == "pace_B_0"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cached import captured, cuts, lowered
-from fxpipe.passes import Options, default_passes
+from cached import captured, cuts, lowered, passed
+from fxpipe.passes import default_passes
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from random_cuts import numbered
@@ -20,10 +20,6 @@ from fxpipe.lowering.agreement import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 
 
-def wired(program: Program, **options: object) -> Program:
-    return run_passes(program, default_passes(Options(cost="analytic", **options)))  # type: ignore[arg-type]
-
-
 def depends_on_weights_alone(program: Program, node: fx.Node) -> bool:
     weights = {p.node for p in program.parameters}
     inputs = node.all_input_nodes
@@ -36,7 +32,7 @@ def depends_on_weights_alone(program: Program, node: fx.Node) -> bool:
 @pytest.mark.parametrize("name", ["gpt", "conv", "lstm"])
 def test_backward_never_reads_a_forward_view_of_a_weight(name: str, shift: int) -> None:
     case, _, program = captured(name)
-    program = wired(program, workers=3, **cuts(case, 3, shift))
+    program = passed(program, workers=3, **cuts(case, 3, shift))
     for node in program:
         if info(node).phase == "B":
             for source in node.all_input_nodes:
@@ -47,7 +43,7 @@ def test_backward_never_reads_a_forward_view_of_a_weight(name: str, shift: int) 
 def test_weight_casts_are_made_again_in_backward_under_autocast() -> None:
     case, model, _ = captured("gpt")
     batch = case.batches(1)[0]
-    program = wired(fxpipe.capture(model, case.loss, batch, autocast="bf16"), workers=2, **cuts(case, 2, 0))
+    program = passed(fxpipe.capture(model, case.loss, batch, autocast="bf16"), workers=2, **cuts(case, 2, 0))
     saved = [n for s in program.stages for n in s.parts["B"].spec.saved]
     assert any("blocks_0" in n for n in saved)
     assert not any(n.endswith(("_to_copy", "weight")) for n in saved)
@@ -58,7 +54,7 @@ def test_weight_casts_are_made_again_in_backward_under_autocast() -> None:
 
 def test_checkpointed_blocks_are_recomputed_from_their_input() -> None:
     _, _, program = captured("checkpoint")
-    program = wired(program, workers=2)
+    program = passed(program, workers=2)
     again = [n.name for n in program if n.name.endswith("_again") and info(n).phase == "B"]
     for block in range(4):
         assert any(n.startswith(f"blocks_{block}_1_gelu") for n in again), again
@@ -82,7 +78,7 @@ def test_random_nodes_are_never_computed_twice() -> None:
     model, batch = Dropped(), torch.randn(8, 4)
     captured_program = fxpipe.capture(model, lambda m, b: m(b).square().mean(), batch)
     before = sum(is_random(n) for n in captured_program)
-    program = wired(captured_program, workers=3)
+    program = passed(captured_program, workers=3)
     assert sum(is_random(n) for n in program) == before == 3
     build = fxpipe.lower(captured_program, workers=3, cost="analytic")
     assert compare_with_eager(build, model, lambda m, b: m(b).square().mean(), batch).largest < 1e-5
@@ -125,7 +121,7 @@ def test_batch_norm_is_recomputed_without_its_statistics_and_updates_them_once()
     _, _, program = captured("conv")
     count = len(numbered("conv").units)
     cuts = Cuts((0, count, count), (0, 4, count), recompute=((1, 4, count),))
-    before = {n for n in run_passes(program, default_passes(Options(cuts=cuts, cost="analytic"))) if "_again" in n.name}
+    before = {n for n in run_passes(program, default_passes(cuts)) if "_again" in n.name}
     norms = [n for n in before if "batch_norm" in n.name]
     assert len(norms) == 3
     assert all(n.target is torch.ops.aten._native_batch_norm_legit.no_stats for n in norms)

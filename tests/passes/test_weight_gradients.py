@@ -87,7 +87,7 @@ def test_an_operator_that_makes_both_is_backward_with_all_that_works_on_its_elem
 
 
 def test_the_law_knows_a_node_that_is_wrongly_marked() -> None:
-    program = Cost("analytic")(numbered("function"))
+    program = Cost()(numbered("function"))
     verify(program)
     wrong = program.copy()
     node = next(n for n in wrong if n.name == "d_layers_3_mm")

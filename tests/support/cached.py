@@ -22,6 +22,13 @@ def captured(name: str, microbatches: int = 1, size: int = 8) -> tuple[Case, nn.
     return case, model, program
 
 
+def passed(program: Program, **options: Any) -> Program:
+    """The program after the last pass of a compile with computed costs."""
+    seen: list[Program] = []
+    fxpipe.lower(program, cost="analytic", observers=[lambda applied: seen.append(applied.program)], **options)
+    return seen[-1]
+
+
 def lowered(name: str, microbatches: int = 1, size: int = 8, **options: Any) -> fxpipe.Build:
     """A build of a case, from its cached program."""
     options.setdefault("cost", "analytic")

@@ -6,7 +6,7 @@ import functools
 import random
 
 from cached import captured
-from fxpipe.passes.cut import glued_positions
+from fxpipe.passes.analysis.profile import glued_positions
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from families import CORE
-from fxpipe.passes.cut import glued_positions
+from fxpipe.passes.analysis.profile import glued_positions
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from random_cuts import legal_cuts

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from families import ZooModel
-from fxpipe.passes.cut import glued_positions
+from fxpipe.passes.analysis.profile import glued_positions
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from torch import nn

@@ -1,4 +1,4 @@
-"""cost: measured times add up to the whole, known ones are not measured again, computed ones follow the device."""
+"""Measured times add up to the whole, and known ones are not measured again."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from typing import Any
 import pytest
 import torch
 from cached import captured
-from fxpipe.passes import cost
-from fxpipe.passes.cost import Cost, analytic_seconds
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 from small_models import CASES
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.costs import node_costs
 from fxpipe.costs import node_times as clock
-from fxpipe.costs.measured import MeasuredCosts
+from fxpipe.costs.node_costs import node_costs as found
 from fxpipe.costs.node_times import again, measure
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
-from fxpipe.planner.device import CPU, Device
 
 aten = torch.ops.aten
 
@@ -169,8 +166,8 @@ def test_backward_lets_go_of_what_it_has_used() -> None:
 def test_a_ratio_far_from_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     program = folded("function")
     even = dict.fromkeys([n.name for n in program], 1e-3)
-    monkeypatch.setattr(cost, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}))
-    (warning,) = Cost()(program).warnings
+    monkeypatch.setattr(node_costs, "measure", lambda *_: (even, {"F": 1.2, "B": 2.0}))
+    (warning,) = found(program).warnings
     assert warning.startswith("the times of backward's nodes add up to 0.50 times what it takes as a whole")
 
 
@@ -180,19 +177,9 @@ def test_a_step_that_does_not_fit_the_device() -> None:
 
     program = made(nn.Linear(2, 2), step, torch.ones(1, 2))
     with pytest.raises(CaptureError, match="the whole step does not fit this device") as caught:
-        Cost()(program)
+        found(program)
     assert "--cost analytic" in str(caught.value)
-    assert "test_cost.py" in str(caught.value)
-
-
-class Recording:
-    """What `keep` was told."""
-
-    def __init__(self) -> None:
-        self.found: list[MeasuredCosts] = []
-
-    def __call__(self, costs: MeasuredCosts) -> None:
-        self.found.append(costs)
+    assert "test_node_costs.py" in str(caught.value)
 
 
 def never(*_: Any) -> Any:
@@ -200,96 +187,31 @@ def never(*_: Any) -> Any:
 
 
 def test_known_costs_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, path, first, second = folded("function"), tmp_path / "node_costs.json", Recording(), Recording()
-    measured = Cost(repeats=1, known=path, keep=first)(program)
-    first.found[0] = dataclasses.replace(first.found[0], ratios={"F": 1.0, "B": 0.9})
-    path.write_text(first.found[0].to_json())
-    monkeypatch.setattr(cost, "measure", never)
-    known = Cost(known=path, keep=second)(program)
-    assert second.found == first.found
-    assert [info(n).seconds for n in known] == [info(n).seconds for n in measured]
+    program, path = folded("function"), tmp_path / "node_costs.json"
+    measured = dataclasses.replace(found(program, repeats=1), ratios={"F": 1.0, "B": 0.9}, warnings=())
+    path.write_text(measured.to_json())
+    monkeypatch.setattr(node_costs, "measure", never)
+    assert found(program, known=path) == measured
     with pytest.raises(AssertionError, match="measured again"):
-        Cost(known=path, threads=7)(program)
+        found(program, known=path, threads=7)
     with pytest.raises(AssertionError, match="measured again"):
-        Cost(known=path)(folded("dict"))
+        found(folded("dict"), known=path)
 
 
 def test_doubtful_costs_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, path, keep = folded("function"), tmp_path / "node_costs.json", Recording()
-    Cost(repeats=1, keep=keep)(program)
-    path.write_text(dataclasses.replace(keep.found[0], ratios={"F": 1.0, "B": 2.0}).to_json())
-    monkeypatch.setattr(cost, "measure", never)
+    program, path = folded("function"), tmp_path / "node_costs.json"
+    path.write_text(dataclasses.replace(found(program, repeats=1), ratios={"F": 1.0, "B": 2.0}).to_json())
+    monkeypatch.setattr(node_costs, "measure", never)
     with pytest.raises(AssertionError, match="measured again"):
-        Cost(known=path)(program)
+        found(program, known=path)
 
 
 def test_a_corrupt_file_costs_a_warning(tmp_path: Path) -> None:
-    path, keep = tmp_path / "node_costs.json", Recording()
+    program, path = folded("function"), tmp_path / "node_costs.json"
     path.write_text("{")
-    costed = Cost(repeats=1, known=path, keep=keep)(folded("function"))
-    assert costed.warnings[0].startswith("the measured costs cannot be read: ")
-    assert costed.warnings[0].endswith(f"({path}); they are measured again")
-    assert len(keep.found) == 1
-
-
-def test_known_costs_with_a_ratio_of_zero_are_corrupt(tmp_path: Path) -> None:
-    program, path, keep = folded("function"), tmp_path / "node_costs.json", Recording()
-    Cost(repeats=1, keep=keep)(program)
-    path.write_text(dataclasses.replace(keep.found[0], ratios={"F": 0.0, "B": 1.0}).to_json())
-    costed = Cost(repeats=1, known=path, keep=keep)(program)
-    assert costed.warnings[0] == f"the measured costs are no times ({path}); they are measured again"
-    assert len(keep.found) == 2
-
-
-def test_analytic_costs_are_not_kept() -> None:
-    keep = Recording()
-    Cost("analytic", keep=keep)(folded("function"))
-    assert keep.found == []
-
-
-def analytic(program: Program, device: Device, operator: str) -> list[float]:
-    found = [analytic_seconds(n, device) for n in program if str(n.target).startswith(f"aten.{operator}.")]
-    assert found, operator
-    return found
-
-
-def test_a_product_costs_its_flops() -> None:
-    program = made(nn.Linear(32, 16, bias=False), lambda m, x: m(x).sum(), torch.randn(8, 32))
-    busy = Device("busy", 1.0, float("inf"), launch=0.5)
-    assert analytic(program, busy, "mm")[0] == 2 * 8 * 32 * 16 + 0.5
-    slow = Device("slow", float("inf"), 1.0, launch=0.5)
-    assert analytic(program, slow, "mm")[0] == 4 * (8 * 32 + 32 * 16 + 8 * 16) + 0.5
-    assert analytic(program, slow, "t") == [0.0] * len(analytic(program, slow, "t")), "views are free"
-    assert info(next(iter(Cost("analytic", device=busy)(program)))).seconds is not None
-
-
-def test_flops_are_counted_in_their_dtype() -> None:
-    device = Device("d", {"float32": 1.0, "bfloat16": 4.0}, float("inf"), launch=0.0)
-    model, batch = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
-    full = made(model, lambda m, x: m(x).sum(), batch)
-    half = made(model, lambda m, x: m(x).sum(), batch, autocast="bf16")
-    assert analytic(full, device, "mm")[0] == 4 * analytic(half, device, "mm")[0]
-
-
-def test_attention_traced_on_a_cpu_costs_flops() -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        q = model(x).view(2, 64, 4, 8).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
-
-    program = made(nn.Linear(32, 32), step, torch.randn(2, 64, 32))
-    device = Device("busy", 1.0, float("inf"), launch=0.0)
-    forward = analytic(program, device, "_scaled_dot_product_flash_attention_for_cpu")
-    backward = analytic(program, device, "_scaled_dot_product_flash_attention_for_cpu_backward")
-    assert forward == [4.0 * 2 * 4 * 64 * 64 * 8]
-    assert backward == [2.5 * forward[0]]
-
-
-def test_an_embedding_reads_the_rows_it_gives() -> None:
-    program = made(nn.Embedding(10_000, 8), lambda m, x: m(x).sum(), torch.arange(16))
-    device = Device("slow", float("inf"), 1.0, launch=0.0)
-    assert analytic(program, device, "embedding") == [2 * 16 * 8 * 4 + 16 * 8]
-
-
-def test_the_default_device_is_one_core() -> None:
-    program = folded("gpt")
-    assert [info(n).seconds for n in Cost("analytic")(program)] == [analytic_seconds(n, CPU) for n in program]
+    costs = found(program, repeats=1, known=path)
+    assert costs.warnings[0].startswith("the measured costs cannot be read: ")
+    assert costs.warnings[0].endswith(f"({path}); they are measured again")
+    path.write_text(dataclasses.replace(costs, ratios={"F": 0.0, "B": 1.0}).to_json())
+    (warning, *_) = found(program, repeats=1, known=path).warnings
+    assert warning == f"the measured costs are no times ({path}); they are measured again"

@@ -1,0 +1,55 @@
+"""What every node of a program takes: measured here, or known from an earlier compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fxpipe.costs.measured import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.costs.node_times import measure
+from fxpipe.errors import BuildError
+from fxpipe.ir.program import Program
+
+TRUSTED = 0.25
+"""How far the sum of the nodes' times may be from the whole's before a warning says so."""
+
+
+def node_costs(
+    program: Program, threads: int | None = None, known: Path | None = None, repeats: int | None = None
+) -> MeasuredCosts:
+    """An earlier compile's costs if they are this program's and beyond doubt, else new ones.
+
+    Forward and backward are run on the model's own device (`fxpipe/costs/node_times.py`).
+
+    Args:
+        threads: CPU threads while measuring: as many as one worker will have.
+        known: where an earlier compile may have left its costs.
+        repeats: runs after the warm-up; adapted to the step's length where None.
+
+    Raises:
+        CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
+    """
+    mark = fingerprint(program, device_name(program.device), threads or torch.get_num_threads())
+    warnings: tuple[str, ...] = ()
+    if known is not None:
+        try:
+            found = read(known, mark)
+            complete = found is not None and found.seconds.keys() == {n.name for n in program}
+            if found is not None and complete and not _doubts(found.ratios):
+                return found
+        except BuildError as error:
+            warnings = (f"{error.what} ({error.where}); they are measured again",)
+    seconds, ratios = measure(program, threads, repeats)
+    return MeasuredCosts(mark, seconds, ratios, (*warnings, *_doubts(ratios)))
+
+
+def _doubts(ratios: Mapping[str, float]) -> tuple[str, ...]:
+    names = {"F": "forward", "B": "backward"}
+    return tuple(
+        f"the times of {names[phase]}'s nodes add up to {1 / ratio:.2f} times what it takes as a whole; they were "
+        "scaled to fit, but the machine may have been busy: compile again when it is not"
+        for phase, ratio in ratios.items()
+        if abs(1 / ratio - 1) > TRUSTED
+    )

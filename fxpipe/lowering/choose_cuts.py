@@ -1,0 +1,115 @@
+"""Where forward and backward are cut: as given, before the modules that were named, or as the planner finds best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fxpipe.errors import CutError, near
+from fxpipe.ir.program import Program
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+
+WORTH = 0.02
+"""How much faster distinct forward and backward cuts must be than shared ones to be worth their messages."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cuts, and the partitions that the planner compared, the chosen one last; none where the cuts were given."""
+
+    cuts: Cuts
+    partitions: tuple[Partition, ...] = ()
+
+
+def choose_cuts(program: Program, profile: Profile, options: CompileOptions, setting: Setting) -> Choice:
+    """The cuts of a program whose units are numbered.
+
+    Args:
+        profile: what its units cost.
+        setting: what the planner plans for.
+
+    Raises:
+        TooLittleMemory: nothing fits; says what would.
+        CutError: more workers than units, an unknown path, cuts out of order, cuts for another number of workers or
+            units, or one that would part the readers of a buffer from the unit that updates it.
+    """
+    if options.planned:
+        found = _planned(profile, options, setting)
+        best = found[-1]
+        return Choice(Cuts(best.forward, best.backward, best.weights, best.recompute), found)
+    cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
+    count = len(program.units)
+    if (cuts.workers, cuts.forward[-1]) != (options.workers, count):
+        raise CutError(
+            f"the cuts are for {cuts.workers} workers and {cuts.forward[-1]} units, the step for {options.workers} "
+            f"and {count}"
+        )
+    _refuse_parted_buffers(program.units, profile, cuts.forward)
+    return Choice(cuts)
+
+
+def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tuple[Partition, ...]:
+    """The partitions that were compared, the chosen one last."""
+    if options.workers > len(profile.units):
+        raise CutError(
+            f"{options.workers} workers, but the step has only {len(profile.units)} units to share",
+            hint=f"use -n {len(profile.units)} or fewer",
+        )
+    widest = "bidirectional" if options.cuts == "auto" else str(options.cuts)
+    found = advised_partitions(profile, setting, options.workers, ("same", widest))
+    chosen = found[widest]
+    if options.cuts == "auto" and "same" in found:
+        gains = chosen.bottleneck_ms < found["same"].bottleneck_ms * (1 - WORTH)
+        chosen = chosen if gains else found["same"]
+    return (*(p for p in found.values() if p is not chosen), chosen)
+
+
+def _pinned(units: Sequence[str], options: CompileOptions) -> Cuts:
+    asked = (("--fp-cut", options.forward_at), ("--bp-cut", options.backward_at))
+    alone = not (options.forward_at and options.backward_at)  # these cuts are those of both phases
+    found = [_positions(units, paths, option, options.workers, alone) for option, paths in asked if paths]
+    count = len(units)
+    return Cuts((0, *found[0], count), (0, *found[-1], count))
+
+
+def _positions(units: Sequence[str], paths: Sequence[str], option: str, workers: int, alone: bool) -> list[int]:
+    if len(paths) != workers - 1:
+        raise CutError(
+            f"{workers} workers need {workers - 1} cuts, {option} gives {len(paths)}",
+            hint=f"repeat {option} once for each boundary between workers",
+        )
+    positions = [_position(units, path, option) for path in paths]
+    for i, (before, after) in enumerate(zip([0, *positions], positions, strict=False)):
+        if after < before or (alone and after == before):
+            previous = paths[i - 1] if i else "the first unit"
+            raise CutError(
+                f"{option} {paths[i]} does not come after {previous}: worker {i} would have nothing to do",
+                hint="give the cuts in the order in which the model runs its modules",
+            )
+    return positions
+
+
+def _position(units: Sequence[str], path: str, option: str) -> int:
+    for i, unit in enumerate(units):
+        if unit == path or unit.startswith(path + "."):
+            return i
+    known = sorted({".".join(u.split(".")[: d + 1]) for u in units for d in range(u.count(".") + 1)} - {""})
+    raise CutError(
+        f"{option} {path}: no module of that path runs in the forward pass{near(path, known)}",
+        hint="paths are those of model.named_modules(); `fxpipe compile` prints where each worker begins",
+    )
+
+
+def _refuse_parted_buffers(units: Sequence[str], profile: Profile, forward: Iterable[int]) -> None:
+    for position in forward:
+        if position in profile.uncut:
+            raise CutError(
+                f"the forward cut before unit {position} ({units[position]}) parts the readers of buffer "
+                f"{profile.uncut[position]} from the unit that updates it",
+                hint="move the cut before or after all modules that use this buffer",
+            )

@@ -1,0 +1,102 @@
+"""The plan of a program whose stages are emitted: what a run must know of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+import fxpipe
+from fxpipe.ir.program import Program
+from fxpipe.plan.build_folder import WEIGHTS
+from fxpipe.plan.spec import BufferSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
+from fxpipe.planner.setting import Setting
+from fxpipe.task.batch import tensor_spec
+from fxpipe.task.meta import are_on_meta
+
+
+def make_plan(program: Program, setting: Setting) -> Plan:
+    """The plan of an emitted program; `Build.save` adds what concerns the folder.
+
+    Args:
+        setting: the schedule, the policy and the microbatches of its runs, unless they are given others.
+    """
+    assert program.cuts is not None
+    cuts = program.cuts
+    stages = tuple(
+        StageSpec(
+            file=s.file,
+            digest=hashlib.sha256(s.source.encode()).hexdigest(),
+            forward_units=(cuts.forward[s.worker], cuts.forward[s.worker + 1]),
+            backward_units=(cuts.backward[s.worker], cuts.backward[s.worker + 1]),
+            weight_units=(cuts.weights[s.worker], cuts.weights[s.worker + 1]),
+            forward=s.parts["F"].spec,
+            backward=s.parts["B"].spec,
+        )
+        for s in program.stages
+    )
+    loss_worker = next(k for k, s in enumerate(stages) if s.forward.loss)
+    return Plan(
+        fxpipe=fxpipe.__version__,
+        torch=torch.__version__.split("+")[0],
+        model_file=None,
+        sources={},
+        workers=cuts.workers,
+        microbatches=setting.microbatches,
+        schedule=setting.schedule,
+        policy=str(setting.policy),
+        autocast=program.autocast,
+        device=program.device,
+        batch=tuple(b.leaf for b in program.batch),
+        batch_spec=program.batch_spec,
+        units=program.units,
+        loss_worker=loss_worker,
+        parameters=_parameters(program, stages),
+        buffers=_buffers(program, stages),
+        edges=program.edges,
+        stages=stages,
+        weights_file=WEIGHTS,
+        weights_digest="",
+        meta=are_on_meta([program.values[p.node] for p in program.parameters]),
+    )
+
+
+def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[ParameterSpec, ...]:
+    readers: dict[str, list[tuple[int, Phase]]] = {}
+    owners: dict[str, int] = {}
+    for k, stage in enumerate(stages):
+        for phase, part in _parts(stage):
+            for name in part.weights:
+                readers.setdefault(name, []).append((k, phase))
+        owners.update(dict.fromkeys(stage.backward.gradients, k))
+    rows = []
+    for p in program.parameters:
+        name = p.names[0]
+        read = tuple(readers.get(name, ()))
+        owner = owners.get(name, read[0][0] if read else 0)  # frozen: its first reader, or worker 0, keeps it
+        rows.append(ParameterSpec(p.names, tensor_spec(program.values[p.node]), owner, p.trained, read))
+    return tuple(rows)
+
+
+def _buffers(program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec, ...]:
+    workers: dict[str, list[int]] = {}
+    homes: dict[str, int] = {}
+    for k, stage in enumerate(stages):
+        for _, part in _parts(stage):
+            for name in part.buffers:
+                if k not in workers.setdefault(name, []):
+                    workers[name].append(k)
+        homes.update(dict.fromkeys(stage.forward.updates, k))
+    rows = []
+    for b in program.buffers:
+        name = b.names[0]
+        home = homes.get(name)
+        held = tuple(workers.get(name, ())) or ((home if home is not None else 0),)
+        spec = tensor_spec(program.values[b.node])
+        rows.append(BufferSpec(b.names, spec, b.persistent and not b.constant, home, held))
+    return tuple(rows)
+
+
+def _parts(stage: StageSpec) -> tuple[tuple[Phase, PartSpec], ...]:
+    return (("F", stage.forward), ("B", stage.backward))

@@ -1,0 +1,152 @@
+"""What a compile is asked, as one value; each option is written down here and nowhere else. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from fxpipe.engines import BACKENDS
+from fxpipe.errors import CutError, near
+from fxpipe.options import option
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.device import Device
+from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
+from fxpipe.planner.setting import Setting
+from fxpipe.policy import default_for
+from fxpipe.policy import make as make_policy
+from fxpipe.policy.option import policy_option
+from fxpipe.schedule import SCHEDULES
+from fxpipe.schedule import make as make_schedule
+
+if TYPE_CHECKING:
+    from fxpipe.task.model_file import MakeOptimizer
+
+CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
+CostMode = Literal["measured", "analytic"]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a compile is asked; the fields with flags are options of `fxpipe compile`, too.
+
+    Attributes:
+        workers: how many stages there are.
+        cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
+            (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
+            themselves, as unit numbers, instead of all choosing.
+        forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
+            where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
+            worker between two cuts at one place has nothing to do in that phase.
+        schedule: 'async', '1f1b' or 'gpipe'.
+        policy: the schedule's own default where None.
+        microbatches: how many make a minibatch. The step is captured on one of them.
+        autocast: 'bf16' captures the step under torch.autocast; for a program that is captured already it says nothing.
+        threads: CPU threads while measuring.
+        backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
+        cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
+        split_backward: let operators that make input and weight gradients in one call make them in two, so that
+            cuts of weight gradients can part them; three-way planning does so anyway.
+        device: what 'analytic' computes for; one core of a server where None.
+        links: between the workers; what this kind of device usually has where None.
+        speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
+        optimizer: as for a run: its update is timed, its state weighed. SGD with momentum where None.
+        known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. What
+            engines made for that compile is taken likewise.
+        command: what is written into the stages' headers.
+    """
+
+    workers: int = option(2, "-n", "--workers", minimum=1, help="Number of stages.")
+    cuts: Cuts | CutsMode = option(
+        "auto",
+        "--cuts",
+        choices=get_args(CutsMode),
+        help="What the planner may choose; auto: bidirectional where that gains more than 2%.",
+    )
+    forward_at: Sequence[str] = option(
+        (), "--fp-cut", metavar="PATH", help="Cut forward before this module; once for each boundary."
+    )
+    backward_at: Sequence[str] = option(
+        (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: as forward."
+    )
+    schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
+    policy: str | None = policy_option("by schedule")
+    microbatches: int = option(
+        1,
+        "--microbatches",
+        on_command_line=None,
+        minimum=1,
+        help="Parts of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
+    )
+    autocast: str | None = option(None, "--autocast", choices=("bf16",), help="Run the step under torch.autocast.")
+    threads: int | None = option(
+        None, "--threads", minimum=1, help="CPU threads of one worker. [default: cores / workers]"
+    )
+    backend: str = option(
+        "eager",
+        "--backend",
+        choices=BACKENDS,
+        help="Engine of the stages; auto measures and takes the fastest for every part.",
+    )
+    cost: CostMode | None = option(
+        None,
+        "--cost",
+        choices=get_args(CostMode),
+        help="Where the times come from that the cuts balance. [default: measured, here]",
+    )
+    split_backward: bool = False
+    device: Device | None = None
+    links: Links | None = None
+    speeds: Sequence[float] = ()
+    memory: Sequence[float] = ()
+    optimizer: MakeOptimizer | None = None
+    known_costs: Path | None = None
+    command: str = "fxpipe.compile(...)"
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chooses the cuts."""
+        return not (isinstance(self.cuts, Cuts) or self.forward_at or self.backward_at)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether operators that make input and weight gradients in one call are to make them in two."""
+        return self.split_backward or (self.planned and self.cuts == "three-way")
+
+    def check(self) -> None:
+        """Refuse what makes no sense for any model.
+
+        Raises:
+            CutError: cuts or costs that do not exist; cuts that are both chosen and given.
+            ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+        """
+        modes = get_args(CutsMode)
+        if not isinstance(self.cuts, Cuts) and self.cuts not in modes:
+            text: Any = self.cuts
+            near_text = near(text, modes) if isinstance(text, str) else ""
+            raise CutError(f"cuts={text!r} is neither Cuts nor one of {', '.join(modes)}{near_text}")
+        if (self.forward_at or self.backward_at) and self.cuts != "auto":
+            raise CutError(
+                "cuts are chosen or pinned, not both", hint="leave out cuts=, or forward_at= and backward_at="
+            )
+        if self.cost not in (None, *get_args(CostMode)):
+            raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
+        self.setting()
+
+    def setting(self, device: str = "cpu", optimizer_bytes: float = 0.0) -> Setting:
+        """What the planner plans for.
+
+        Args:
+            device: 'cpu' or 'cuda'; says what links there usually are.
+            optimizer_bytes: of the optimizer's state, for each byte of weights.
+
+        Raises:
+            ScheduleError, PolicyError: as for `check`.
+        """
+        schedule = make_schedule(self.schedule, self.workers, self.microbatches)
+        policy = make_policy(self.policy or default_for(schedule))
+        policy.check(schedule)
+        links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
+        speeds, memory = tuple(self.speeds), tuple(self.memory)
+        return Setting(schedule.name, str(policy), self.microbatches, links, speeds, memory, optimizer_bytes)

@@ -1,0 +1,72 @@
+"""What a training step costs: its nodes and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fxpipe.costs.measured import MeasuredCosts
+from fxpipe.costs.node_costs import node_costs
+from fxpipe.costs.optimizer import OptimizerCosts, optimizer_costs
+from fxpipe.ir.program import Program
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.passes.cost import Cost
+from fxpipe.planner.device import CPU, Device
+from fxpipe.task.meta import are_on_meta
+from fxpipe.task.model_file import default_optimizer
+from fxpipe.threads import threads as worker_threads
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs.
+
+    Attributes:
+        nodes: what was measured; None where it is computed.
+        device: what it is computed for.
+        optimizer: its update and its state.
+    """
+
+    nodes: MeasuredCosts | None
+    device: Device
+    optimizer: OptimizerCosts
+
+    @property
+    def of_nodes(self) -> Cost:
+        """The pass that gives the nodes their costs."""
+        return Cost(None if self.nodes is None else self.nodes.seconds, self.device)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why the costs are in doubt."""
+        return (*(self.nodes.warnings if self.nodes else ()), *([self.optimizer.doubt] if self.optimizer.doubt else ()))
+
+
+def step_costs(program: Program, options: CompileOptions, optimizer: OptimizerCosts | None = None) -> StepCosts:
+    """The costs of a program whose units are numbered, measured on its own device or left to be computed.
+
+    Args:
+        optimizer: its costs, where they are known already.
+
+    Raises:
+        CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
+    """
+    measured = options.cost == "measured" or (options.cost is None and not has_no_values(program))
+    nodes = node_costs(program, options.threads, options.known_costs) if measured else None
+    device = options.device or CPU
+    if optimizer is None:
+        make = options.optimizer or default_optimizer
+        with worker_threads(options.threads, 1):
+            optimizer = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
+    return StepCosts(nodes, device, optimizer)
+
+
+def trained(program: Program) -> list[tuple[str, Tensor]]:
+    """The trained parameters, under their first names."""
+    return [(p.names[0], program.values[p.node]) for p in program.parameters if p.trained]
+
+
+def has_no_values(program: Program) -> bool:
+    """Whether parameters are on the meta device."""
+    return are_on_meta([program.values[p.node] for p in program.parameters])

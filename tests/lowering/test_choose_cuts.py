@@ -1,0 +1,100 @@
+"""The cuts that are asked for, and what is said of impossible ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cached import lowered
+from fxpipe.passes.analysis.profile import profile_of
+from fxpipe.passes.cost import Cost
+from random_cuts import numbered
+
+import fxpipe
+from fxpipe.errors import CutError, FxpipeError
+from fxpipe.ir.program import Program, info
+from fxpipe.lowering.choose_cuts import choose_cuts
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.planner.cuts import Cuts
+
+
+def chosen(program: Program, **asked: Any) -> Cuts:
+    options = CompileOptions(**asked)
+    return choose_cuts(program, profile_of(program), options, options.setting()).cuts
+
+
+def test_cuts_for_another_program_are_refused() -> None:
+    program = Cost()(numbered("function"))
+    count = len(program.units)
+    cuts = Cuts((0, 3, count), (0, 3, count))
+    with pytest.raises(CutError, match="for 2 workers and"):
+        chosen(program, workers=3, cuts=cuts)
+    with pytest.raises(CutError, match=f"2 workers and {count - 1} units, the step for 2 and {count}"):
+        chosen(program, cuts=Cuts((0, 3, count - 1), (0, 3, count - 1)))
+
+
+def test_given_cuts_may_not_part_a_buffer_from_its_update() -> None:
+    program = Cost()(numbered("conv"))
+    # Each batch norm has statistics of its own: let the last one read the first one's.
+    first, middle, *_, last = (program.placeholders[b.node] for b in program.buffers if "running_mean" in b.node)
+    between = info(next(iter(middle.users))).unit
+    next(iter(last.users)).replace_input_with(last, first)
+    count = len(program.units)
+    with pytest.raises(CutError, match=f"parts the readers of buffer {first.name}"):
+        chosen(program, cuts=Cuts((0, between, count), (0, between, count)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward_at": ("layers.9",)}, "no module of that path runs in the forward pass, did you mean 'layers"),
+        ({"forward_at": ("layers.3", "layers.1")}, "2 workers need 1 cuts, --fp-cut gives 2"),
+        ({"workers": 3, "forward_at": ("layers.3", "layers.1")}, "--fp-cut layers.1 does not come after layers.3"),
+        ({"workers": 3, "forward_at": ("layers.2",) * 2}, "--fp-cut layers.2 does not come after layers.2"),
+        ({"workers": 3, "forward_at": ("layers.1",) * 2, "backward_at": ("layers.2", "layers.1")}, "--bp-cut layers.1"),
+        ({"forward_at": ("layers.0",)}, "worker 0 would have nothing to do"),
+        ({"workers": 500}, "500 workers, but the step has only"),
+    ],
+)  # fmt: skip
+def test_impossible_cuts_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CutError) as caught:
+        chosen(Cost()(numbered("function")), **options)
+    assert message in str(caught.value)
+
+
+def test_a_pin_may_be_repeated_where_the_other_phase_gives_the_worker_work() -> None:
+    where = {"forward_at": ("layers.2", "layers.2"), "backward_at": ("layers.1", "layers.3")}
+    plan = lowered("function", workers=3, **where).plan
+    first, end = plan.stages[1].forward_units
+    assert first == end
+    assert plan.stages[1].backward_units[0] < first < plan.stages[1].backward_units[1]
+    for falling in (("layers.3", "layers.2"), ("layers.2", "layers.1")):
+        with pytest.raises(CutError, match="does not come after"):
+            lowered("function", workers=3, **{**where, "forward_at": falling})
+
+
+def test_a_cut_may_not_part_a_buffer_from_its_update() -> None:
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            self.norm = torch.nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.b(self.norm(self.a(x))))
+
+    program = fxpipe.capture(Shared(), lambda m, x: m(x).square().mean(), torch.randn(8, 4))
+    with pytest.raises(CutError, match="parts the readers of buffer norm_running_mean"):
+        fxpipe.lower(program, workers=2, cost="analytic", forward_at=["b"])
+    build = fxpipe.lower(program, workers=2, cost="analytic")  # finds a place where it may
+    assert build.plan.stages[0].forward_units[1] > 0
+
+
+def test_options_that_do_not_exist() -> None:
+    with pytest.raises(FxpipeError, match="no option 'worker', did you mean 'workers'"):
+        lowered("function", worker=3)
+    with pytest.raises(CutError, match=r"'three_way' is neither Cuts nor one of .*, did you mean 'three-way'"):
+        CompileOptions(cuts="three_way").check()  # type: ignore[arg-type]
+    with pytest.raises(CutError, match="chosen or pinned, not both"):
+        CompileOptions(cuts="same", forward_at=("a",)).check()
