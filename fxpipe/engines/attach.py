@@ -15,11 +15,13 @@ from torch import Tensor
 from fxpipe import engines as backends
 from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.spec import PartSpec, Plan
 from fxpipe.random_state import random_state, set_random_state
+from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.compare import Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import LoadedStage
-from fxpipe.stages.microbatch import PartCall, flat, run_exactly, run_part
+from fxpipe.stages.part_call import Function, PartCall
+from fxpipe.stages.pure_function import in_float64
 from fxpipe.stages.pure_part import trace_stage
 
 USE_EAGER = "run with --backend eager, or compile with --backend auto, which leaves out what does not work"
@@ -38,12 +40,9 @@ def equip(
     """
     if engines == ("eager", "eager"):
         return stage
-    parts = trace_stage(plan, worker, stage)
-    spec = plan.stages[worker]
     functions = []
-    for part, row, emitted, name in zip(
-        parts, (spec.forward, spec.backward), (stage.forward, stage.backward), engines, strict=True
-    ):
+    for part, name in zip(trace_stage(plan, worker, stage), engines, strict=True):
+        emitted = stage.function(part.phase)
         if name == "eager":
             functions.append(emitted)
             continue
@@ -51,7 +50,8 @@ def equip(
         reason = chosen.missing(torch.device(device).type)
         if reason:
             raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
-        functions.append(CheckedPart(EnginePart(part, row, chosen, cache, _note), emitted))
+        spec = plan.stages[worker].part(part.phase)
+        functions.append(CheckedPart(EnginePart(part, chosen, cache, _note), spec, emitted))
     return replace(stage, forward=functions[0], backward=functions[1], engines=engines)
 
 
@@ -75,57 +75,41 @@ def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
 class CheckedPart:
     """A part on an engine whose first call is also run by the emitted code, on the same values, and compared."""
 
-    def __init__(self, part: EnginePart, emitted: Callable[..., Any]) -> None:
+    def __init__(self, part: EnginePart, spec: PartSpec, emitted: Function) -> None:
         self.part = part
-        self._emitted: Callable[..., Any] | None = emitted
+        self._spec = spec
+        self._emitted: Function | None = emitted
 
     def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
         if self._emitted is None:
             return self.part(weights, buffers, third, comm)
         emitted, self._emitted = self._emitted, None
-        heard = Heard(comm)
+        part, received = self.part.part, {name: comm.recv(name) for name in self._spec.receives}
+        call = PartCall(part.worker, part.phase, self._spec, tuple(weights), tuple(buffers), tuple(third), received)
         state = random_state()
-        first = list(third)
+        held_back = ReadyComm(received)
         try:
-            result = self.part(weights, buffers, third, heard)
+            returned = self.part(weights, buffers, third, held_back)
         except FxpipeError:
             raise
         except Exception as error:
             raise BackendError(
-                f"{self.part.engine} fails on {self.part.part.name}: {type(error).__name__}: {first_line(error)}",
+                f"{self.part.engine} fails on {part.name}: {type(error).__name__}: {first_line(error)}",
                 hint=USE_EAGER,
             ) from error
         after = random_state()
         set_random_state(state)
-        part, call = self.part.part, PartCall(tuple(weights), tuple(buffers), first, heard.received)
-        expected = run_part(part, emitted, call)
+        expected = call.run(emitted).flat()
 
         def exact() -> list[Tensor]:
             set_random_state(state)
-            return run_exactly(part, call)
+            return call.run(in_float64(part)).flat()
 
-        check_outputs(self.part, expected, flat(part, result, heard.sent), exact)
+        check_outputs(self.part, expected, call.result(returned, held_back.sent).flat(), exact)
         set_random_state(after)
-        for name, value in heard.sent.items():
+        for name, value in held_back.sent.items():
             comm.send(name, value)
-        return result
-
-
-class Heard:
-    """A `comm` that remembers what was received, and holds back what is sent."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        self.received: dict[str, Tensor] = {}
-        self.sent: dict[str, Tensor] = {}
-
-    def recv(self, name: str) -> Tensor:
-        value: Tensor = self._comm.recv(name)
-        self.received[name] = value
-        return value
-
-    def send(self, name: str, value: Tensor) -> None:
-        self.sent[name] = value
+        return returned
 
 
 def check_outputs(

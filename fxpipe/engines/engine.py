@@ -1,4 +1,4 @@
-"""What an engine is, and how the function that it makes takes the place of an emitted one."""
+"""What an engine is, and how what it builds takes the place of an emitted function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import BackendError, FxpipeError, first_line
-from fxpipe.plan.spec import PartSpec
 from fxpipe.stages.derived_outputs import trim
+from fxpipe.stages.pure_function import Compute, PureFunction
 from fxpipe.stages.pure_part import PurePart
-
-Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Computes a part's outputs from its inputs, both in the part's order."""
-
 
 class Engine(ABC):
     """Runs pure parts.
@@ -58,16 +54,12 @@ class Engine(ABC):
         """
 
 
-class EnginePart:
-    """A part on an engine, called as the emitted function is: `(weights, buffers, batch or saved, comm)`.
-
-    Everything is received before the engine runs, and sent behind it.
-    """
+class EnginePart(PureFunction):
+    """A part on an engine, called as the emitted function is."""
 
     def __init__(
         self,
         part: PurePart,
-        spec: PartSpec,
         engine: Engine,
         cache: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
@@ -81,46 +73,32 @@ class EnginePart:
         Raises:
             BackendError: the engine cannot run the part.
         """
-        self.part = part
         self.engine = engine.name
         self.kept = kept_as(part, engine)
-        self._spec = spec
-        self._trimmed = trim(part)
-        self._takes = self._trimmed.takes
-        self._device = torch.device(part.device)
-        self._updates = len(spec.updates)
-        self._compute: Compute = _nothing
-        if not self._trimmed.inner.outputs:
-            return  # a part that only passes values on needs no engine
+        trimmed = trim(part)
         path = cache and cache / self.kept
-        if path and not path.exists():
-            say(f"building {part.name} for {engine.name}, kept in {cache}")
-        try:
-            self._compute = engine.build(self._trimmed.inner, path)
-        except FxpipeError:
-            raise
-        except Exception as error:
-            raise BackendError(
-                f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
-            ) from error
+        inner = _built(trimmed.inner, engine, path, say)
 
-    def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
-        received = [comm.recv(name) for name in self._spec.receives]
-        drawn = [draw(self._device) for draw in self.part.draws]
-        inputs = [*weights, *buffers, *third, *received, *drawn]
-        if self.part.phase == "B":
-            third.clear()
-        computed = self._compute([inputs[i] for i in self._takes])
-        outputs = self._trimmed.finish(inputs, computed)
-        del inputs, received, drawn, computed
-        count = len(outputs) - len(self._spec.sends)
-        for name, value in zip(self._spec.sends, outputs[count:], strict=True):
-            comm.send(name, value)
-        if self.part.phase == "B":
-            return outputs[:count]
-        first = 1 if self._spec.loss else 0
-        loss = outputs[0] if first else None
-        return loss, outputs[first : first + self._updates], list(outputs[first + self._updates : count])
+        def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            return trimmed.finish(inputs, inner([inputs[i] for i in trimmed.takes]))
+
+        super().__init__(part, compute)
+
+
+def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str], None]) -> Compute:
+    """What computes a trimmed part."""
+    if not part.outputs:
+        return lambda inputs: ()  # a part that only passes values on needs no engine
+    if path and not path.exists():
+        say(f"building {part.name} for {engine.name}, kept in {path.parent}")
+    try:
+        return engine.build(part, path)
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise BackendError(
+            f"{engine.name} cannot build {part.name}: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def kept_as(part: PurePart, engine: Engine) -> str:
@@ -142,7 +120,3 @@ def _own_code() -> str:
     files = [file for room in ("stages", "onnx", "engines") for file in (root / room).rglob("*.py")]
     files.append(root / "plan" / "packing.py")
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
-
-
-def _nothing(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return ()

@@ -1,14 +1,16 @@
-"""A `comm` for one process: what a stage receives is there already, what it sends is kept."""
+"""A `comm` for one process: everything that a part receives has arrived, and what it sends is kept."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import Tensor
 
 
-class Replay:
-    """A `comm` on which everything has arrived; keeps what is sent."""
+class ReadyComm:
+    """A `comm` on which everything has arrived already; it keeps what is sent."""
 
-    def __init__(self, received: dict[str, Tensor]) -> None:
+    def __init__(self, received: Mapping[str, Tensor]) -> None:
         self.received = received
         self.sent: dict[str, Tensor] = {}
 

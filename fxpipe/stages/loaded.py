@@ -1,21 +1,21 @@
-"""Loads an emitted stage, or a worker's share of an evaluation, and checks that its functions still fit the plan."""
+"""Emitted source becomes functions, from a file or from text in memory, if it still fits the plan."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import itertools
+import linecache
 import re
-import sys
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.spec import EvaluationStage, PartSpec, Phase, StageSpec
+from fxpipe.plan.spec import EvaluationStage, PartSpec, Phase, Plan, StageSpec
 
 ARGUMENTS = {
     "forward": ("weights", "buffers", "batch", "comm"),
@@ -57,9 +57,23 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
         BuildError: no such file, a syntax error, an error at import, or an interface that differs from the
             plan's; every difference is listed.
     """
-    path = Path(path).resolve()
-    source, module = _load(path, lambda tree: interface_differences(tree, spec))
-    return LoadedStage(path, module.forward, module.backward, is_edited(source, spec))
+    return _stage(*_read(path), spec)
+
+
+def load_stages(plan: Plan, files: Mapping[str, str]) -> list[LoadedStage]:
+    """All stages of a build from their sources in memory, by file name; tracebacks show these sources.
+
+    Raises:
+        BuildError: as `load_stage`.
+    """
+    folder = Path(f"<build {next(_serial)}>")
+    loaded = []
+    for spec in plan.stages:
+        path, text = folder / spec.file, files[spec.file]
+        linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+        loaded.append(_stage(path, text.encode(), spec))
+        weakref.finalize(loaded[-1].forward, linecache.cache.pop, str(path), None)
+    return loaded
 
 
 def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation:
@@ -68,33 +82,53 @@ def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation
     Raises:
         BuildError: as `load_stage`.
     """
-    path = Path(path).resolve()
-    source, module = _load(path, lambda tree: _differences(tree, {"evaluate": spec.part}))
-    return LoadedEvaluation(path, module.evaluate, is_edited(source, spec))
+    path, source = _read(path)
+    functions = functions_of(path, source, {"evaluate": spec.part})
+    return LoadedEvaluation(path, functions["evaluate"], is_edited(source, spec))
 
 
-def _load(path: Path, differences: Callable[[ast.Module], list[str]]) -> tuple[bytes, ModuleType]:
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise BuildError(
-            f"the stage file cannot be read: {error.strerror}", where=str(path), hint=COMPILE_AGAIN
-        ) from error
+def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:
+    """The functions of an emitted source by their names; the one way from text to functions.
+
+    Raises:
+        BuildError: a syntax error, an error when it is executed, or interfaces that differ from those of `parts`.
+    """
     try:
         tree = ast.parse(source, str(path))
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise BuildError(f"syntax error: {error.msg}", where=f"{path}:{error.lineno}: {line}") from error
-    found = differences(tree)
-    if found:
+    if found := _differences(tree, parts):
         raise BuildError(
             f"{path.name} does not match its plan: " + "; ".join(found),
             where=str(path),
             hint=COMPILE_AGAIN,
         )
-    module = _execute(tree, path)  # which imports what installed packages register
+    scope: dict[str, Any] = {"__name__": f"fxpipe_{path.stem}", "__file__": str(path)}
+    try:
+        exec(compile(tree, str(path), "exec"), scope)  # imports what installed packages register
+    except Exception as error:
+        raise BuildError(
+            f"importing the stage raised {type(error).__name__}: {error}",
+            where=stage_line(error, path) or str(path),
+        ) from error
     _refuse_unknown_operators(source, path)
-    return source, module
+    return {name: scope[name] for name in parts}
+
+
+def _read(path: str | Path) -> tuple[Path, bytes]:
+    path = Path(path).resolve()
+    try:
+        return path, path.read_bytes()
+    except OSError as error:
+        raise BuildError(
+            f"the stage file cannot be read: {error.strerror}", where=str(path), hint=COMPILE_AGAIN
+        ) from error
+
+
+def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
+    functions = functions_of(path, source, {"forward": spec.forward, "backward": spec.backward})
+    return LoadedStage(path, functions["forward"], functions["backward"], is_edited(source, spec))
 
 
 def is_edited(source: bytes, spec: StageSpec | EvaluationStage) -> bool:
@@ -112,7 +146,7 @@ def stage_line(error: BaseException, path: Path) -> str | None:
 
 
 def _refuse_unknown_operators(source: bytes, path: Path) -> None:
-    """Raise BuildError for a call of an operator that nobody has registered in this process."""
+    """Raise BuildError for a call of an operator that is not registered in this process."""
     import torch
 
     for number, line in enumerate(source.decode().splitlines(), start=1):
@@ -126,28 +160,8 @@ def _refuse_unknown_operators(source: bytes, path: Path) -> None:
                 )
 
 
-def _execute(tree: ast.Module, path: Path) -> ModuleType:
-    name = f"fxpipe_{path.stem}_{next(_serial)}"
-    module = ModuleType(name)
-    module.__file__ = str(path)
-    sys.modules[name] = module
-    try:
-        exec(compile(tree, str(path), "exec"), module.__dict__)
-    except Exception as error:
-        del sys.modules[name]
-        raise BuildError(
-            f"importing the stage raised {type(error).__name__}: {error}",
-            where=stage_line(error, path) or str(path),
-        ) from error
-    return module
-
-
-def interface_differences(tree: ast.Module, spec: StageSpec) -> list[str]:
-    """Each way in which the functions of a stage's file differ from the plan's, in words; empty if they fit."""
-    return _differences(tree, {"forward": spec.forward, "backward": spec.backward})
-
-
 def _differences(tree: ast.Module, parts: Mapping[str, PartSpec]) -> list[str]:
+    """Each way in which the functions of a file differ from the plan's, in words; empty if they fit."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found: list[str] = []
     for name, part in parts.items():
@@ -212,7 +226,7 @@ def _unpacked(function: ast.FunctionDef, argument: str) -> list[int]:
 
 
 def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
-    """Only what stands literally in the code; the rest is checked when it runs."""
+    """Only what the code returns literally; the rest is checked when it runs."""
     found = []
     for node in ast.walk(function):
         if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)):

@@ -1,105 +1,71 @@
-"""What the parts of a build are called with: one microbatch through the emitted stages, one after the other."""
+"""The oracle: one microbatch driven through the stages of a build, all in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from fxpipe.ir.program import copy_graph
-from fxpipe.plan.spec import BufferSpec, ParameterSpec, PartSpec, Phase, Plan
-from fxpipe.stages.comm import Replay
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import Phase, Plan
 from fxpipe.stages.loaded import LoadedStage
-from fxpipe.stages.pure_part import PurePart
+from fxpipe.stages.part_call import Function, PartCall, PartResult
 
 
-@dataclass(frozen=True)
-class PartCall:
-    """What a part is called with: arguments, and by edge what it receives."""
-
-    weights: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
-    third: list[Any]
-    received: Mapping[str, Tensor]
-
-
-def run_part(part: PurePart, function: Callable[..., Any], call: PartCall, seed: int | None = None) -> list[Tensor]:
-    """What a stage's function, or an engine in its place, returns and sends, in the order of the part's outputs.
+def run_microbatch(
+    plan: Plan,
+    functions: Callable[[int, Phase], Function],
+    state: dict[str, Tensor],
+    leaves: Mapping[str, Any],
+    *,
+    seed: int | None = None,
+    packed: bool = True,
+) -> Iterator[tuple[PartCall, PartResult]]:
+    """Run every part once: the forwards from the first worker to the last, the backwards from the last to the first.
 
     Args:
-        seed: of torch's generators, for masks; they go on from where they are where None.
+        functions: gives the function of a worker's phase; asked right before it is called.
+        state: weights and buffers by their first names, on the plan's device; takes the buffers' new values.
+        leaves: the leaves of the batch by name.
+        seed: of torch's generators at each call; they go on from where they are where None.
+        packed: whether messages have the memory layout in which they come off a wire. No, for values of other types
+            than the plan's.
+
+    Raises:
+        RunError: a part sends a value of another shape or type than the plan's.
     """
-    if seed is not None:
-        torch.manual_seed(seed)
-    comm = Replay(dict(call.received))
-    return flat(part, function(call.weights, call.buffers, list(call.third), comm), comm.sent)
-
-
-def run_exactly(part: PurePart, call: PartCall, seed: int | None = None) -> list[Tensor]:
-    """The same by the part's graph in float64, where exact values are a billion times nearer."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    received = (call.received[row.name] for row in part.inputs if row.kind == "received")
-    given = (*call.weights, *call.buffers, *call.third, *received)
-    masks = [draw(part.device) for draw in part.draws]
-    graph = copy_graph(part.graph.graph)
-    for node in graph.nodes:
-        node.args, node.kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (node.args, node.kwargs))
-    module = fx.GraphModule(part.graph, graph)
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            setattr(module, node.target, _wide(getattr(module, node.target)))
-    return list(module(*map(_wide, given), *map(_wide, masks)))
-
-
-def _wide_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def flat(part: PurePart, result: Any, sent: Mapping[str, Tensor]) -> list[Tensor]:
-    """What a stage's function returned and sent, in the order of the part's outputs."""
-    if part.phase == "B":
-        values = list(result)
-    else:
-        loss, updates, saved = result
-        values = [*([] if loss is None else [loss]), *updates, *saved]
-    return [*values, *(sent[o.name] for o in part.outputs if o.kind == "sent")]
+    layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in plan.edges}
+    messages: dict[str, Tensor] = {}
+    saved: list[list[Any]] = []
+    forwards: list[tuple[int, Phase]] = [(worker, "F") for worker in range(plan.workers)]
+    backwards: list[tuple[int, Phase]] = [(worker, "B") for worker in reversed(range(plan.workers))]
+    for worker, phase in (*forwards, *backwards):
+        spec = plan.stages[worker].part(phase)
+        call = PartCall(
+            worker=worker,
+            phase=phase,
+            spec=spec,
+            weights=tuple(state[name] for name in spec.weights),
+            buffers=tuple(state[name] for name in spec.buffers),
+            third=tuple(leaves[name] for name in spec.batch) if phase == "F" else tuple(saved.pop()),
+            received={name: messages.pop(name) for name in spec.receives},
+        )
+        result = call.run(functions(worker, phase), seed)
+        if phase == "F":
+            saved.append(result.saved)
+        for name, value in result.sent.items():
+            messages[name] = layouts[name](value) if packed else value
+        state.update(zip(spec.updates, result.updates, strict=True))
+        yield call, result
 
 
 def record_calls(
     plan: Plan, stages: Sequence[LoadedStage], tensors: Mapping[str, Tensor], leaves: Mapping[str, Any]
 ) -> dict[tuple[int, Phase], PartCall]:
-    """What each part is called with in one microbatch of initial weights: the stages run one after the other."""
-    given: dict[str, Tensor] = {}
-    rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
-    for row in rows:
-        value = tensors[row.name].to(plan.device)
-        given.update(dict.fromkeys(row.names, value))
-    box = Replay({})
-    box.sent = box.received  # what is sent lies ready
-    calls: dict[tuple[int, Phase], PartCall] = {}
-    kept: list[list[Any]] = []
-
-    def call(worker: int, phase: Phase, part: PartSpec, third: Sequence[Any]) -> PartCall:
-        weights = tuple(given[n] for n in part.weights)
-        buffers = tuple(given[n] for n in part.buffers)
-        made = PartCall(weights, buffers, list(third), {n: box.received[n] for n in part.receives})
-        calls[worker, phase] = made
-        return made
-
+    """What each part is called with in the first microbatch of initial weights; torch's generators are seeded."""
+    state = {name: tensor.to(plan.device) for name, tensor in tensors.items()}
     torch.manual_seed(0)
-    for worker, (stage, spec) in enumerate(zip(stages, plan.stages, strict=True)):
-        made = call(worker, "F", spec.forward, [leaves[n] for n in spec.forward.batch])
-        kept.append(list(stage.forward(made.weights, made.buffers, list(made.third), box)[2]))
-    for worker, (stage, spec) in reversed(list(enumerate(zip(stages, plan.stages, strict=True)))):
-        made = call(worker, "B", spec.backward, kept[worker])
-        stage.backward(made.weights, made.buffers, list(made.third), box)
-    return calls
+    ran = run_microbatch(plan, lambda worker, phase: stages[worker].function(phase), state, leaves)
+    return {(call.worker, call.phase): call for call, _ in ran}

@@ -27,8 +27,8 @@ from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Phase, Plan, TensorSpec
-from fxpipe.stages.comm import Replay
 from fxpipe.stages.loaded import LoadedStage, stage_line
+from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
 from fxpipe.task.batch import tensor_spec
 from fxpipe.tracing.refusals import DATA_DEPENDENT
@@ -118,19 +118,18 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         given: dict[str, list[Tensor]] = {kind: [] for kind in ("weight", "buffer", "batch", "saved", "received")}
         for entry, value in zip(inputs, flat, strict=True):
             given[entry.kind].append(value)
-        comm = Replay(dict(zip(spec.receives, given["received"], strict=True)))
-        third = given["batch"] if phase == "F" else given["saved"]
+        received = dict(zip(spec.receives, given["received"], strict=True))
+        third = (*given["batch"], *given["saved"])
+        call = PartCall(worker, phase, spec, tuple(given["weight"]), tuple(given["buffer"]), third, received)
         with _Places(stage.path):
-            result = stage.function(phase)(tuple(given["weight"]), tuple(given["buffer"]), third, comm)
+            result = call.run(stage.function(phase))
         named: list[tuple[OutputKind, str, Tensor]] = []
-        if phase == "F":
-            loss, updates, values = result
-            named += [("loss", "loss", loss)] if spec.loss else []
-            named += [("update", n, v) for n, v in zip(spec.updates, updates, strict=True)]
-            named += [("saved", n, v) for n, v in zip(spec.saved, values, strict=True)]
-        else:
-            named += [("gradient", n, v) for n, v in zip(spec.gradients, result, strict=True)]
-        named += [("sent", name, comm.sent[name]) for name in spec.sends]
+        if result.loss is not None:
+            named.append(("loss", "loss", result.loss))
+        named += [("update", n, v) for n, v in zip(spec.updates, result.updates, strict=True)]
+        named += [("saved", n, v) for n, v in zip(spec.saved if phase == "F" else (), result.saved, strict=True)]
+        named += [("gradient", n, v) for n, v in zip(spec.gradients, result.gradients, strict=True)]
+        named += [("sent", n, v) for n, v in result.sent.items()]
         kept[:] = [Output(kind, name, tensor_spec(v)) for kind, name, v in named]
         return [v for _, _, v in named]
 

@@ -1,0 +1,74 @@
+"""One call of one part of a stage: what it is given, and what it returns and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.plan.spec import PartSpec, Phase
+from fxpipe.stages.comm import ReadyComm
+
+Function = Callable[[Sequence[Any], Sequence[Any], Any, Any], Any]
+"""An emitted function, or what takes its place: `(weights, buffers, batch or saved, comm)`."""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What a part returned, and by edge what it sent."""
+
+    loss: Tensor | None = None
+    updates: tuple[Tensor, ...] = ()
+    saved: list[Any] = field(default_factory=list)
+    gradients: tuple[Tensor, ...] = ()
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def flat(self) -> list[Tensor]:
+        """All of it, in the order of `PurePart.outputs`."""
+        loss = [] if self.loss is None else [self.loss]
+        return [*loss, *self.updates, *self.saved, *self.gradients, *self.sent.values()]
+
+
+@dataclass(frozen=True)
+class PartCall:
+    """What a part is called with.
+
+    Attributes:
+        third: the batch of a forward, the saved values of a backward.
+        received: by edge.
+    """
+
+    worker: int
+    phase: Phase
+    spec: PartSpec
+    weights: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    third: tuple[Any, ...]
+    received: Mapping[str, Tensor]
+
+    def inputs(self) -> list[Any]:
+        """All of it, in the order of `PurePart.inputs`, without the masks."""
+        return [*self.weights, *self.buffers, *self.third, *(self.received[name] for name in self.spec.receives)]
+
+    def run(self, function: Function, seed: int | None = None) -> PartResult:
+        """Make the call.
+
+        Args:
+            seed: of torch's generators; they go on from where they are where None.
+        """
+        if seed is not None:
+            torch.manual_seed(seed)
+        comm = ReadyComm(self.received)
+        result = function(self.weights, self.buffers, list(self.third), comm)
+        return self.result(result, comm.sent)
+
+    def result(self, returned: Any, sent: Mapping[str, Tensor]) -> PartResult:
+        """What the part's function returned and sent, under the names of its parts."""
+        sent = {name: sent[name] for name in self.spec.sends}
+        if self.phase == "B":
+            return PartResult(gradients=tuple(returned), sent=sent)
+        loss, updates, saved = returned
+        return PartResult(loss, tuple(updates), list(saved), sent=sent)

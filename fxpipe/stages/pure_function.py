@@ -1,0 +1,73 @@
+"""A pure part as a function that takes the place of the emitted one: computed by an engine, or in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.program import copy_graph
+from fxpipe.stages.pure_part import PurePart
+
+Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Computes a part's outputs from its inputs, both in the part's order."""
+
+
+class PureFunction:
+    """Called as the emitted function is: `(weights, buffers, batch or saved, comm)`.
+
+    Everything is received before anything is computed, and sent after it.
+    """
+
+    def __init__(self, part: PurePart, compute: Compute) -> None:
+        self.part = part
+        self._compute = compute
+        self._receives = [row.name for row in part.inputs if row.kind == "received"]
+        self._sends = [row.name for row in part.outputs if row.kind == "sent"]
+        self._loss = sum(row.kind == "loss" for row in part.outputs)
+        self._updates = sum(row.kind == "update" for row in part.outputs)
+
+    def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
+        received = [comm.recv(name) for name in self._receives]
+        drawn = [draw(self.part.device) for draw in self.part.draws]
+        inputs = [*weights, *buffers, *third, *received, *drawn]
+        if self.part.phase == "B":
+            third.clear()
+        outputs = tuple(self._compute(inputs))
+        del inputs, received, drawn
+        count = len(outputs) - len(self._sends)
+        for name, value in zip(self._sends, outputs[count:], strict=True):
+            comm.send(name, value)
+        if self.part.phase == "B":
+            return outputs[:count]
+        saved = self._loss + self._updates
+        loss = outputs[0] if self._loss else None
+        return loss, outputs[self._loss : saved], list(outputs[saved:count])
+
+
+def in_float64(part: PurePart) -> PureFunction:
+    """The part computed in float64, where rounding errors are a billion times smaller; its masks stay the same."""
+    graph = copy_graph(part.graph.graph)
+    for node in graph.nodes:
+        node.args, node.kwargs = pytree.tree_map_only(torch.dtype, _wide_type, (node.args, node.kwargs))
+    module = fx.GraphModule(part.graph, graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            setattr(module, node.target, _wide(getattr(module, node.target)))
+
+    def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        results: tuple[Tensor, ...] = module(*map(_wide, inputs))
+        return results
+
+    return PureFunction(part, compute)
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
