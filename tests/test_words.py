@@ -12,14 +12,13 @@ FILES = {"held", "checks", "strides", "repeats", "unread", "sees", "equip", "tri
 """File names that did not say what is inside."""
 
 SHARED_NAMES = {
-    "Comm": "runtime/wires, lowering, passes",
+    "Comm": "runtime/wires, passes",
     "Cuts": "planner, export",
     "Graph": "inspection, export",
     "Output": "stages, ir",
     "Part": "runtime/worker, ir",
     "Port": "engines, export",
     "Session": "engines, onnx",
-    "Trial": "export, measure",
     "Worker": "runtime/process, measure",
 }
 """Class names that still mean several things, and the rooms that have them: to be emptied."""

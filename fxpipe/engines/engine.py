@@ -7,7 +7,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.stages.derived_outputs import trim
 from fxpipe.stages.pure_function import Compute, PureFunction
 from fxpipe.stages.pure_part import PurePart
+
 
 class Engine(ABC):
     """Runs pure parts.

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 
 from fxpipe.onnx.model_file import WeightsForm, note
-from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
+from fxpipe.plan.spec import Plan
 from fxpipe.stages.pure_part import Input, Output, PurePart
 
 PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
@@ -43,12 +43,6 @@ def names_of(part: PurePart) -> tuple[list[str], list[str]]:
     order = sorted(range(len(part.outputs)), key=lambda i: part.outputs[i].kind != "sent")
     outputs = {i: names.free(part.outputs[i].kind, part.outputs[i].name) for i in order}
     return inputs, [outputs[i] for i in range(len(part.outputs))]
-
-
-def first_names(plan: Plan) -> dict[str, str]:
-    """For every name of a weight or buffer the first of its names: that of its tensor."""
-    rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
-    return {name: row.name for row in rows for name in row.names}
 
 
 def row_of(plan: Plan, value: str, row: Input | Output) -> dict[str, Any]:

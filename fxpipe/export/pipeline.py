@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 import onnx
 from onnx import helper
 
-from fxpipe.export.names import Names, first_names
-from fxpipe.plan.spec import Plan
+from fxpipe.export.names import Names
 from fxpipe.stages.pure_part import Input, Output, PurePart
 
 DOMAIN = "fxpipe"
@@ -60,12 +59,12 @@ class Converted:
         return [value.name for value in self.model.graph.output]
 
 
-def assemble(plan: Plan, parts: Sequence[Converted]) -> PipelineModel:
+def assemble(parts: Sequence[Converted]) -> PipelineModel:
     """The step for one microbatch, from the parts in the order in which they run.
 
     Loss, gradients and new values of buffers are its outputs; weights, buffers, batch and masks its inputs.
     """
-    graph = _Graph(plan)
+    graph = _MainGraph()
     for part in parts:
         graph.call(part)
     made = helper.make_graph(graph.nodes, "pipeline", graph.infos, graph.results, value_info=graph.inner)
@@ -102,11 +101,10 @@ def _opsets(models: Sequence[onnx.ModelProto]) -> dict[str, int]:
     return found
 
 
-class _Graph:
+class _MainGraph:
     """The main graph, call by call."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.first = first_names(plan)
+    def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.infos: list[onnx.ValueInfoProto] = []
         self.results: list[onnx.ValueInfoProto] = []
@@ -127,7 +125,7 @@ class _Graph:
     def _input(self, part: PurePart, row: Input, info: onnx.ValueInfoProto) -> str:
         key = self._key(part, row)
         if key not in self.known:
-            name = f"{part.name}.{row.name}" if row.kind == "mask" else self.first.get(row.name, row.name)
+            name = f"{part.name}.{row.name}" if row.kind == "mask" else row.name
             self.known[key] = self.names.free(row.kind, name)
             self.inputs.append(Entry(self.known[key], part, row))
             self.infos.append(_renamed(info, self.known[key]))
@@ -150,11 +148,9 @@ class _Graph:
         if row.kind in ("sent", "received"):
             return "edge", row.name
         if row.kind in ("buffer", "update"):
-            return "buffer", self.first[row.name]
-        if row.kind == "weight":
-            return "weight", self.first[row.name]
-        if row.kind == "batch":
-            return "batch", row.name
+            return "buffer", row.name
+        if row.kind in ("weight", "batch"):
+            return row.kind, row.name
         return row.kind, part.name if row.kind == "mask" else str(part.worker), row.name
 
 

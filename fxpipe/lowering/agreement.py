@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
 from fxpipe.plan.spec import Plan
+from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.task.batch import Splitter, split
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -133,50 +135,20 @@ def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             tensor.grad = gradient
 
 
-class _Comm:
-    """All workers' mail in one dictionary."""
-
-    def __init__(self) -> None:
-        self.box: dict[str, torch.Tensor] = {}
-
-    def send(self, edge: str, value: torch.Tensor) -> None:
-        self.box[edge] = value
-
-    def recv(self, edge: str) -> torch.Tensor:
-        return self.box.pop(edge)
-
-
 def _emitted(build: Build, batch: Any, seed: int) -> Step:
     plan = build.plan
-    stages = [_functions(build.files[stage.file], stage.file) for stage in plan.stages]
+    stages = load_stages(plan, build.files)
     state = dict(build.tensors)
     gradients: dict[str, torch.Tensor] = {}
     total = torch.zeros(())
     with torch.random.fork_rng(), torch.no_grad():
         for j, part in enumerate(Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
-            comm = _Comm()
-            kept: list[list[Any]] = []
             torch.manual_seed(seed + j)
-            for (forward, _), stage in zip(stages, plan.stages, strict=True):
-                spec = stage.forward
-                arguments = ([state[n] for n in spec.weights], [state[n] for n in spec.buffers])
-                value, updates, saved = forward(*arguments, [leaves[n] for n in spec.batch], comm)
-                kept.append(saved)
-                state.update(zip(spec.updates, updates, strict=True))
-                if value is not None:
-                    total = total + value.cpu() / plan.microbatches
-            for (_, backward), stage, saved in reversed(list(zip(stages, plan.stages, kept, strict=True))):
-                spec = stage.backward
-                made = backward([state[n] for n in spec.weights], [state[n] for n in spec.buffers], saved, comm)
-                for name, gradient in zip(spec.gradients, made, strict=True):
+            for call, made in run_microbatch(plan, lambda worker, phase: stages[worker].function(phase), state, leaves):
+                if made.loss is not None:
+                    total = total + made.loss.cpu() / plan.microbatches
+                for name, gradient in zip(call.spec.gradients, made.gradients, strict=True):
                     share = gradient / plan.microbatches
                     gradients[name] = gradients[name] + share if name in gradients else share
     return Step(total, gradients, {b.name: state[b.name] for b in plan.buffers})
-
-
-def _functions(source: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The stage's two functions, from its source."""
-    scope: dict[str, Any] = {"__name__": name}
-    exec(compile(source, name, "exec"), scope)
-    return scope["forward"], scope["backward"]

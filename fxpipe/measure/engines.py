@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shutil
 import statistics
 import tempfile
@@ -23,10 +22,12 @@ from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan.costs import EdgeTiming, EngineTime
-from fxpipe.plan.spec import PartSpec, Phase, Plan
-from fxpipe.stages.comm import Replay
-from fxpipe.stages.loaded import load_stage
-from fxpipe.stages.microbatch import PartCall, record_calls, run_exactly, run_part
+from fxpipe.plan.spec import Phase, Plan
+from fxpipe.policy.demand import PHASES
+from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.microbatch import record_calls
+from fxpipe.stages.part_call import Function, PartCall
+from fxpipe.stages.pure_function import in_float64
 from fxpipe.stages.pure_part import PurePart, trace_stage
 from fxpipe.threads import threads as worker_threads
 
@@ -76,41 +77,31 @@ def choose_engines(
         torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
         torch.no_grad(),
     ):
-        folder = Path(temporary)
-        for name, source in build.files.items():
-            (folder / name).write_text(source)
-        cache = folder / ENGINES_FOLDER
+        cache = Path(temporary) / ENGINES_FOLDER
         if known is not None and known.is_dir():
             shutil.copytree(known, cache)
-        stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+        stages = load_stages(plan, build.files)
         calls = record_calls(plan, stages, build.tensors, leaves)
         there = {n: backends.make(n).missing(plan.device) for n in names}
         absent = [reason for reason in there.values() if reason]
         if absent and backend != "auto":
             raise BackendError("; ".join(absent), hint="--backend auto takes what is there")
         for worker, stage in enumerate(stages):
-            spec = plan.stages[worker]
-            phases: tuple[tuple[Phase, PartSpec, Callable[..., Any]], ...] = (
-                ("F", spec.forward, stage.forward),
-                ("B", spec.backward, stage.backward),
-            )
             try:
                 parts = trace_stage(plan, worker, stage)
             except BackendError as error:
                 if backend != "auto":
                     raise
-                times += [
-                    EngineTime(worker, phase, n, reason=there[n] or _line(error))
-                    for phase, _, _ in phases
-                    for n in names
-                ]
+                reasons = {n: there[n] or _line(error) for n in names}
+                times += [EngineTime(worker, phase, n, reason=reasons[n]) for phase in PHASES for n in names]
                 continue
-            for part, (phase, row, emitted) in zip(parts, phases, strict=True):
+            for part in parts:
                 say(f"{part.name} on {', '.join(n for n in names if not there[n])}")
-                trial = _Trial(part, row, emitted, calls[worker, phase], cache, backend != "auto", budget)
+                call, emitted = calls[worker, part.phase], stage.function(part.phase)
+                trial = _EngineTrial(part, emitted, call, cache, backend != "auto", budget)
                 found, kept = trial.times(there)
                 times += found
-                names_kept |= {(worker, phase, engine): name for engine, name in kept.items()}
+                names_kept |= {(worker, part.phase, engine): name for engine, name in kept.items()}
         files = {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.rglob("*")) if path.is_file()}
     if backend == "auto":
         times = _fastest(times)
@@ -165,7 +156,7 @@ def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, byt
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _EngineTrial:
     """One part on all engines.
 
     Attributes:
@@ -173,8 +164,7 @@ class _Trial:
     """
 
     part: PurePart
-    spec: PartSpec
-    emitted: Callable[..., Any]
+    emitted: Function
     call: PartCall
     cache: Path
     strict: bool
@@ -189,7 +179,7 @@ class _Trial:
                 if reason:
                     raise BackendError(reason)
                 begin = perf_counter()
-                made = EnginePart(part, self.spec, backends.make(name), self.cache)
+                made = EnginePart(part, backends.make(name), self.cache)
                 seconds = perf_counter() - begin
                 error = self._check(made)
             except BackendError as problem:
@@ -211,27 +201,24 @@ class _Trial:
 
     def _check(self, made: EnginePart) -> float:
         """The engine's largest error. Raises BackendError: it is too large, or the engine fails when it runs."""
-        expected = run_part(self.part, self.emitted, self.call, seed=0)
+        expected = self.call.run(self.emitted, seed=0).flat()
         try:
-            found = run_part(self.part, made, self.call, seed=0)
+            found = self.call.run(made, seed=0).flat()
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             raise BackendError(f"{made.engine} fails when it runs: {text}") from error
-        exact = functools.partial(run_exactly, self.part, self.call, seed=0)
-        return check_outputs(made, expected, found, exact)
+        return check_outputs(made, expected, found, lambda: self.call.run(in_float64(self.part), seed=0).flat())
 
-    def _measure(self, functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[float]]:
+    def _measure(self, functions: Mapping[str, Function]) -> dict[str, list[float]]:
         """Seconds of every call, engines in turn; the first round warms up."""
         spans: dict[str, list[float]] = {name: [] for name in functions}
         begin = perf_counter()
         for turn in range(MOST + 1):
             for name, function in functions.items():
-                comm, call = Replay(dict(self.call.received)), self.call
-                third = list(call.third)
                 before = self._now()
-                result = function(call.weights, call.buffers, third, comm)
+                result = self.call.run(function)
                 span = self._now() - before
-                del result, comm
+                del result
                 if turn:
                     spans[name].append(span)
             if turn >= LEAST and (len(functions) == 1 or perf_counter() - begin > self.budget):

@@ -20,7 +20,7 @@ from torch import Tensor
 from fxpipe.costs.optimizer import STILL, quartile
 from fxpipe.plan.costs import StageTime
 from fxpipe.plan.packing import Layout, Pack
-from fxpipe.plan.spec import BufferSpec, EdgeSpec, ParameterSpec, Phase, Plan
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.policy.demand import PHASES, Demand
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
@@ -28,7 +28,7 @@ from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
-from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.task.batch import Splitter
 from fxpipe.task.hooks import ObjectTask
@@ -91,11 +91,9 @@ def measure_stages(
         if folder is None:
             folder = Path(temporary) / "build"
             build.save(folder)
-        rows: tuple[ParameterSpec | BufferSpec, ...] = (*plan.parameters, *plan.buffers)
-        weights = {name: build.tensors[row.name] for row in rows for name in row.names}
-        stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+        weights = {name: build.tensors[row.name] for row in plan.tensors for name in row.names}
         batch_leaves = dict(zip([leaf.name for leaf in plan.batch], leaves[0], strict=True))
-        calls = record_calls(plan, stages, build.tensors, batch_leaves)
+        calls = record_calls(plan, load_stages(plan, folder), build.tensors, batch_leaves)
         values = {name: value for call in calls.values() for name, value in call.received.items()}
         del calls
         found = []

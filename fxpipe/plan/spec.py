@@ -227,6 +227,11 @@ class Plan:
         """Everything of the build that stands in a file of its own: the stages, then the evaluations' shares."""
         return (*self.stages, *(share for e in self.evaluations for share in e.stages))
 
+    @property
+    def tensors(self) -> tuple[ParameterSpec | BufferSpec, ...]:
+        """Every tensor that the model holds: its parameters, then its buffers and constants."""
+        return (*self.parameters, *self.buffers)
+
     def owned(self, worker: int) -> tuple[ParameterSpec, ...]:
         """The parameters whose master weights live on `worker`."""
         return tuple(p for p in self.parameters if p.owner == worker)

@@ -60,19 +60,22 @@ def load_stage(path: str | Path, spec: StageSpec) -> LoadedStage:
     return _stage(*_read(path), spec)
 
 
-def load_stages(plan: Plan, files: Mapping[str, str]) -> list[LoadedStage]:
-    """All stages of a build from their sources in memory, by file name; tracebacks show these sources.
+def load_stages(plan: Plan, source: Path | Mapping[str, str]) -> list[LoadedStage]:
+    """All stages of a build: from its folder, or from texts in memory by file name, which tracebacks then show.
 
     Raises:
         BuildError: as `load_stage`.
     """
+    if isinstance(source, Path):
+        return [load_stage(source / spec.file, spec) for spec in plan.stages]
     folder = Path(f"<build {next(_serial)}>")
     loaded = []
     for spec in plan.stages:
-        path, text = folder / spec.file, files[spec.file]
+        path, text = folder / spec.file, source[spec.file]
+        stage = _stage(path, text.encode(), spec)
         linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-        loaded.append(_stage(path, text.encode(), spec))
-        weakref.finalize(loaded[-1].forward, linecache.cache.pop, str(path), None)
+        weakref.finalize(stage.forward, linecache.cache.pop, str(path), None)
+        loaded.append(stage)
     return loaded
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cached import lowered
+from cached import captured, lowered
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,24 +18,13 @@ from fxpipe.engines.engine import EnginePart
 from fxpipe.engines.inductor import InductorEngine
 from fxpipe.errors import BackendError
 from fxpipe.plan.packing import Layout
-from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.pure_part import Input, Output, PurePart, trace_stage
 from fxpipe.task.batch import tensor_spec
 
 ENGINE = InductorEngine()
 needs_compiler = pytest.mark.skipif(ENGINE.missing("cpu") is not None, reason=str(ENGINE.missing("cpu")))
-
-
-class Comm:
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        self.values = values
-        self.sent: dict[str, Tensor] = {}
-
-    def recv(self, name: str) -> Tensor:
-        return self.values[name]
-
-    def send(self, name: str, value: Tensor) -> None:
-        self.sent[name] = value
 
 
 def pure(function: Callable[..., Any], *examples: Tensor) -> PurePart:
@@ -85,33 +75,19 @@ def build() -> Build:
 @pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
-def test_stage_is_eager(build: Build, tmp_path: Path) -> None:
-    build.save(tmp_path / "build")
-    spec = build.plan.stages[0]
-    stage = load_stage(tmp_path / "build" / spec.file, spec)
+def test_stage_is_eager(build: Build) -> None:
+    (stage, *_) = stages = load_stages(build.plan, build.files)
+    program = captured("gpt-dropout")[2]
+    leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
+    calls = record_calls(build.plan, stages, build.tensors, leaves)
     forward, backward = trace_stage(build.plan, 0, stage)
-    torch.manual_seed(0)
-    edges = {e.name: torch.randn(e.tensor.shape) for e in build.plan.edges if e.tensor.dtype == "float32"}
-    held = ([build.tensors[n] for n in spec.forward.weights], [build.tensors[n] for n in spec.forward.buffers])
-    batch = [torch.randint(0, 23, leaf.tensor.shape) for leaf in build.plan.batch if leaf.name in spec.forward.batch]
+    made = calls[0, "F"].run(EnginePart(forward, ENGINE), seed=1)
+    close(made.flat(), calls[0, "F"].run(stage.forward, seed=1).flat())
 
-    eager, compiled = Comm(edges), Comm(edges)
-    torch.manual_seed(1)
-    _, updates, saved = stage.forward(*held, batch, eager)
-    torch.manual_seed(1)
-    part = EnginePart(forward, spec.forward, ENGINE)
-    _, updates2, saved2 = part(*held, batch, compiled)
-    close(updates2, updates)
-    close(saved2, saved)
-    close(compiled.sent.values(), eager.sent.values())
-
-    held = ([build.tensors[n] for n in spec.backward.weights], [build.tensors[n] for n in spec.backward.buffers])
-    eager, compiled = Comm(edges), Comm(edges)
-    gradients = stage.backward(*held, list(saved), eager)
-    part = EnginePart(backward, spec.backward, ENGINE)
-    close(part(*held, list(saved), compiled), gradients)  # saved by eager: other strides than the engine's
-    close(part(*held, list(saved2), compiled), gradients)
-    close(compiled.sent.values(), eager.sent.values())
+    engine, call = EnginePart(backward, ENGINE), calls[0, "B"]
+    for saved in (call.third, made.saved):  # saved by eager: other strides than the engine's
+        given = dataclasses.replace(call, third=tuple(saved))
+        close(given.run(engine).flat(), given.run(stage.backward).flat())
 
 
 @needs_compiler

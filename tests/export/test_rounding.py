@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 
 from fxpipe.build.build import Build
 from fxpipe.errors import ExportError
-from fxpipe.export import stages
+from fxpipe.export import checked_files, stages
 from fxpipe.export.stages import export
 
 CASE = CASES["function"]
@@ -25,7 +25,7 @@ BATCH = CASE.batches(1)[0]
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """Its pipeline seems to be off."""
-    run = stages.run_file
+    run = checked_files.run_file
 
     def wrong(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         values = run(path, inputs)
@@ -33,7 +33,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
             values["grad:layers.0.weight"] *= 1.002
         return values
 
-    monkeypatch.setattr(stages, "run_file", wrong)
+    monkeypatch.setattr(checked_files, "run_file", wrong)
     return lowered("function", workers=2, **cuts(CASE, 2, 0))
 
 

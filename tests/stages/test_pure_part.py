@@ -14,11 +14,13 @@ from small_models import CASES
 from torch import Tensor
 
 from fxpipe.build.build import Build
-from fxpipe.engines.engine import Compute, Engine, EnginePart, kept_as
+from fxpipe.engines.engine import Engine, EnginePart, kept_as
 from fxpipe.errors import BackendError
 from fxpipe.stages.derived_outputs import trim
-from fxpipe.stages.loaded import LoadedStage, load_stage
-from fxpipe.stages.microbatch import PartCall, record_calls, run_part
+from fxpipe.stages.loaded import LoadedStage, load_stage, load_stages
+from fxpipe.stages.microbatch import record_calls
+from fxpipe.stages.part_call import PartCall
+from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart, trace_stage
 from fxpipe.stages.random_inputs import PLACE
 
@@ -42,20 +44,21 @@ class Interpreter(Engine):
         return part
 
 
-def opened(build: Build, folder: Path, name: str) -> tuple[list[LoadedStage], dict[Any, PartCall]]:
+def opened(build: Build, name: str, folder: Path | None = None) -> tuple[list[LoadedStage], dict[Any, PartCall]]:
     """The stages of a build of a case, and what their parts are called with on its first batch."""
-    build.save(folder)
-    stages = [load_stage(folder / spec.file, spec) for spec in build.plan.stages]
+    if folder is not None:
+        build.save(folder)
+    stages = load_stages(build.plan, folder or build.files)
     program = captured(name)[2]
     leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
     with torch.no_grad():
         return stages, record_calls(build.plan, stages, build.tensors, leaves)
 
 
-def called(function: Any, part: PurePart, call: PartCall) -> list[Tensor]:
+def called(function: Any, call: PartCall) -> list[Tensor]:
     """What a stage's function gives and sends."""
     with torch.no_grad():
-        return run_part(part, function, call, seed=5)
+        return call.run(function, seed=5).flat()
 
 
 def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -63,20 +66,16 @@ def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_parts_equal_the_emitted_code(name: str, tmp_path: Path) -> None:
+def test_parts_equal_the_emitted_code(name: str) -> None:
     """Operator by operator a part is the emitted function; so is the trimmed part with the rest put back."""
     build = lowered(name, workers=3, cuts=random_cuts(name, 3, 1))
-    stages, calls = opened(build, tmp_path / "build", name)
+    stages, calls = opened(build, name)
     for worker, stage in enumerate(stages):
-        spec = build.plan.stages[worker]
-        for part, row, emitted in zip(
-            trace_stage(build.plan, worker, stage), (spec.forward, spec.backward), (stage.forward, stage.backward),
-            strict=True,
-        ):  # fmt: skip
+        for part in trace_stage(build.plan, worker, stage):
             engine = Interpreter()
             call = calls[worker, part.phase]
-            expected = called(emitted, part, call)
-            assert equal(called(EnginePart(part, row, engine), part, call), expected)
+            expected = called(stage.function(part.phase), call)
+            assert equal(called(EnginePart(part, engine), call), expected)
             for inner in engine.built:
                 made = list(inner.graph.graph.output_node().args[0])
                 assert len(set(made)) == len(made)
@@ -84,9 +83,9 @@ def test_parts_equal_the_emitted_code(name: str, tmp_path: Path) -> None:
                 assert all(n.users for n in inner.graph.graph.nodes if n.op == "placeholder")
 
 
-def test_masks_are_inputs_and_drawn_as_the_code_draws_them(tmp_path: Path) -> None:
+def test_masks_are_inputs_and_drawn_as_the_code_draws_them() -> None:
     build = lowered("gpt-dropout", workers=2, **cuts(CASES["gpt-dropout"], 2, 1))
-    stages, _ = opened(build, tmp_path / "build", "gpt-dropout")
+    stages, _ = opened(build, "gpt-dropout")
     part, _ = trace_stage(build.plan, 0, stages[0])
     masks = [i for i in part.inputs if i.kind == "mask"]
     assert masks
@@ -99,22 +98,22 @@ def test_masks_are_inputs_and_drawn_as_the_code_draws_them(tmp_path: Path) -> No
     assert not all(torch.equal(a, draw("cpu")) for a, draw in zip(first, part.draws, strict=True)), x
 
 
-def test_every_call_knows_its_place(tmp_path: Path) -> None:
+def test_every_call_knows_its_place() -> None:
     build = lowered("gpt", workers=2, **cuts(CASES["gpt"], 2, 0))
-    stages, _ = opened(build, tmp_path / "build", "gpt")
+    stages, _ = opened(build, "gpt")
     for part in trace_stage(build.plan, 1, stages[1]):
         places = [n.meta.get(PLACE, "") for n in part.graph.graph.nodes if n.op == "call_function"]
         assert all(p.startswith("stage_1.py:") for p in places)
         assert any("blocks.3" in p and "small_models.py" in p for p in places)
 
 
-def test_saved_values_stay_views(tmp_path: Path) -> None:
-    """What eager keeps as a view of another saved value costs no memory of its own behind an engine either."""
+def test_saved_values_stay_views() -> None:
+    """What eager keeps as a view of another saved value costs no memory of its own on an engine either."""
     build = lowered("gpt", workers=1)
-    stages, calls = opened(build, tmp_path / "build", "gpt")
+    stages, calls = opened(build, "gpt")
     part, _ = trace_stage(build.plan, 0, stages[0])
-    made = called(EnginePart(part, build.plan.stages[0].forward, Interpreter()), part, calls[0, "F"])
-    expected = called(stages[0].forward, part, calls[0, "F"])
+    made = called(EnginePart(part, Interpreter()), calls[0, "F"])
+    expected = called(stages[0].forward, calls[0, "F"])
 
     def memory(values: Sequence[Tensor | None]) -> int:
         storages = [v.untyped_storage() for v in values if v is not None]
@@ -126,7 +125,7 @@ def test_saved_values_stay_views(tmp_path: Path) -> None:
 def test_edited_stages_are_followed(tmp_path: Path) -> None:
     """A part is what the file says now."""
     build = lowered("gpt", workers=1)
-    stages, calls = opened(build, tmp_path / "build", "gpt")
+    stages, calls = opened(build, "gpt", tmp_path / "build")
     path = tmp_path / "build" / "stage_0.py"
     text = path.read_text()
     lines = text.splitlines()
@@ -136,8 +135,8 @@ def test_edited_stages_are_followed(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     stage = load_stage(path, build.plan.stages[0])
     part, _ = trace_stage(build.plan, 0, stage)
-    twice = called(EnginePart(part, build.plan.stages[0].forward, Interpreter()), part, calls[0, "F"])[0]
-    once = called(stages[0].forward, part, calls[0, "F"])[0]
+    twice = called(EnginePart(part, Interpreter()), calls[0, "F"])[0]
+    once = called(stages[0].forward, calls[0, "F"])[0]
     assert twice is not None
     assert once is not None
     assert torch.equal(twice, 2 * once)
@@ -156,7 +155,7 @@ def test_edited_stages_are_followed(tmp_path: Path) -> None:
 )
 def test_edits_that_only_eager_can_run_are_refused(edit: str, why: str, tmp_path: Path) -> None:
     build = lowered("gpt", workers=1)
-    opened(build, tmp_path / "build", "gpt")
+    opened(build, "gpt", tmp_path / "build")
     path = tmp_path / "build" / "stage_0.py"
     lines = path.read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if " = aten.add.Tensor(" in line)
@@ -168,11 +167,11 @@ def test_edits_that_only_eager_can_run_are_refused(edit: str, why: str, tmp_path
     assert f"stage_0.py:{place + 2}" in str(caught.value)
 
 
-def test_a_part_that_passes_values_on_needs_no_engine(tmp_path: Path) -> None:
+def test_a_part_that_passes_values_on_needs_no_engine() -> None:
     """A worker without units has parts without outputs or with inputs as outputs."""
     name = "gpt"
     build = lowered(name, workers=6, cuts=random_cuts(name, 6, 3))
-    stages, _ = opened(build, tmp_path / "build", name)
+    stages, _ = opened(build, name)
     for worker, stage in enumerate(stages):
         for part in trace_stage(build.plan, worker, stage):
             inner = trim(part).inner
@@ -182,7 +181,7 @@ def test_a_part_that_passes_values_on_needs_no_engine(tmp_path: Path) -> None:
 def test_the_cache_knows_constants_by_their_values(tmp_path: Path) -> None:
     """An edit of a literal changes nothing but a constant; what an engine made before must not be used."""
     build = lowered("gpt", workers=1)
-    opened(build, tmp_path / "build", "gpt")
+    opened(build, "gpt", tmp_path / "build")
     path = tmp_path / "build" / "stage_0.py"
     text = path.read_text()
     line = next(line for line in text.splitlines() if " = aten.add.Tensor(" in line)

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.errors import CaptureError
 from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.stages.comm import ReadyComm
+from fxpipe.stages.loaded import load_stages
 
 OUTSIDE = torch.linspace(0.5, 1.5, WIDTH)
 Pair = collections.namedtuple("Pair", "x y")
@@ -341,18 +343,12 @@ def test_no_stage_sends_the_memory_of_a_weight() -> None:
             return x
 
     build = fxpipe.compile(Positions(), squared, batch(), cost="analytic", forward_at=["layers.1"])
-    scope: dict[str, Any] = {}
-    exec(build.files["stage_0.py"], scope)
     spec = build.plan.stages[0].forward
     weights = [build.tensors[name] for name in spec.weights]
     leaves = dict(zip([leaf.name for leaf in build.plan.batch], batch(), strict=True))
-    sent: list[Tensor] = []
-
-    class Comm:
-        def send(self, edge: str, value: Tensor) -> None:
-            sent.append(value)
-
-    scope["forward"](weights, [], [leaves[n] for n in spec.batch], Comm())
+    comm = ReadyComm({})
+    load_stages(build.plan, build.files)[0].forward(weights, [], [leaves[n] for n in spec.batch], comm)
+    sent = list(comm.sent.values())
     assert len(sent) >= 2, "the slice of positions goes to worker 1"
     owned = {w.untyped_storage().data_ptr() for w in weights}
     assert not owned & {value.untyped_storage().data_ptr() for value in sent}

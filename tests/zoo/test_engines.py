@@ -27,9 +27,11 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 from fxpipe.stages.compare import EXACT, Expected, compare
-from fxpipe.stages.loaded import load_stage
-from fxpipe.stages.microbatch import record_calls, run_exactly, run_part
-from fxpipe.stages.pure_part import trace_stage
+from fxpipe.stages.loaded import load_stages
+from fxpipe.stages.microbatch import record_calls
+from fxpipe.stages.part_call import PartCall
+from fxpipe.stages.pure_function import in_float64
+from fxpipe.stages.pure_part import PurePart, trace_stage
 from fxpipe.task.batch import Splitter
 
 pytestmark = pytest.mark.slow  # translation takes its time
@@ -61,26 +63,27 @@ def lowered(name: str, choose: Callable[[Program], Cuts], size: int | None = Non
 def errors(build: Build, batch: Any, folder: Path) -> Iterator[tuple[str, float]]:
     """Every part with its largest error on onnxruntime against the emitted code, on real values."""
     plan = build.plan
-    build.save(folder)
-    stages = [load_stage(folder / spec.file, spec) for spec in plan.stages]
+    stages = load_stages(plan, build.files)
     leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)[0]
     calls = record_calls(plan, stages, build.tensors, dict(zip([x.name for x in plan.batch], leaves, strict=True)))
-    for worker, (stage, spec) in enumerate(zip(stages, plan.stages, strict=True)):
-        parts = trace_stage(plan, worker, stage)
-        rows, emitted = (spec.forward, spec.backward), (stage.forward, stage.backward)
-        for part, row, function in zip(parts, rows, emitted, strict=True):
-            made = EnginePart(part, row, backend.make("onnxruntime"), folder / "engines")
+    for worker, stage in enumerate(stages):
+        for part in trace_stage(plan, worker, stage):
+            made = EnginePart(part, backend.make("onnxruntime"), folder)
             call = calls[worker, part.phase]
-            exact = functools.partial(run_exactly, part, call, seed=0)
-            found, expected = (run_part(part, f, call, seed=0) for f in (made, function))
+            found, expected = (call.run(f, seed=0).flat() for f in (made, stage.function(part.phase)))
+            exact = functools.partial(exactly, call, part)
             yield part.name, check_outputs(made, expected, found, exact)
+
+
+def exactly(call: PartCall, part: PurePart) -> list[torch.Tensor]:
+    return call.run(in_float64(part), seed=0).flat()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_part_agrees_on_onnxruntime(name: str, tmp_path: Path) -> None:
     build, batches = lowered(name, apart_cuts)
     with torch.no_grad():
-        found = dict(errors(build, batches[0], tmp_path / "build"))
+        found = dict(errors(build, batches[0], tmp_path))
     assert len(found) == 2 * WORKERS
     assert max(found.values()) <= EXACT, found
 

@@ -1,0 +1,96 @@
+"""Models become files: each is run in onnxruntime, and refused if it computes something else than the stage's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import onnx
+from torch import Tensor
+
+from fxpipe.errors import ExportError
+from fxpipe.onnx.check import run_file
+from fxpipe.onnx.model_file import WeightsForm, write
+from fxpipe.stages.compare import NAN, Difference, Expected, compare
+
+Verdict = Literal["rounding", "unstable", "wrong"]
+"""Why an output is off: by rounding alone, as far as the stage's own code moves by it, or by a mistake."""
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One model that was written, and how it compares with the stage's own code.
+
+    Attributes:
+        nodes: those of its functions count as well.
+        bytes: with the file of weights next to it, if there is one.
+        error: the largest relative error of an output in onnxruntime, on the example batch.
+        worst: the output that has it.
+        seconds: what the export took.
+    """
+
+    name: str
+    nodes: int
+    bytes: int
+    error: float
+    worst: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model, and what it should compute.
+
+    Attributes:
+        weights: values of inputs that the model may hold itself.
+        inputs, expected: by name, the values to run it on, and what it should give.
+        limit: the largest relative error that is right without a verdict.
+        source: the code that it was made from, for errors.
+        verdict: on an output of those found that is off by more than the limit.
+    """
+
+    name: str
+    model: onnx.ModelProto
+    weights: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    expected: Mapping[str, Expected]
+    limit: float
+    source: str
+    verdict: Callable[[Difference, Mapping[str, Tensor]], Verdict]
+
+    def write(self, folder: Path, form: WeightsForm) -> tuple[ExportedFile, Difference | None]:
+        """Write the model's file and run it; gives the output that is most unstable, too, if one is.
+
+        The time is left to the caller.
+
+        Raises:
+            ExportError: onnxruntime cannot run it, or it computes something else.
+        """
+        path = folder / f"{self.name}.onnx"
+        weights_file = write(path, self.model, self.weights, form)
+        values = run_file(path, self.inputs)
+        found = compare(values, self.expected)
+        verdicts = {d.output: self.verdict(d, values) for d in found if not d.error <= self.limit}
+        wrong = [d for d in found if verdicts.get(d.output) == "wrong"]
+        if wrong or len(self.model.graph.output) != len(self.expected):
+            raise ExportError(
+                f"{path.name} does not compute what the stage's own code computes: {differences(wrong)}",
+                where=self.source,
+                hint="nothing was written; look at the batch and at the initial weights"
+                if any(d.reason == NAN for d in wrong)
+                else "nothing was written; this is a defect of the export: please report it with the model",
+            )
+        counted = [d for d in found if verdicts.get(d.output) != "rounding"]
+        worst = max(counted, key=lambda d: d.error, default=Difference("", 0.0))
+        taken = path.stat().st_size + (weights_file.stat().st_size if weights_file else 0)
+        nodes = len(self.model.graph.node) + sum(len(f.node) for f in self.model.functions)
+        file = ExportedFile(path.name, nodes, taken, worst.error, worst.output, seconds=0.0)
+        return file, worst if verdicts.get(worst.output) == "unstable" else None
+
+
+def differences(wrong: list[Difference], most: int = 5) -> str:
+    """The first of them in words, and how many more there are."""
+    more = f"; and {len(wrong) - most} more outputs" if len(wrong) > most else ""
+    return "; ".join(map(str, wrong[:most])) + more
