@@ -210,11 +210,11 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
 
 def _print_engines(build: Build) -> None:
     """What each part takes on which engine, the chosen one marked; why an engine was left out."""
-    if not build.costs.engine_times:
+    if not build.costs.engines:
         return
-    engines = list(dict.fromkeys(t.engine for t in build.costs.engine_times))
+    engines = list(dict.fromkeys(t.engine for t in build.costs.engines))
     parts: dict[str, dict[str, EngineTime]] = {}
-    for t in build.costs.engine_times:
+    for t in build.costs.engines:
         parts.setdefault(t.part, {})[t.engine] = t
     rows = []
     for part, times in parts.items():
@@ -228,7 +228,7 @@ def _print_engines(build: Build) -> None:
         rows.append(row)
     print_table(["", *engines], rows)
     reasons: dict[str, list[str]] = {}
-    for t in build.costs.engine_times:
+    for t in build.costs.engines:
         if t.reason:
             reasons.setdefault(f"{t.engine} left out: {t.reason}", []).append(t.part)
     for reason, names in reasons.items():
@@ -259,7 +259,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
         "evaluation": evaluation_facts(plan),
         "workers": [dataclasses.asdict(w) for w in build.costs.workers],
         "times": [dataclasses.asdict(t) for t in build.costs.times],
-        "engines": [dataclasses.asdict(t) for t in build.costs.engine_times],
+        "engines": [dataclasses.asdict(t) for t in build.costs.engines],
         "warnings": list(build.warnings),
     }
     if agreement is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpipe.planner.quantity import size
-from fxpipe.strict_json import dumps
+from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
     from rich.console import Console

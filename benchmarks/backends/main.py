@@ -98,7 +98,7 @@ def parts(name: str, seconds: float) -> list[dict[str, Any]]:
     chosen = choose_engines(build, leaves, threads=1, budget=seconds, say=say)
     feeding = {name: statistics.median(spans) for name, spans in fed.items()}
     rows = []
-    for time in chosen.costs.engine_times:
+    for time in chosen.costs.engines:
         rows.append(
             {
                 "part": time.part,

@@ -30,16 +30,16 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from fxpipe.costs.measured import NODE_COSTS
-from fxpipe.errors import BuildError, ProfileError
+from fxpipe.errors import BuildError, first_line
 from fxpipe.files import replacing
-from fxpipe.ir.program_table import ProgramTable
+from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.options import changed
 from fxpipe.plan.build_folder import COSTS, ENGINES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
 from fxpipe.plan.costs import WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.build_costs import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
-from fxpipe.planner.profile import Profile, from_json
+from fxpipe.planner.profile import Profile, read_profile_json
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 
 if TYPE_CHECKING:
@@ -211,8 +211,9 @@ def load(folder: str | Path) -> Build:
     try:
         tensors = load_file(folder / plan.weights_file)
     except (SafetensorError, OSError) as error:
-        raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder)) from error
-    files = {part.file: (folder / part.file).read_text() for part in plan.code}
+        hint = f"compile the model again: fxpipe compile MODEL -o {folder}"
+        raise BuildError(f"{plan.weights_file} cannot be read: {error}", where=str(folder), hint=hint) from error
+    files = {part.file: _source(folder / part.file) for part in plan.code}
     return Build(
         plan,
         files,
@@ -234,11 +235,7 @@ def read_profile(folder: Path) -> Profile | None:
     path = folder / PROFILE
     if not path.is_file():
         return None
-    try:
-        return from_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
-    except ProfileError as error:
-        hint = "compile again, or delete it: a run does not need it"
-        raise BuildError(f"{PROFILE} cannot be read: {error.what}", where=error.where, hint=hint) from error
+    return read_profile_json(path, error=BuildError, hint="compile again, or delete it: a run does not need it")
 
 
 def read_nodes(folder: Path) -> ProgramTable | None:
@@ -247,10 +244,15 @@ def read_nodes(folder: Path) -> ProgramTable | None:
     Raises:
         BuildError: it cannot be read.
     """
-    path = folder / PROGRAM
-    if not path.is_file():
-        return None
-    return ProgramTable.from_json(path.read_text(encoding="utf-8", errors="replace"), str(folder))
+    return read_table(folder / PROGRAM) if (folder / PROGRAM).is_file() else None
+
+
+def _source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        hint = f"compile the model again: fxpipe compile MODEL -o {path.parent}"
+        raise BuildError(f"{path.name} cannot be read: {first_line(error)}", where=str(path), hint=hint) from error
 
 
 def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Measured costs, kept with the build: the same program on the same device is measured once. Needs no torch to read.
 
-`node_costs.json` lies in the build folder beside `costs.json` and, like it, is no part of the plan: it may be deleted.
+`node_costs.json` is in the build folder, next to `costs.json`; like that file, it is not part of the plan: it may be
+deleted.
 It is believed only under its fingerprint: the program's calls with their shapes, the device, the threads, torch.
 """
 
@@ -13,9 +14,11 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import BuildError
+from fxpipe.planner.profile import MOST
+from fxpipe.typed_json import Malformed, convert, explained, parse
 
 if TYPE_CHECKING:
     from fxpipe.ir.program import Program
@@ -56,22 +59,24 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
     """The costs kept at `path`; None if there are none, or of another program, device, thread count or torch.
 
     Raises:
-        BuildError: the file is there and is not what `to_json` writes.
+        BuildError: the file is there, and is not what `to_json` writes.
     """
-    try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = Path(path)
+    if not path.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise BuildError(f"the measured costs cannot be read: {error}", where=str(path), hint=_HINT) from error
-    if not isinstance(body, dict) or not isinstance(body.get("fingerprint"), str):
-        raise BuildError("the measured costs have no fingerprint", where=str(path), hint=_HINT)
-    if body.get("format") != _FORMAT or body["fingerprint"] != fingerprint:
-        return None
-    seconds, ratios = body.get("seconds"), body.get("ratios")
-    if not (_are_times(seconds) and _are_times(ratios) and _are_ratios(ratios)):
-        raise BuildError("the measured costs are no times", where=str(path), hint=_HINT)
-    return MeasuredCosts(fingerprint, seconds, ratios)
+    with explained(path, error=BuildError, hint=_HINT):
+        body = parse(path)
+        if not isinstance(body, dict) or "format" not in body:
+            raise Malformed("it has no format", ", $")
+        if body.pop("format") != _FORMAT:
+            return None
+        found = convert(body, MeasuredCosts)
+        for name, time in (*found.seconds.items(), *found.ratios.items()):
+            if not 0 <= time < MOST:
+                raise Malformed(f"{name[:80]!r} has {time:g}, which is no time", ", $")
+        if found.ratios.keys() != {"F", "B"} or not all(found.ratios.values()):
+            raise Malformed("F and B need a ratio each", ", $.ratios")
+    return found if found.fingerprint == fingerprint else None
 
 
 def fingerprint(program: Program, device: str, threads: int) -> str:
@@ -127,11 +132,3 @@ def _type(found: Any) -> str:
     if isinstance(found, (tuple, list)):
         return f"({', '.join(map(_type, found))})"
     return type(found).__name__
-
-
-def _are_times(found: Any) -> TypeGuard[dict[str, float]]:
-    return isinstance(found, dict) and all(isinstance(v, float) and 0 <= v < float("inf") for v in found.values())
-
-
-def _are_ratios(found: Mapping[str, float]) -> bool:
-    return found.keys() == {"F", "B"} and all(found.values())

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.build_folder import PROGRAM
+from fxpipe.plan.spec import Phase
+from fxpipe.typed_json import Malformed, convert, explained, parse
 
 if TYPE_CHECKING:
     from torch import fx
 
     from fxpipe.ir.program import Program
-    from fxpipe.plan.spec import Phase, Plan
+    from fxpipe.plan.spec import Plan
 
 FORMAT = 1
 
@@ -71,30 +73,35 @@ class ProgramTable:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
-        """Stable text, a line a row; `from_json` reads it back to an equal table."""
+        """Stable text, a line a row; `read_table` reads it back to an equal table."""
         head = {"format": FORMAT, "columns": list(Row._fields)}
         rows = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in self.rows)
         tail = {"sends": dict(self.sends), "gradients": dict(self.gradients), "names": dict(self.names)}
         more = json.dumps(tail, ensure_ascii=False, separators=(",", ":"))[1:]
         return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n], {more}\n'
 
-    @staticmethod
-    def from_json(text: str, where: str) -> ProgramTable:
-        """Read `to_json`'s text.
 
-        Raises:
-            BuildError: not JSON, or of another form.
-        """
-        try:
-            body = json.loads(text)
-            if (body["format"], body["columns"]) != (FORMAT, list(Row._fields)):
-                raise ValueError(f"format {body['format']} is not {FORMAT}, or its columns are others")
-            rows = tuple(Row._make([*row[:-1], tuple(row[-1])]) for row in body["rows"])
-            names = {row: tuple(found) for row, found in body.get("names", {}).items()}
-            return ProgramTable(rows, dict(body["sends"]), dict(body["gradients"]), names)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            hint = "compile again, or delete it: a run does not need it"
-            raise BuildError(f"{PROGRAM} cannot be read: {error!r}", where=where, hint=hint) from error
+def read_table(path: Path) -> ProgramTable:
+    """Read a file that has the text of `ProgramTable.to_json`.
+
+    Raises:
+        BuildError: it is not there, is not JSON, or is of another form.
+    """
+    with explained(path, error=BuildError, hint="compile again, or delete it: a run does not need it"):
+        body = parse(path)
+        if isinstance(body, dict) and "format" in body and "columns" in body:
+            if (body.pop("format"), body.pop("columns")) != (FORMAT, list(Row._fields)):
+                raise Malformed(f"it is not of format {FORMAT}, or its columns are others", ", $")
+        else:
+            raise Malformed("it has no format and no columns", ", $")
+        table = convert(body, ProgramTable)
+        for i, row in enumerate(table.rows):
+            if row.worker < 0 or not all(0 <= n < i for n in row.inputs):
+                raise Malformed("a row's worker and inputs are not there", f", $.rows[{i}]")
+        for i in (*table.sends.values(), *table.gradients.values()):
+            if not 0 <= i < len(table.rows):
+                raise Malformed(f"there is no row {i}", ", $")
+    return table
 
 
 def table_of(program: Program, plan: Plan) -> ProgramTable:

@@ -112,7 +112,7 @@ def choose_engines(
         build,
         plan=plan,
         costs=dataclasses.replace(
-            build.costs, timings=tuple(_as_whole(plan, build.costs.timings)), engine_times=tuple(times)
+            build.costs, timings=tuple(_as_whole(plan, build.costs.timings)), engines=tuple(times)
         ),
         engine_files=_chosen(files, {names_kept.get((t.worker, t.phase, t.engine)) for t in times if t.chosen}),
     )

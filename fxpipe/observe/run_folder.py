@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from fxpipe.errors import RunError
 from fxpipe.observe.trace.nesting import flatten
 from fxpipe.observe.trace.reader import read_trace, trace_workers
+from fxpipe.typed_json import Malformed, convert, finite, parse
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 FORMAT = 1
@@ -23,19 +23,57 @@ SPANS = 6000
 _METRICS = ("step", "loss", "lr", "grad_norm", "seconds", "samples_per_second")
 _STALENESS = ("step", "stale", "ahead", "rmse", "rms")
 _STALENESS_FILE = re.compile(r"staleness_(\d+)\.jsonl")
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "build": dict,
-    "forecast": dict,
-    "workers": list,
-    "time_losses": list,
-    "evaluation": dict,
-    "evaluations": list,
-    "trace": str,
-    "steps": int,
-    "samples": int,
-    "microbatches": int,
-    **dict.fromkeys(("seconds", "evaluation_seconds", "samples_per_second", "bubble", "efficiency"), (int, float)),
-}
+
+
+class _Worker(TypedDict, total=False):
+    rank: Required[int]
+    busy: Required[float | None]
+    engines: list[str]
+    seconds: float | None
+    spent: dict[str, float] | None
+    took: dict[str, float] | None
+    waits: list[dict[str, str | float | None]]
+    fill: float | None
+    staleness: list[dict[str, float | None]]
+
+
+class _Build(TypedDict, total=False):
+    folder: str | None
+    digest: str | None
+
+
+class _Loss(TypedDict, total=False):
+    worker: int | None
+    share: float
+    text: Required[str]
+
+
+class _Evaluation(TypedDict):
+    step: int
+    metrics: dict[str, float | None]
+
+
+class _Run(TypedDict, total=False):
+    """`run.json` as far as anyone computes with it; each value may be null."""
+
+    build: _Build
+    forecast: dict[str, Any]
+    workers: list[_Worker]
+    time_losses: list[_Loss]
+    evaluation: dict[str, float | None]
+    evaluations: list[_Evaluation]
+    schedule: str
+    policy: str
+    transport: str
+    trace: str
+    steps: int
+    samples: int
+    microbatches: int
+    seconds: float
+    evaluation_seconds: float
+    samples_per_second: float
+    bubble: float
+    efficiency: float
 
 
 def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
@@ -79,27 +117,21 @@ def _summary(folder: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{RUN} is missing: the run did not end, its settings and its timeline are unknown")
         return {}
     try:
-        run = json.loads(path.read_text(encoding="utf-8", errors="replace"), parse_constant=lambda _: None)
-    except ValueError as error:
-        line = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        problems.append(f"{RUN} is broken{line}: settings, summary and timeline are unknown")
-        return {}
-    except OSError as error:
-        problems.append(f"{RUN} cannot be read ({error.strerror}): settings, summary and timeline are unknown")
-        return {}
-    if not isinstance(run, dict):
-        problems.append(f"{RUN} holds no object: settings, summary and timeline are unknown")
+        run = finite(convert(parse(path, finite=False), dict[str, Any]))
+    except Malformed as problem:
+        problems.append(
+            f"{RUN}{problem.place} cannot be read ({problem.what}): settings, summary and timeline are unknown"
+        )
         return {}
     if run.get("format") != FORMAT:
-        problems.append(f"{RUN} is of format {run.get('format')}, this fxpipe reads {FORMAT}: parts may be missing")
-    for key, kind in _TYPES.items():
-        if run.get(key) is not None and not isinstance(run[key], kind):
-            problems.append(f"{RUN}: what stands under '{key}' is of the wrong kind: left out")
-            del run[key]
-    for key, needed in (("workers", "rank"), ("workers", "busy"), ("time_losses", "text"), ("evaluations", "metrics")):
-        rows = run.get(key) or ()
-        if not all(isinstance(row, dict) and needed in row for row in rows):
-            problems.append(f"{RUN}: a row of '{key}' has no '{needed}': all are left out")
+        found = str(run.get("format"))[:40]
+        problems.append(f"{RUN} is of format {found}, this fxpipe reads {FORMAT}: parts may be missing")
+    for key in _Run.__annotations__.keys() & run.keys():
+        try:
+            if run[key] is not None:
+                convert({key: run[key]}, _Run, extra=True)
+        except Malformed as problem:
+            problems.append(f"{RUN}{problem.place}: {problem.what}: '{key}' is left out")
             del run[key]
     return run
 
@@ -192,8 +224,8 @@ def _rows(
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse(line, finite=False)
+    except Malformed:
         return None
     return row if isinstance(row, dict) else None
 

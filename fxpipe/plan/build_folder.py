@@ -10,7 +10,9 @@ from pathlib import Path
 import fxpipe
 from fxpipe.errors import BuildError
 from fxpipe.files import check_creatable
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.consistency import check
+from fxpipe.plan.spec import FORMAT, Plan, digest_of
+from fxpipe.typed_json import Malformed, convert, explained, parse
 
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
 PROFILE, PROGRAM = "profile.json", "program.json"
@@ -29,8 +31,20 @@ def read_plan(folder: str | Path) -> Plan:
     folder = Path(folder)
     if not (folder / PLAN).is_file():
         raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
-    text = (folder / PLAN).read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 fails the digest
-    return Plan.from_json(text, str(folder / PLAN))
+    where, again = str(folder / PLAN), _again(folder)
+    with explained(where, error=BuildError, hint=again):
+        body = parse(folder / PLAN, finite=False)  # constants of the user's may be anything
+        if not isinstance(body, dict) or "format" not in body or "digest" not in body:
+            raise Malformed("it has no format and no digest", ", $")
+        if body["format"] != FORMAT:
+            what = f"the build has format {str(body['format'])[:40]}, this fxpipe reads {FORMAT}"
+            raise BuildError(what, where=where, hint=again)
+        if body.pop("digest") != digest_of(body):
+            raise BuildError("plan.json was changed after it was written", where=where, hint=again)
+        del body["format"]
+        plan = convert(body, Plan)
+        check(plan)
+        return plan
 
 
 def _again(folder: Path) -> str:
@@ -106,7 +120,7 @@ def check_target(folder: Path) -> None:
     """Refuse, before any work is done, a folder that a build could not be written to.
 
     Raises:
-        BuildError: it holds something that is not a build, or a build and files beside it, or cannot be created.
+        BuildError: it holds something that is not a build, or a build and other files, or cannot be created.
     """
     if folder.exists() and not (folder / PLAN).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BuildError(f"{folder} exists and is not an fxpipe build", hint="choose another -o, or remove it yourself")

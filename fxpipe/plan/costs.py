@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fxpipe.plan.spec import Phase
 
@@ -43,14 +41,6 @@ class WorkerSummary:
     in_flight: int
     memory_bytes: int
 
-    @staticmethod
-    def from_row(row: dict[str, Any]) -> WorkerSummary:
-        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
-        }
-        return WorkerSummary(**fields)
-
 
 @dataclass(frozen=True)
 class StageTime:
@@ -60,7 +50,7 @@ class StageTime:
         forward, backward: of one microbatch: the mean over a minibatch's, the lower quartile over minibatches, since
             what else the machine does only ever adds. Of many microbatches some stand for all: the first, which also
             predicts weights and begins the sum of gradients, and some of the others.
-        update: once a minibatch, behind its last backward: kept copies, the optimizer's step, replicas packed.
+        update: once a minibatch, after its last backward: kept copies, the optimizer's step, replicas packed.
         nodes: the sums of the node costs of its forward and its backward, where the build has them.
     """
 
@@ -68,11 +58,6 @@ class StageTime:
     backward: float
     update: float
     nodes: tuple[float, float] | None = None
-
-    @staticmethod
-    def from_row(row: Mapping[str, Any]) -> StageTime:
-        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
-        return StageTime(row["forward"], row["backward"], row["update"], row["nodes"] and tuple(row["nodes"]))
 
     @property
     def correction(self) -> float | None:

@@ -12,8 +12,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fxpipe.errors import BuildError
-
 FORMAT = 4
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
@@ -41,7 +39,7 @@ class TensorSpec:
 class EdgeSpec:
     """A value that crosses workers once per microbatch, sent in `src_phase` and received in `dst_phase`.
 
-    A `token` says nothing: it keeps a worker behind its neighbour where no value does.
+    A `token` carries nothing: it keeps a worker after its neighbour where no value does.
     """
 
     name: str
@@ -74,7 +72,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer or a constant of the model. `home` updates it (None: nobody does, every reader has its own copy)."""
+    """A buffer or a constant of the model. `home` updates it (None: no one does, every reader has its own copy)."""
 
     names: tuple[str, ...]
     tensor: TensorSpec
@@ -108,7 +106,7 @@ class PartSpec:
         saved: names of the values that forward returns and backward takes.
         updates: buffer names whose new values forward returns.
         gradients: parameter names whose gradients backward returns.
-        loss: whether forward returns the loss (else None stands in its place).
+        loss: whether forward returns the loss (else it returns None there).
         random: whether the code draws random numbers.
         metrics: of an evaluation: the names of the metrics that its function returns.
     """
@@ -224,7 +222,7 @@ class Plan:
 
     @property
     def code(self) -> tuple[StageSpec | EvaluationStage, ...]:
-        """Everything of the build that stands in a file of its own: the stages, then the evaluations' shares."""
+        """Everything of the build that has a file of its own: the stages, then the evaluations' shares."""
         return (*self.stages, *(share for e in self.evaluations for share in e.stages))
 
     @property
@@ -238,100 +236,18 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What tells this plan from others; it stands in `plan.json`, too."""
-        return _digest(self._body())
+        """What tells this plan from others; `plan.json` has it too."""
+        return digest_of(self._body())
 
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes; its own digest is inside it."""
         body = self._body()
-        return json.dumps({**body, "digest": _digest(body)}, indent=1, ensure_ascii=False) + "\n"
-
-    @staticmethod
-    def from_json(text: str, where: str) -> Plan:
-        """Read `to_json`'s text.
-
-        Raises:
-            BuildError: not JSON, another format, or changed by hand.
-        """
-        again = "compile the model again: fxpipe compile MODEL -o BUILD"
-        try:
-            body = json.loads(text)
-            found = body.pop("format")
-            digest = body.pop("digest")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise BuildError(f"plan.json cannot be read: {error!r}", where=where, hint=again) from error
-        if found != FORMAT:
-            raise BuildError(f"the build has format {found}, this fxpipe reads {FORMAT}", where=where, hint=again)
-        if digest != _digest({"format": found, **body}):
-            raise BuildError("plan.json was changed after it was written", where=where, hint=again)
-        return _decode(body)
+        return json.dumps({**body, "digest": digest_of(body)}, indent=1, ensure_ascii=False) + "\n"
 
     def _body(self) -> dict[str, Any]:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
-def _digest(body: dict[str, Any]) -> str:
+def digest_of(body: dict[str, Any]) -> str:
+    """Of a plan as JSON, with its format and without its digest."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _tensor(body: dict[str, Any]) -> TensorSpec:
-    return TensorSpec(tuple(body["shape"]), tuple(body["stride"]), body["dtype"])
-
-
-def _part(body: dict[str, Any]) -> PartSpec:
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
-    return PartSpec(**fields)
-
-
-def _batch(rows: list[dict[str, Any]]) -> tuple[LeafSpec, ...]:
-    return tuple(LeafSpec(b["name"], _tensor(b["tensor"]) if b["tensor"] else None, b["constant"]) for b in rows)
-
-
-def _edges(rows: list[dict[str, Any]]) -> tuple[EdgeSpec, ...]:
-    return tuple(EdgeSpec(**{**e, "tensor": _tensor(e["tensor"])}) for e in rows)
-
-
-def _evaluation(body: dict[str, Any]) -> EvaluationSpec:
-    return EvaluationSpec(
-        _batch(body["batch"]),
-        body["batch_spec"],
-        tuple(body["metrics"]),
-        body["constants"],
-        _edges(body["edges"]),
-        tuple(EvaluationStage(s["file"], s["digest"], _part(s["part"])) for s in body["stages"]),
-    )
-
-
-def _decode(body: dict[str, Any]) -> Plan:
-    body["batch"] = _batch(body["batch"])
-    body["units"] = tuple(body["units"])
-    body["parameters"] = tuple(
-        ParameterSpec(
-            tuple(p["names"]),
-            _tensor(p["tensor"]),
-            p["owner"],
-            p["trained"],
-            tuple((w, ph) for w, ph in p["readers"]),
-        )
-        for p in body["parameters"]
-    )
-    body["buffers"] = tuple(
-        BufferSpec(tuple(b["names"]), _tensor(b["tensor"]), b["persistent"], b["home"], tuple(b["workers"]))
-        for b in body["buffers"]
-    )
-    body["edges"] = _edges(body["edges"])
-    body["evaluations"] = tuple(_evaluation(e) for e in body["evaluations"])
-    body["stages"] = tuple(
-        StageSpec(
-            s["file"],
-            s["digest"],
-            tuple(s["forward_units"]),
-            tuple(s["backward_units"]),
-            tuple(s["weight_units"]),
-            _part(s["forward"]),
-            _part(s["backward"]),
-            (s["engines"][0], s["engines"][1]),
-        )
-        for s in body["stages"]
-    )
-    return Plan(**body)

@@ -21,16 +21,14 @@ Every table may be left out.
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import FxpipeError, ProfileError, near
 from fxpipe.planner import quantity
 from fxpipe.planner.links import Links, matrix
+from fxpipe.typed_json import convert, explained, parse_toml
 
 INFINITE = float("inf")
 LAUNCH = 5e-6
@@ -54,7 +52,7 @@ class Device:
         flops: FLOP/s of matrix work, as it is achieved and not as it is advertised: one number, or by torch's name
             of a dtype. A dtype that is not named has float32's rate, or else the least.
         bandwidth: bytes a second to and from its memory.
-        memory: bytes; `inf` where nobody said.
+        memory: bytes; `inf` where no one said.
         launch: seconds that every node takes at least.
     """
 
@@ -136,7 +134,7 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
 
 
 def links_toml(links: Links, comment: str = "") -> str:
-    """Links as the TOML that `read_device_spec` reads back, to the last bit; `comment` stands above them."""
+    """Links as the TOML that `read_device_spec` reads back, to the last bit; `comment` is above them."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines += ["[links]", f"bandwidth = {_toml(links.bandwidth)}  # bytes a second"]
     lines += [f"latency = {_toml(links.latency)}  # seconds"]
@@ -150,113 +148,114 @@ def _toml(value: float | tuple[tuple[float, ...], ...]) -> str:
     return repr(float(value))
 
 
+_Quantity = int | float | str
+
+
+@dataclass(frozen=True)
+class _DeviceTable:
+    name: str | None = None
+    flops: _Quantity | dict[str, _Quantity] | None = None
+    bandwidth: _Quantity | None = None
+    memory: _Quantity | None = None
+    launch: _Quantity | None = None
+
+
+@dataclass(frozen=True)
+class _LinksTable:
+    bandwidth: _Quantity | tuple[tuple[_Quantity, ...], ...] = INFINITE
+    latency: _Quantity | tuple[tuple[_Quantity, ...], ...] = 0.0
+    copy: _Quantity = 0.0
+
+
+@dataclass(frozen=True)
+class _WorkersTable:
+    speed: tuple[float, ...] = ()
+    memory: tuple[_Quantity, ...] = ()
+
+
+@dataclass(frozen=True)
+class _File:
+    device: _DeviceTable | None = None
+    links: _LinksTable | None = None
+    workers: _WorkersTable = _WorkersTable()
+
+
+_HINT = "it has tables [device], [links] and [workers], each of which may be left out; docs/planner.md shows one"
+
+
 def _read(path: Path) -> DeviceSpec:
-    try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ProfileError(f"the device file {str(path)!r} cannot be read: {reason}") from error
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise ProfileError(f"not TOML: {error}", where=f"{path}:{line[1]}" if line else str(path)) from error
-    _known(body, _TABLES, "table", str(path))
-    for name, table in body.items():
-        if not isinstance(table, dict):
-            raise ProfileError(f"{name} is {table!r}, not a table", where=str(path), hint=f"write [{name}] above it")
-        _known(table, _TABLES[name], "key", f"{path}, [{name}]")
-    links, workers = body.get("links"), body.get("workers", {})
+    with explained(path, error=ProfileError, hint=_HINT):
+        file = convert(parse_toml(path), _File)
+    for speed in file.workers.speed:
+        if not 0 < speed < INFINITE:
+            hint = "1 is the device itself, 0.5 half as fast"
+            raise ProfileError(f"{speed:g} is no speed", where=f"{path}, [workers] speed", hint=hint)
     return DeviceSpec(
-        None if "device" not in body else _device(body["device"], path),
-        None if links is None else _links(links, f"{path}, [links]"),
-        _row(workers.get("speed", []), _speed, f"{path}, [workers] speed"),
-        _row(workers.get("memory", []), quantity.memory, f"{path}, [workers] memory"),
+        None if file.device is None else _device(file.device, path),
+        None if file.links is None else _links(file.links, f"{path}, [links]"),
+        file.workers.speed,
+        tuple(_number(value, quantity.memory, f"{path}, [workers] memory") for value in file.workers.memory),
     )
 
 
-_TABLES = {
-    "device": ("name", "flops", "bandwidth", "memory", "launch"),
-    "links": ("bandwidth", "latency", "copy"),
-    "workers": ("speed", "memory"),
-}
-
-
-def _known(found: Iterable[str], known: Iterable[str], what: str, where: str) -> None:
-    for key in found:
-        if key not in known:
-            raise ProfileError(
-                f"unknown {what} {key!r}{near(key, known)}", where=where, hint=f"known are {', '.join(known)}"
-            )
-
-
-def _device(table: Mapping[str, Any], path: Path) -> Device:
-    name = table.get("name", path.stem)
+def _device(table: _DeviceTable, path: Path) -> Device:
+    name = table.name or path.stem
     where = f"{path}, [device]"
-    if not isinstance(name, str):
-        raise ProfileError(f"the name is {name!r}, not a string", where=where)
     base = BUILT_IN.get(name.lower())
-    missing = [key for key in ("flops", "bandwidth") if key not in table]
+    missing = [key for key in ("flops", "bandwidth") if getattr(table, key) is None]
     if missing and base is None:
         hint = f"give them, or the name of a built-in device: {', '.join(BUILT_IN)}"
         raise ProfileError(f"{name!r} has no {' and no '.join(missing)}", where=where, hint=hint)
     base = base or Device(name, 0.0, 0.0)
 
-    def given(key: str, read: Callable[[Any], float], default: float) -> float:
-        return _number(table[key], read, f"{where} {key}") if key in table else default
+    def given(key: str, read: Callable[[_Quantity], float], default: float) -> float:
+        value = getattr(table, key)
+        return default if value is None else _number(value, read, f"{where} {key}")
 
     return Device(
         name,
-        _flops(table["flops"], f"{where} flops") if "flops" in table else base.flops,
+        base.flops if table.flops is None else _flops(table.flops, f"{where} flops"),
         given("bandwidth", quantity.bandwidth, base.bandwidth),
         given("memory", quantity.memory, base.memory),
         given("launch", quantity.seconds, base.launch),
     )
 
 
-def _flops(given: Any, where: str) -> float | Mapping[str, float]:
+def _flops(given: _Quantity | dict[str, _Quantity], where: str) -> float | Mapping[str, float]:
     if not isinstance(given, dict):
         return _number(given, quantity.rate, where)
-    _known(given, _KNOWN_DTYPES, "dtype", where)
+    hint = f'write {{float32 = "60T"}}, or one quantity; known are {", ".join(_KNOWN_DTYPES)}'
     if not given:
-        raise ProfileError("the table of dtypes is empty", where=where, hint='write {float32 = "60T"}, or one quantity')
+        raise ProfileError("the table of dtypes is empty", where=where, hint=hint)
+    for dtype in given:
+        if dtype not in _KNOWN_DTYPES:
+            raise ProfileError(f"unknown dtype {dtype!r}{near(dtype, _KNOWN_DTYPES)}", where=where, hint=hint)
     return {_KNOWN_DTYPES[dtype]: _number(value, quantity.rate, where) for dtype, value in given.items()}
 
 
-def _links(table: Mapping[str, Any], where: str) -> Links:
-    base = Links()
+def _links(table: _LinksTable, where: str) -> Links:
     return Links(
-        _link(table.get("bandwidth", base.bandwidth), quantity.bandwidth, INFINITE, f"{where} bandwidth"),
-        _link(table.get("latency", base.latency), quantity.seconds, 0.0, f"{where} latency"),
-        _number(table.get("copy", base.copy), quantity.seconds, f"{where} copy"),
+        _link(table.bandwidth, quantity.bandwidth, INFINITE, f"{where} bandwidth"),
+        _link(table.latency, quantity.seconds, 0.0, f"{where} latency"),
+        _number(table.copy, quantity.seconds, f"{where} copy"),
     )
 
 
-def _link(given: Any, read: Callable[[Any], float], own: float, where: str) -> float | tuple[tuple[float, ...], ...]:
-    """A number, or a square matrix; its diagonal, from a worker to itself, is `own`, whatever stands there."""
-    if not isinstance(given, list):
+def _link(
+    given: _Quantity | tuple[tuple[_Quantity, ...], ...], read: Callable[[_Quantity], float], own: float, where: str
+) -> float | tuple[tuple[float, ...], ...]:
+    """A number, or a square matrix; its diagonal, from a worker to itself, is `own`, whatever the file says there."""
+    if not isinstance(given, tuple):
         return _number(given, read, where)
-    if not given or any(not isinstance(row, list) or len(row) != len(given) for row in given):
+    if not given or any(len(row) != len(given) for row in given):
         raise ProfileError("the matrix is not square", where=where, hint="a row a sender, a column a receiver")
     return matrix(
         [[own if i == j else _number(v, read, where) for j, v in enumerate(row)] for i, row in enumerate(given)]
     )
 
 
-def _row(given: Any, read: Callable[[Any], float], where: str) -> tuple[float, ...]:
-    if not isinstance(given, list):
-        raise ProfileError(f"{given!r} is not a list", where=where, hint="write a value for each worker: [1, 1, 0.5]")
-    return tuple(_number(value, read, where) for value in given)
-
-
-def _speed(given: Any) -> float:
-    if isinstance(given, str) or not 0 < given < INFINITE:
-        raise ProfileError(f"{given!r} is no speed", hint="1 is the device itself, 0.5 half as fast")
-    return float(given)
-
-
-def _number(given: Any, read: Callable[[Any], float], where: str) -> float:
+def _number(given: _Quantity, read: Callable[[_Quantity], float], where: str) -> float:
     """A quantity of a file, read; its errors say where."""
-    if isinstance(given, bool) or not isinstance(given, (int, float, str)):
-        raise ProfileError(f"{given!r} is neither a number nor a quantity", where=where)
     if given == INFINITE and read in (quantity.bandwidth, quantity.memory):
         return INFINITE
     try:

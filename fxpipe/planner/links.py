@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ class Links:
     copy: float = 0.0
 
     @property
+    def possible(self) -> bool:
+        """Whether its numbers are above zero; a latency and `copy` may be zero."""
+        return _all(self.bandwidth, lambda v: v > 0) and _all(self.latency, lambda v: v >= 0) and self.copy >= 0
+
+    @property
     def free(self) -> bool:
         """Whether messages cost nothing at all."""
         return self == Links()
@@ -43,13 +48,8 @@ class Links:
         return size / self.bandwidth_of(source, target)
 
     def to_row(self) -> dict[str, Any]:
-        """For JSON, which has no infinity."""
+        """For JSON, which has no infinity: numbers as text, but for `copy`."""
         return {"bandwidth": _written(self.bandwidth), "latency": _written(self.latency), "copy": self.copy}
-
-    @staticmethod
-    def from_row(row: Mapping[str, Any]) -> Links:
-        """What `to_row` wrote."""
-        return Links(_read(row["bandwidth"]), _read(row["latency"]), float(row["copy"]))
 
     def check(self, workers: int) -> None:
         """Raise ProfileError unless every matrix has a row and a column for each worker."""
@@ -66,16 +66,16 @@ def matrix(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(v) for v in row) for row in rows)
 
 
+def _all(value: float | tuple[tuple[float, ...], ...], holds: Callable[[float], bool]) -> bool:
+    return all(holds(v) for row in value for v in row) if isinstance(value, tuple) else holds(value)
+
+
 def _entry(value: float | tuple[tuple[float, ...], ...], source: int, target: int) -> float:
     return value[source][target] if isinstance(value, tuple) else value
 
 
 def _written(value: float | tuple[tuple[float, ...], ...]) -> Any:
     return [list(map(str, row)) for row in value] if isinstance(value, tuple) else str(value)
-
-
-def _read(value: Any) -> float | tuple[tuple[float, ...], ...]:
-    return matrix(value) if isinstance(value, list) else float(value)
 
 
 GLOO_LOOPBACK = Links(bandwidth=3e9, latency=50e-6, copy=0.33e-9)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -81,16 +80,6 @@ class Partition:
     ideal_ms: float
     lower_bound_ms: float
     loads: tuple[Load, ...]
-
-    @staticmethod
-    def from_row(row: dict[str, Any]) -> Partition:
-        """Read `dataclasses.asdict`'s row back from JSON, which has lists for tuples."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
-        }
-        fields["recompute"] = tuple((int(k), int(a), int(b)) for k, a, b in row["recompute"])
-        fields["loads"] = tuple(Load(**load) for load in row["loads"])
-        return Partition(**fields)
 
     @property
     def efficiency(self) -> float:

@@ -15,20 +15,22 @@ from pathlib import Path
 
 from fxpipe.errors import ProfileError
 from fxpipe.planner.profile import (
+    MOST,
     Output,
     Profile,
     Unit,
     backward_values,
-    cost,
-    from_json,
     in_order,
     located,
+    read_profile_json,
 )
+from fxpipe.typed_json import Malformed, explained
 
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")
 _COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _ELEMENT = re.compile(r"__getitem__\((?P<index>\d+)\)")
 _INPUT = re.compile(r"Input\d*")
+_NODE_FORM = "a node is `node1 -- NAME -- forward_compute_time=…, …`; an edge is indented: `node1 -- node2`"
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -43,53 +45,53 @@ def read_profile(path: str | Path) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"the profile {str(path)!r} cannot be read: {error}") from error
-    return from_json(text, path.name) if text.lstrip()[:1] in ("{", "[") else from_pipedream(text, path.name)
+        hint = "give what `fxpipe compile --save-profile` wrote, or a graph.txt of PipeDream's"
+        raise ProfileError(f"the profile {str(path)!r} cannot be read: {error}", hint=hint) from error
+    if text.lstrip()[:1] in ("{", "["):
+        return read_profile_json(text, path.name, error=ProfileError)
+    with explained(path.name, error=ProfileError, hint=_NODE_FORM):
+        return from_pipedream(text)
 
 
-def from_pipedream(text: str, where: str) -> Profile:
-    """Read the text of a `graph.txt`; see the module's docstring."""
+def from_pipedream(text: str) -> Profile:
+    """Read the text of a `graph.txt`; see the module's docstring. Raises Malformed."""
     units: dict[str, Unit] = {}
     names: dict[str, str] = {}
     sizes: dict[str, list[float]] = {}
     edges: list[tuple[str, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        place = f"{where}:{number}"
+        place = f":{number}"
         if not line.strip():
             continue
         if line[0].isspace():
             ends = tuple(part.strip() for part in line.split(" -- "))
             if len(ends) != 2 or not all(ends):
-                raise ProfileError(f"not an edge: {line.strip()!r}", where=place, hint="an edge is `node1 -- node2`")
+                raise Malformed(f"not an edge: {line.strip()!r}", place)
             edges.append((ends[0], ends[1], place))
             continue
         found = _NODE.fullmatch(line.strip())
         if found is None:
-            raise ProfileError(
-                f"not a node: {line.strip()[:80]!r}",
-                where=place,
-                hint="a node is `node1 -- NAME -- forward_compute_time=…, …`, an edge is indented",
-            )
+            raise Malformed(f"not a node: {line.strip()[:80]!r}", place)
         if found["id"] in units:
-            raise ProfileError(f"a second {found['id']}", where=place)
+            raise Malformed(f"a second {found['id']}", place)
         names[found["id"]] = found["name"]
         units[found["id"]], sizes[found["id"]] = _unit(found["id"], found["name"], found["costs"], place)
     if not units:
-        raise ProfileError("the profile has no units", where=where)
+        raise Malformed("the profile has no units")
     outputs = _outputs(names, sizes, edges)
-    order = in_order(units, outputs, where, {name: (len(name), name) for name in units})
+    order = in_order(units, outputs, {name: (len(name), name) for name in units})
     in_turn = tuple(units[n] for n in order)
     activations = tuple(located(outputs, order))
     return Profile(in_turn, activations, backward_values(in_turn, activations))
 
 
-def _unit(node: str, name: str, text: str, where: str) -> tuple[Unit, list[float]]:
+def _unit(node: str, name: str, text: str, place: str) -> tuple[Unit, list[float]]:
     costs = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     missing = [key for key in _COSTS if key not in costs]
     if missing:
-        raise ProfileError(f"the node lacks {' and '.join(missing)}", where=where)
+        raise Malformed(f"the node lacks {' and '.join(missing)}", place)
     forward, backward, sizes, parameters = (
-        [cost(v.strip(), f"{where}, {key}") for v in costs[key].strip("[]").split(";") if v.strip()] for key in _COSTS
+        [_cost(v.strip(), f"{place}, {key}") for v in costs[key].strip("[]").split(";") if v.strip()] for key in _COSTS
     )
     free = _INPUT.fullmatch(name) is not None
     unit = Unit(
@@ -102,12 +104,23 @@ def _unit(node: str, name: str, text: str, where: str) -> tuple[Unit, list[float
     return unit, sizes
 
 
+def _cost(text: str, place: str) -> float:
+    """A time or a size: a finite number not below zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < MOST:
+        raise Malformed(f"{text!r} is no time or size", place)
+    return number
+
+
 def _outputs(names: dict[str, str], sizes: dict[str, list[float]], edges: list[tuple[str, str, str]]) -> list[Output]:
     readers: dict[tuple[str, int], list[str]] = {}
     for source, target, place in edges:
         for end in (source, target):
             if end not in names:
-                raise ProfileError(f"there is no node {end!r}", where=place)
+                raise Malformed(f"there is no node {end!r}", place)
         element = _ELEMENT.fullmatch(names[target])
         count = len(sizes[source])
         taken = [int(element["index"])] if element and int(element["index"]) < count else range(max(count, 1))

@@ -14,7 +14,7 @@ its edges. Where it has several outputs with readers of their own, `activations`
     "activations": [{"unit": "blocks.0", "bytes": 4096, "readers": ["blocks.1", "head"]}, ...]
     "gradients":   [{"unit": "head", "bytes": 4096, "readers": ["blocks.1"]}, ...]
 
-`no_forward_cut` has units in front of which forward must not be cut, each with the reason (a buffer that is updated).
+`no_forward_cut` has units before which forward must not be cut, each with the reason (a buffer that is updated).
 PipeDream's published profiles are read too: see `pipedream`.
 """
 
@@ -26,9 +26,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import ProfileError, near
+from fxpipe.errors import FxpipeError, ProfileError, near
+from fxpipe.typed_json import Malformed, convert, explained, parse
+
+MOST = 1e30
+"""No time and no size is larger: sums of them stay numbers."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Unit:
         fixed_bytes: the part of `saved_bytes` that cannot be computed again (random masks).
         parameter_bytes: its weights; a worker that reads those of another is sent them after every update.
         frozen_bytes: weights that are not trained: every worker that reads them has them from the start.
-        temporary_bytes: the most it holds while it runs, beside inputs and saved values.
+        temporary_bytes: the most it holds while it runs, in addition to inputs and saved values.
     """
 
     name: str
@@ -96,9 +101,9 @@ class Profile:
     """Units in a topological order, and the values that travel between them.
 
     Attributes:
-        activations: forward values; readers lie behind their producer.
-        gradients: backward values; readers lie in front of their producer.
-        uncut: positions (in front of that unit) where forward must not be cut, each with the reason.
+        activations: forward values; readers come after their producer.
+        gradients: backward values; readers come before their producer.
+        uncut: positions (before that unit) where forward must not be cut, each with the reason.
     """
 
     units: tuple[Unit, ...]
@@ -113,7 +118,7 @@ class Profile:
     def split_backward(self, fraction: float) -> Profile:
         """The same with W a fraction of each backward that has parameters and no W yet."""
         if not 0 <= fraction < 1:
-            raise ProfileError(f"the fraction of W is {fraction}, it must lie between 0 and 1")
+            raise ProfileError(f"the fraction of W is {fraction}, it must be between 0 and 1")
         units = tuple(
             dataclasses.replace(u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.backward_ms * fraction)
             if u.parameter_bytes and not u.weight_ms
@@ -123,7 +128,7 @@ class Profile:
         return dataclasses.replace(self, units=units)
 
     def to_json(self) -> str:
-        """The documented form; `from_json` reads it back to an equal profile."""
+        """The documented form; `read_profile_json` reads it back to an equal profile."""
         names = [u.name for u in self.units]
 
         def rows(values: Sequence[Value]) -> list[dict[str, Any]]:
@@ -142,59 +147,88 @@ class Profile:
         return json.dumps(body, indent=1) + "\n"
 
 
-def from_json(text: str, where: str) -> Profile:
-    """Read the documented form.
+@dataclass(frozen=True)
+class _Value:
+    unit: str
+    bytes: float
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    """The documented form."""
+
+    units: tuple[Unit, ...]
+    edges: tuple[tuple[str, str], ...] = ()
+    activations: tuple[_Value, ...] | None = None
+    gradients: tuple[_Value, ...] | None = None
+    no_forward_cut: dict[str, str] = field(default_factory=dict)
+
+
+_FORM = 'it is {"units": [{"name": "a", "forward_ms": 1, "backward_ms": 2}, ...], "edges": [["a", "b"], ...]}'
+
+
+def read_profile_json(source: Path | str, where: str = "", *, error: type[FxpipeError], hint: str = _FORM) -> Profile:
+    """Read the documented form, from a file or from a text that is at `where`.
 
     Raises:
-        ProfileError: not JSON, a malformed unit, an edge to nowhere, or a cycle; names the line or the unit.
+        error: not JSON, a malformed unit, an edge to nothing, or a cycle; names the line or the unit.
     """
-    try:
-        body = json.loads(text)
-    except ValueError as error:
-        line = getattr(error, "lineno", None)
-        raise ProfileError(f"not JSON: {error}", where=f"{where}:{line}" if line else where) from error
-    if isinstance(body, dict):
-        _check_form(body, where)
-    rows = body.get("units") if isinstance(body, dict) else None
-    if not isinstance(rows, list) or not rows:
-        raise ProfileError("the profile has no units", where=where, hint='it is {"units": [...], "edges": [...]}')
+    with explained(where or source, error=error, hint=hint):
+        body = parse(source)
+        file = convert(body, _File)
+        _check_numbers(body)
+        return _profile(file)
+
+
+def _check_numbers(body: Mapping[str, Any]) -> None:
+    """All that is a number in these tables is a time or a size."""
+    for table in ("units", "activations", "gradients"):
+        for i, row in enumerate(body.get(table) or ()):
+            for key, value in row.items():
+                if isinstance(value, int | float) and not 0 <= value < MOST:
+                    raise Malformed(f"{value:g} is no time or size", f", $.{table}[{i}].{key}")
+
+
+def _profile(file: _File) -> Profile:
     units: dict[str, Unit] = {}
-    for i, row in enumerate(rows):
-        unit = _unit(row, f"{where}, unit {i}")
+    for i, unit in enumerate(file.units):
         if unit.name in units:
-            raise ProfileError(f"two units are called {unit.name!r}", where=f"{where}, unit {i}")
+            raise Malformed(f"two units are called {unit.name!r}", f", $.units[{i}]")
         units[unit.name] = unit
-    rank = {name: i for i, name in enumerate(units)}
-    if "activations" in body:
-        outputs = _values(body["activations"], units, f"{where}, activations")
+    if not units:
+        raise Malformed("the profile has no units", ", $.units")
+    for i, edge in enumerate(file.edges):
+        _check_known(edge, units, f", $.edges[{i}]")
+    if file.activations is None:
+        outputs = values_of_edges(units, file.edges or list(pairwise(units)))
     else:
-        outputs = values_of_edges(units, _edges(body.get("edges"), units, where))
-    order = in_order(units, outputs, where, rank)
+        outputs = _outputs(file.activations, units, "activations")
+    rank = {name: i for i, name in enumerate(units)}
+    order = in_order(units, outputs, rank)
     activations = tuple(located(outputs, order))
-    if "gradients" in body:
-        gradients = tuple(located(_values(body["gradients"], units, f"{where}, gradients"), order))
+    if file.gradients is None:
+        gradients = backward_values([units[n] for n in order], activations)
+    else:
+        gradients = tuple(located(_outputs(file.gradients, units, "gradients"), order))
         for v in gradients:
             if any(r > v.producer for r in v.readers):
-                raise ProfileError(
-                    f"a gradient runs forward, from {list(order)[v.producer]!r}", where=f"{where}, gradients"
-                )
-    else:
-        gradients = backward_values([units[n] for n in order], activations)
-    reasons = body.get("no_forward_cut", {})
-    uncut = {order[_known(name, units, f"{where}, no_forward_cut")]: str(reasons[name]) for name in reasons}
+                raise Malformed(f"a gradient runs forward, from {list(order)[v.producer]!r}", ", $.gradients")
+    _check_known(file.no_forward_cut, units, ", $.no_forward_cut")
+    uncut = {order[name]: reason for name, reason in file.no_forward_cut.items()}
     return Profile(tuple(units[n] for n in order), activations, gradients, uncut)
 
 
-_FORM = {"units": list, "edges": list, "activations": list, "gradients": list, "no_forward_cut": dict}
+def _outputs(rows: Sequence[_Value], units: Mapping[str, Unit], name: str) -> list[Output]:
+    for i, row in enumerate(rows):
+        _check_known((row.unit, *row.readers), units, f", $.{name}[{i}]")
+    return [(row.unit, row.bytes, row.readers) for row in rows]
 
 
-def _check_form(body: Mapping[str, Any], where: str) -> None:
-    for key, found in body.items():
-        if key not in _FORM:
-            raise ProfileError(f"a profile has no {key!r}{near(key, _FORM)}", where=where)
-        if not isinstance(found, _FORM[key]):
-            kind = "a list" if _FORM[key] is list else "an object"
-            raise ProfileError(f"{key} is {str(found)[:40]}, not {kind}", where=f"{where}, {key}")
+def _check_known(names: Iterable[str], units: Mapping[str, Unit], place: str) -> None:
+    for name in names:
+        if name not in units:
+            raise Malformed(f"there is no unit {name!r}{near(name, units)}", place)
 
 
 Output = tuple[str, float, Sequence[str]]  # producer, bytes, readers; by name
@@ -219,18 +253,16 @@ def backward_values(units: Sequence[Unit], activations: Sequence[Value]) -> tupl
     return tuple(in_turn(found))
 
 
-def in_order(
-    units: Mapping[str, Unit], outputs: Sequence[Output], where: str, rank: Mapping[str, Any]
-) -> dict[str, int]:
+def in_order(units: Mapping[str, Unit], outputs: Sequence[Output], rank: Mapping[str, Any]) -> dict[str, int]:
     """Positions by name, in a topological order; of several units that could come next, the one of the least rank.
 
-    Kahn's algorithm. Raises ProfileError for a cycle.
+    Kahn's algorithm. Raises Malformed for a cycle.
     """
     waiting = dict.fromkeys(units, 0)
-    behind: dict[str, list[str]] = {name: [] for name in units}
+    after: dict[str, list[str]] = {name: [] for name in units}
     for source, _, readers in outputs:
         for target in readers:
-            behind[source].append(target)
+            after[source].append(target)
             waiting[target] += 1
     ready = [(rank[name], name) for name, count in waiting.items() if not count]
     heapq.heapify(ready)
@@ -238,13 +270,13 @@ def in_order(
     while ready:
         name = heapq.heappop(ready)[1]
         order[name] = len(order)
-        for follower in behind[name]:
+        for follower in after[name]:
             waiting[follower] -= 1
             if not waiting[follower]:
                 heapq.heappush(ready, (rank[follower], follower))
     if len(order) < len(units):
         stuck = sorted(name for name, count in waiting.items() if count)
-        raise ProfileError(f"the edges go round in a circle through {', '.join(stuck[:5])}", where=where)
+        raise Malformed(f"the edges go round in a circle through {', '.join(stuck[:5])}")
     return order
 
 
@@ -257,71 +289,3 @@ def located(outputs: Sequence[Output], order: Mapping[str, int]) -> list[Value]:
 def in_turn(values: Iterable[Value]) -> list[Value]:
     """Values in the order in which a profile has them."""
     return sorted(values, key=lambda v: (v.producer, v.readers, v.bytes))
-
-
-MOST = 1e30
-"""No time and no size is larger: sums of them stay numbers."""
-
-_FIELDS = {f.name for f in dataclasses.fields(Unit)}
-
-
-def _unit(row: Any, where: str) -> Unit:
-    if not isinstance(row, dict):
-        raise ProfileError(f"malformed unit: {row!r}", where=where, hint="a unit is an object with name and costs")
-    unknown = next((key for key in row if key not in _FIELDS), None)
-    if unknown is not None:
-        raise ProfileError(f"a unit has no {unknown!r}{near(unknown, _FIELDS)}", where=where)
-    missing = [key for key in ("name", "forward_ms", "backward_ms") if key not in row]
-    if missing:
-        raise ProfileError(
-            f"the unit lacks {' and '.join(missing)}", where=where, hint="a unit has name, forward_ms and backward_ms"
-        )
-    costs = {key: cost(v, f"{where}, {key}") for key, v in row.items() if key != "name"}
-    try:
-        return Unit(str(row["name"]), **costs)
-    except ProfileError as error:
-        error.where = where
-        raise
-
-
-def cost(value: Any, where: str) -> float:
-    """A time or a size: a finite number not below zero."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if isinstance(value, bool) or not 0 <= number < MOST:
-        raise ProfileError(f"{value!r} is no time or size", where=where)
-    return number
-
-
-def _edges(rows: Any, units: Mapping[str, Unit], where: str) -> list[tuple[str, str]]:
-    if not rows:
-        return list(pairwise(units))
-    edges = []
-    for i, row in enumerate(rows):
-        place = f"{where}, edge {i}"
-        if not isinstance(row, list) or len(row) != 2:
-            raise ProfileError(f"not an edge: {row!r}", where=place, hint='an edge is ["from", "to"]')
-        edges.append((_known(row[0], units, place), _known(row[1], units, place)))
-    return edges
-
-
-def _values(rows: Any, units: Mapping[str, Unit], where: str) -> list[Output]:
-    found: list[Output] = []
-    for i, row in enumerate(rows):
-        place = f"{where}, row {i}"
-        try:
-            producer, size, readers = row["unit"], row["bytes"], list(row["readers"])
-        except (TypeError, KeyError) as error:
-            raise ProfileError(
-                f"malformed value: {row!r}", where=place, hint="a value has unit, bytes and readers"
-            ) from error
-        found.append((_known(producer, units, place), cost(size, place), [_known(r, units, place) for r in readers]))
-    return found
-
-
-def _known(name: Any, units: Mapping[str, Unit], where: str) -> str:
-    if not isinstance(name, str) or name not in units:
-        raise ProfileError(f"there is no unit {name!r}{near(str(name), units)}", where=where)
-    return str(name)

@@ -69,5 +69,5 @@ def _size(found: re.Match[str]) -> float:
 
 def _positive(value: float, text: str | float) -> float:
     if not value > 0:
-        raise ProfileError(f"{text!r} is not above zero")
+        raise ProfileError(f"{text!r} is not above zero", hint="give a number above zero")
     return value

@@ -52,11 +52,9 @@ def test_costs_of_something_else_are_none(tmp_path: Path) -> None:
 def test_a_corrupt_file_is_told_from_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "node_costs.json"
     path.write_text(text)
-    with pytest.raises(
-        BuildError, match=r"the measured costs (cannot be read|have no fingerprint|are no times)"
-    ) as caught:
+    with pytest.raises(BuildError, match=r"node_costs.json cannot be read: ") as caught:
         read(path, "mark")
-    assert caught.value.where == str(path)
+    assert str(caught.value.where).startswith(str(path))
 
 
 def test_a_folder_in_its_place_is_corrupt(tmp_path: Path) -> None:

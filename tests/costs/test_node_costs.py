@@ -210,8 +210,11 @@ def test_a_corrupt_file_costs_a_warning(tmp_path: Path) -> None:
     program, path = folded("function"), tmp_path / "node_costs.json"
     path.write_text("{")
     costs = found(program, repeats=1, known=path)
-    assert costs.warnings[0].startswith("the measured costs cannot be read: ")
-    assert costs.warnings[0].endswith(f"({path}); they are measured again")
+    assert costs.warnings[0].startswith("node_costs.json cannot be read: ")
+    assert costs.warnings[0].endswith(f"({path}:1); they are measured again")
     path.write_text(dataclasses.replace(costs, ratios={"F": 0.0, "B": 1.0}).to_json())
     (warning, *_) = found(program, repeats=1, known=path).warnings
-    assert warning == f"the measured costs are no times ({path}); they are measured again"
+    assert (
+        warning
+        == f"node_costs.json cannot be read: F and B need a ratio each ({path}, $.ratios); they are measured again"
+    )

@@ -82,7 +82,7 @@ def test_an_operator_that_onnx_lacks_is_named_with_its_module(tmp_path: Path) ->
 @pytest.mark.usefixtures("only_onnxruntime")
 def test_auto_leaves_it_out_for_that_part_alone() -> None:
     build = fxpipe.compile(*warping(), backend="auto", **WHERE)
-    found = reasons(build.costs.engine_times)
+    found = reasons(build.costs.engines)
     refused = found.pop("stage_0.backward")
     assert OPERATOR in refused
     assert "stage_0.py:" in refused
@@ -100,7 +100,7 @@ def test_bfloat16_is_left_out_on_the_cpu(name: str) -> None:
     options = {"autocast": "bf16", "cost": "analytic", "workers": 2, **cuts(case, 2, 1)}
     step = (case.make(), case.loss, case.batches(1)[0])
     build = fxpipe.compile(*step, backend="auto", **options)
-    assert set(reasons(build.costs.engine_times).values()) == {
+    assert set(reasons(build.costs.engines).values()) == {
         "onnxruntime's CPU provider has too few operators in bfloat16"
     }
     assert {s.engines for s in build.plan.stages} == {("eager", "eager")}

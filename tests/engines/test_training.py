@@ -85,16 +85,14 @@ def test_a_mixed_pipeline_trains_as_eager() -> None:
 def test_engines_stay_in_the_plan_and_in_the_build(tmp_path: Path) -> None:
     needs("onnxruntime")
     build = lowered("gpt", workers=2, backend="onnxruntime", **cuts(CASES["gpt"], 2, 1))
-    assert {t.part for t in build.costs.engine_times} == {
-        f"stage_{k}.{f}" for k in (0, 1) for f in ("forward", "backward")
-    }
+    assert {t.part for t in build.costs.engines} == {f"stage_{k}.{f}" for k in (0, 1) for f in ("forward", "backward")}
     folder = tmp_path / "build"
     build.save(folder)
     made = {p.name: p.read_bytes() for p in (folder / ENGINES).iterdir()}
     assert len(made) == 4
     loaded = fxpipe.load(folder)
     assert [s.engines for s in loaded.plan.stages] == [("onnxruntime", "onnxruntime")] * 2
-    assert loaded.costs.engine_times == build.costs.engine_times
+    assert loaded.costs.engines == build.costs.engines
     pipeline = loaded.local(optimizer=momentum)
     assert all(isinstance(e.stage.forward, CheckedPart) for e in pipeline.executors)
     pipeline.run(CASES["gpt"].batches(2))
@@ -153,7 +151,7 @@ def test_a_gradient_that_is_rounding_alone_is_no_error(tmp_path: Path) -> None:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     build = fxpipe.compile(model, loss, batch, workers=1, cost="analytic", backend="onnxruntime")
-    assert all(t.error is not None and t.error <= 1e-4 for t in build.costs.engine_times)
+    assert all(t.error is not None and t.error <= 1e-4 for t in build.costs.engines)
     told: list[str] = []
     found = export(build, tmp_path / "onnx", batch, warn=told.append)
     assert [(file.name, file.worst) for file in found if file.error > 1e-4] == [], told

@@ -10,7 +10,7 @@ from cached import lowered
 
 import fxpipe
 from fxpipe.errors import BuildError
-from fxpipe.ir.program_table import ProgramTable, Row
+from fxpipe.ir.program_table import ProgramTable, Row, read_table
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,10 @@ def table(build: fxpipe.Build) -> ProgramTable:
     return build.nodes
 
 
-def test_text_and_back(table: ProgramTable) -> None:
+def test_text_and_back(table: ProgramTable, tmp_path: Path) -> None:
     text = table.to_json()
-    assert ProgramTable.from_json(text, "here") == table
+    (tmp_path / "program.json").write_text(text)
+    assert read_table(tmp_path / "program.json") == table
     body = json.loads(text)
     assert body["columns"] == list(Row._fields)
     assert len(body["rows"]) == len(table.rows)
@@ -98,9 +99,10 @@ def test_a_build_without_it_loads(build: fxpipe.Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "columns": [], "rows": []}', '{"format": 1}'])
-def test_what_is_no_table_is_refused(text: str) -> None:
+def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "program.json").write_text(text)
     with pytest.raises(BuildError, match=r"program\.json cannot be read") as caught:
-        ProgramTable.from_json(text, "build")
+        read_table(tmp_path / "program.json")
     assert "compile again" in str(caught.value)
 
 

@@ -90,7 +90,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
 
 
 def of(build: Build, engine: str) -> list[EngineTime]:
-    return [t for t in build.costs.engine_times if t.engine == engine]
+    return [t for t in build.costs.engines if t.engine == engine]
 
 
 def test_the_fastest_that_agrees_is_taken(chosen: Callable[..., Build]) -> None:
@@ -104,7 +104,7 @@ def test_the_fastest_that_agrees_is_taken(chosen: Callable[..., Build]) -> None:
     able = {t.part: t.reason for t in of(build, "unable")}
     assert able["stage_0.backward"] == "unable has no operator for this (stage_0.py:7: blocks.1)"
     assert not able["stage_0.forward"]
-    taken = {(t.worker, t.phase): t.engine for t in build.costs.engine_times if t.chosen}
+    taken = {(t.worker, t.phase): t.engine for t in build.costs.engines if t.chosen}
     assert len(taken) == 4
     assert set(taken.values()) <= {"quick", "unable"}
     for k, stage in enumerate(build.plan.stages):
@@ -115,7 +115,7 @@ def test_eager_stays_where_nothing_gains(chosen: Callable[..., Build]) -> None:
     build = chosen("slow", eager=0.0)
     assert [s.engines for s in build.plan.stages] == [("eager", "eager")] * 2
     assert not build.engine_files
-    assert {t.engine for t in build.costs.engine_times if t.chosen} == {"eager"}
+    assert {t.engine for t in build.costs.engines if t.chosen} == {"eager"}
 
 
 @pytest.mark.slow

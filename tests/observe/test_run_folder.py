@@ -124,13 +124,16 @@ def test_without_its_summary(run: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"format": 1,\n "steps": 4', "run.json is broken in line 2"),
-        ("", "run.json is broken in line 1"),
-        ("[1]", "run.json holds no object"),
+        ('{"format": 1,\n "steps": 4', "run.json:2 cannot be read (not JSON"),
+        ("", "run.json:1 cannot be read (not JSON"),
+        ("[1]", "run.json, $ cannot be read (expected object, got array)"),
         ('{"format": 7}', "run.json is of format 7, this fxpipe reads 1"),
-        ('{"format": 1, "workers": 3}', "what stands under 'workers' is of the wrong kind"),
-        ('{"format": 1, "workers": [{"busy": 1}]}', "a row of 'workers' has no 'rank'"),
-        ("\0\xff", "run.json is broken in line 1"),
+        ('{"format": 1, "workers": 3}', "run.json, $.workers: expected array, got int"),
+        (
+            '{"format": 1, "workers": [{"busy": 1}]}',
+            "run.json, $.workers[0]: object missing required field rank",
+        ),
+        ("\0\xff", "run.json cannot be read (it is not UTF-8)"),
     ],
 )
 def test_a_broken_summary(run: Path, text: str, problem: str) -> None:

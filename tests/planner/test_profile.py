@@ -9,7 +9,7 @@ import pytest
 
 from fxpipe.errors import ProfileError
 from fxpipe.planner.pipedream import read_profile
-from fxpipe.planner.profile import Profile, Unit, Value, from_json
+from fxpipe.planner.profile import Profile, Unit, Value, read_profile_json
 
 GRAPH = """\
 node4 -- Add -- forward_compute_time=0.5, backward_compute_time=0.25, activation_size=8.0, parameter_size=0.0
@@ -83,7 +83,7 @@ def test_json_comes_back_as_it_was() -> None:
     )
     values = (Value(0, 5.0, (1, 2)), Value(0, 3.0, (2,)))
     profile = Profile(units, values, (Value(2, 5.0, (0, 1)),), {1: "running_mean"})
-    assert from_json(profile.to_json(), "here") == profile
+    assert read_profile_json(profile.to_json(), "here", error=ProfileError) == profile
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,20 @@ def test_json_comes_back_as_it_was() -> None:
         (GRAPH.replace(", parameter_size=32.0", ""), "graph.txt:3", "lacks parameter_size"),
         (GRAPH.replace("node4 -- Add", "node3 -- Add"), "graph.txt:3", "a second node3"),
         ("", "graph.txt", "no units"),
-        ('{"units": [{"name": "a"}]}', "graph.txt, unit 0", "lacks forward_ms and backward_ms"),
-        ('{"units": [{"name": "a", "forward_ms": 1, "backwards_ms": 1}]}', "graph.txt, unit 0", "mean 'backward_ms'"),
-        ('{"units": [{"name": "a", "forward_ms": true, "backward_ms": 1}]}', "graph.txt, unit 0, forward_ms", "True"),
-        ('{"units": [{"name": "a", "forward_ms": 1, "backward_ms": NaN}]}', "graph.txt, unit 0, backward_ms", "nan"),
-        ('{"units": []}', "graph.txt", "no units"),
-        ('["units"]', "graph.txt", "no units"),
+        ('{"units": [{"name": "a"}]}', "graph.txt, $.units[0]", "missing required field forward_ms"),
+        (
+            '{"units": [{"name": "a", "forward_ms": 1, "backward_ms": 1, "backwards_ms": 1}]}',
+            "graph.txt, $.units[0]",
+            "mean 'backward_ms'",
+        ),
+        (
+            '{"units": [{"name": "a", "forward_ms": true, "backward_ms": 1}]}',
+            "graph.txt, $.units[0].forward_ms",
+            "got bool",
+        ),
+        ('{"units": [{"name": "a", "forward_ms": 1, "backward_ms": NaN}]}', "graph.txt", "NaN is no number"),
+        ('{"units": []}', "graph.txt, $.units", "no units"),
+        ('["units"]', "graph.txt, $", "expected object, got array"),
         ('{"units":\n ', "graph.txt:2", "not JSON"),
     ],
 )
@@ -117,13 +125,15 @@ def test_malformed_profiles_are_explained(tmp_path: Path, text: str, where: str,
 @pytest.mark.parametrize(
     ("changes", "where", "what"),
     [
-        ({"edges": [["a"]]}, "p.json, edge 0", "not an edge"),
-        ({"edges": [["a", "z"]]}, "p.json, edge 0", "no unit 'z'"),
+        ({"edges": [["a"]]}, "p.json, $.edges[0]", "expected array of length 2"),
+        ({"edges": [["a", "z"]]}, "p.json, $.edges[0]", "no unit 'z'"),
         ({"edges": [["a", "b"], ["b", "a"]]}, "p.json", "circle"),
-        ({"units": [UNITS[0], UNITS[0]]}, "p.json, unit 1", "two units are called 'a'"),
-        ({"activations": [{"unit": "a"}]}, "p.json, activations, row 0", "malformed value"),
-        ({"gradients": [{"unit": "a", "bytes": 1, "readers": ["b"]}]}, "p.json, gradients", "runs forward"),
-        ({"no_forward_cut": {"q": "why"}}, "p.json, no_forward_cut", "no unit 'q'"),
+        ({"units": [UNITS[0], UNITS[0]]}, "p.json, $.units[1]", "two units are called 'a'"),
+        ({"activations": [{"unit": "a"}]}, "p.json, $.activations[0]", "missing required field bytes"),
+        ({"gradients": [{"unit": "a", "bytes": 1, "readers": ["b"]}]}, "p.json, $.gradients", "runs forward"),
+        ({"units": [{**UNITS[0], "backwards_ms": 1}]}, "p.json, $.units[0]", "mean 'backward_ms'"),
+        ({"units": [{**UNITS[0], "parameter_bytes": -1}]}, "p.json, $.units[0].parameter_bytes", "no time or size"),
+        ({"no_forward_cut": {"q": "why"}}, "p.json, $.no_forward_cut", "no unit 'q'"),
     ],
 )
 def test_malformed_json_is_explained(tmp_path: Path, changes: dict[str, object], where: str, what: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError
-from fxpipe.strict_json import dumps
+from fxpipe.typed_json import dumps
 
 SCRIPTS = (  # in the order in which they stand in the page; one scope
     "dom.js",

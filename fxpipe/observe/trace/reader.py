@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fxpipe.observe.trace import HEAD, KINDS, TAIL, Event
+from fxpipe.typed_json import Malformed, convert, parse
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,21 @@ def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
             return _read_lines(path.name, file, minibatches)
         file.seek(0)
         try:  # some other program's form of it
-            body = json.load(file)
-        except (ValueError, RecursionError):
+            body = parse(file.read(), finite=False)
+        except Malformed:
             return Trace((), 0, 0, problems=(f"{path.name} is no trace of fxpipe: its timeline is missing",))
     found = body.get("traceEvents") if isinstance(body, dict) else body
     if not isinstance(found, list):
         return Trace((), 0, 0, problems=(f"{path.name} holds no traceEvents: its timeline is missing",))
-    reading = _TraceEvents(minibatches)
+    reading, wrong = _TraceEvents(minibatches), 0
     for event in found:
-        reading.take(event)
+        try:
+            reading.take(event)
+        except Malformed:
+            wrong += 1
     other = body.get("otherData") if isinstance(body, dict) else None
-    return reading.trace(other if isinstance(other, dict) else {}, [])
+    problems = [f"{path.name}: {wrong} of its entries are no events: left out"] if wrong else []
+    return reading.trace(other if isinstance(other, dict) else {}, problems)
 
 
 def trace_workers(path: str | Path) -> int:
@@ -69,6 +73,29 @@ def trace_workers(path: str | Path) -> int:
                 break
             workers += '"process_name"' in line
     return workers
+
+
+MOST_WORKERS = 1 << 16
+MOST_TIME = 1e15
+"""Microseconds, 30 years: what is later is no time."""
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    minibatch: int
+    microbatch: int = 0
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A line of the file, as far as it is read."""
+
+    pid: int
+    cat: str
+    name: str
+    ts: float
+    dur: float
+    args: _Arguments
 
 
 class _TraceEvents:
@@ -100,33 +127,34 @@ class _TraceEvents:
         """Keep an event if it is one of ours; any other is passed over.
 
         Raises:
-            ValueError: it is no event at all.
+            Malformed: it is no event at all.
         """
         if not isinstance(event, dict):
-            raise ValueError("no event")
+            raise Malformed("no event")
         worker = event.get("pid")
-        if isinstance(worker, int):
+        if isinstance(worker, int) and worker < MOST_WORKERS:
             self.workers = max(self.workers, worker + 1)
-        arguments = event.get("args")
-        if event.get("ph") != "X" or event.get("cat") not in KINDS or not isinstance(arguments, dict):
+        if event.get("ph") != "X" or event.get("cat") not in KINDS or not isinstance(event.get("args"), dict):
             return
-        try:
-            minibatch, microbatch = int(arguments["minibatch"]), int(arguments.get("microbatch", 0))
-            begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-            found = Event(int(event["pid"]), event["cat"], str(event["name"]), minibatch, microbatch, begin, 0)
-        except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError("no event") from error
+        found = convert(event, _Span, extra=True)
+        minibatch, microbatch = found.args.minibatch, found.args.microbatch
+        if not 0 <= found.pid < MOST_WORKERS or min(minibatch, microbatch) < 0:
+            raise Malformed("no worker, minibatch or microbatch has this number")
+        if not (abs(found.ts) < MOST_TIME and abs(found.dur) < MOST_TIME):
+            raise Malformed("no time")
         self.minibatches = max(self.minibatches, minibatch + 1)
         self.shown += 1
         if self.limit is None or minibatch < self.limit:
-            self.events.append(found._replace(end=begin + max(length, 0)))
+            begin, length = round(found.ts * 1e3), round(found.dur * 1e3)
+            end = begin + max(length, 0)
+            self.events.append(Event(found.pid, found.cat, found.name, minibatch, microbatch, begin, end))
 
     def trace(self, other: dict[str, Any], problems: Sequence[str]) -> Trace:
         return Trace(tuple(self.events), self.workers, self.minibatches, other, tuple(problems))
 
 
 def _read_lines(name: str, file: Iterable[str], minibatches: int | None) -> Trace:
-    """The lines behind the first, up to the one that ends the list of events."""
+    """The lines after the first, up to the one that ends the list of events."""
     reading = _TraceEvents(minibatches)
     wrong: list[int] = []
     number = 1
@@ -135,19 +163,19 @@ def _read_lines(name: str, file: Iterable[str], minibatches: int | None) -> Trac
         if line.startswith(TAIL):
             problems = _wrong_lines(name, wrong)
             try:
-                other = json.loads(HEAD + line).get("otherData", {})
-            except ValueError:
-                return reading.trace({}, [*problems, f"{name} ends in the middle of line {number}, behind all events"])
+                other = parse(HEAD + line, finite=False).get("otherData", {})
+            except Malformed:
+                return reading.trace({}, [*problems, f"{name} ends in the middle of line {number}, after all events"])
             return reading.trace(other if isinstance(other, dict) else {}, problems)
         body = line.removesuffix(",")
         if not body or reading.passes(body):
             continue
         try:
-            reading.take(json.loads(body))
-        except ValueError:
+            reading.take(parse(body, finite=False))
+        except Malformed:
             wrong.append(number)
     cut = bool(wrong) and wrong[-1] == number
-    end = f"in the middle of line {number}" if cut else f"behind line {number}"
+    end = f"in the middle of line {number}" if cut else f"after line {number}"
     events = f"{reading.shown} event{'s' if reading.shown != 1 else ''}"
     problems = _wrong_lines(name, wrong[:-1] if cut else wrong)
     return reading.trace({}, [*problems, f"{name} ends {end}: what follows its first {events} is missing"])
@@ -156,5 +184,5 @@ def _read_lines(name: str, file: Iterable[str], minibatches: int | None) -> Trac
 def _wrong_lines(name: str, wrong: Sequence[int]) -> list[str]:
     if not wrong:
         return []
-    more = f", nor {'are' if len(wrong) > 2 else 'is'} {len(wrong) - 1} behind it" if len(wrong) > 1 else ""
+    more = f", nor {'are' if len(wrong) > 2 else 'is'} {len(wrong) - 1} after it" if len(wrong) > 1 else ""
     return [f"{name}: line {wrong[0]} is no event{more}: left out"]

@@ -18,7 +18,7 @@ from fxpipe.planner.build_costs import read_costs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.simulator.forecast import expect
-from fxpipe.strict_json import dumps
+from fxpipe.typed_json import dumps
 
 if TYPE_CHECKING:
     from fxpipe.policy.recipe import Recipe

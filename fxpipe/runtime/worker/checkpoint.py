@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
 from fxpipe.runtime.worker.safetensors_writer import DTYPES
+from fxpipe.typed_json import convert, explained, parse
 
 Row = ParameterSpec | BufferSpec
 
@@ -103,6 +103,13 @@ def _headers(path: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
                 yield file, name, tuple(tensor.get_shape()), str(tensor.get_dtype())
 
 
+@dataclass(frozen=True)
+class _Index:
+    """What `INDEX` holds: which file has each tensor."""
+
+    weight_map: dict[str, str]
+
+
 def _files(path: Path) -> dict[Path, list[str] | None]:
     """The files, and what to read of each; None for all."""
     if path.is_file():
@@ -112,12 +119,10 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if not (path / INDEX).is_file():
         what = f"{path} holds no checkpoint" if path.is_dir() else f"there is no {path}"
         raise BuildError(what, where="--weights", hint=FORM)
-    try:
-        placed: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"{INDEX} cannot be read: {error!r}", where=str(path), hint=FORM) from error
+    with explained(path / INDEX, error=BuildError, hint=FORM):
+        index = convert(parse(path / INDEX), _Index, extra=True)
     files: dict[Path, list[str] | None] = {}
-    for name, file in placed.items():
+    for name, file in index.weight_map.items():
         names = files.setdefault(path / file, [])
         assert names is not None
         names.append(name)

@@ -1,0 +1,175 @@
+"""JSON files (and TOML): checked against a type when they are read, and written so that every reader takes them.
+
+`read` gives the caller's dataclasses. Whatever is wrong with a file becomes one error of the caller's class, with the
+place in the file and what to do. `parse` and `convert` are its two halves, for those who carry on without what is
+damaged: they raise `Malformed` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fxpipe.errors import FxpipeError, near
+
+T = TypeVar("T")
+_TOO_DEEP = "it is nested too deeply"
+
+
+class Malformed(ValueError):
+    """What is wrong with a file.
+
+    Args:
+        what: what is wrong, as a clause.
+        place: where: `:3` for a line, `, $.stages[0].file` for a path inside the file, or nothing.
+    """
+
+    def __init__(self, what: str, place: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.place = place
+
+
+def read(
+    source: Path | str, kind: type[T], *, error: type[FxpipeError], hint: str, where: str = "", lax: bool = False
+) -> T:
+    """A file, or a text that is at `where`, as a value of `kind`.
+
+    Args:
+        kind: a type that msgspec knows: dataclasses, tuples, mappings, `Annotated` with bounds.
+        lax: read strings of numbers as numbers, `inf` too.
+
+    Raises:
+        error: it is not there, or is not JSON of this kind.
+    """
+    with explained(where or source, error=error, hint=hint):
+        return convert(parse(source), kind, lax=lax)
+
+
+@contextmanager
+def explained(where: Path | str, *, error: type[FxpipeError], hint: str) -> Iterator[None]:
+    """Turn `Malformed` into an error of that class that names the file at `where`."""
+    try:
+        yield
+    except (Malformed, RecursionError) as found:
+        problem = found if isinstance(found, Malformed) else Malformed(_TOO_DEEP)
+        what = f"{Path(where).name} cannot be read: {problem.what}"
+        raise error(what, where=f"{where}{problem.place}", hint=hint) from found
+
+
+def parse(source: Path | str, *, finite: bool = True) -> Any:
+    """The JSON in a file, or in a text.
+
+    Args:
+        finite: refuse NaN and infinity, for which JSON has no name.
+
+    Raises:
+        Malformed: it is not there, not UTF-8, not JSON, or nested too deeply.
+    """
+    text = _text(source) if isinstance(source, Path) else source
+    try:
+        return json.loads(text, parse_constant=_refused, parse_float=_float) if finite else json.loads(text)
+    except Malformed:
+        raise
+    except json.JSONDecodeError as error:
+        raise Malformed(f"not JSON: {error.msg}", f":{error.lineno}") from error
+    except (RecursionError, ValueError) as error:  # the latter for an integer of thousands of digits
+        raise Malformed(_TOO_DEEP if isinstance(error, RecursionError) else str(error)) from error
+
+
+def parse_toml(path: Path) -> Any:
+    """The TOML in a file. Raises Malformed as `parse` does."""
+    try:
+        return tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        raise Malformed(f"not TOML: {error}", f":{line[1]}" if line else "") from error
+    except RecursionError as error:
+        raise Malformed(_TOO_DEEP) from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Malformed("it is not UTF-8") from error
+    except OSError as error:
+        raise Malformed(error.strerror or str(error)) from error
+
+
+def _refused(name: str) -> None:
+    raise Malformed(f"{name} is no number of JSON")
+
+
+def _float(text: str) -> float:
+    if math.isinf(found := float(text)):
+        raise Malformed(f"the number {text[:40]} is too large")
+    return found
+
+
+def convert(body: Any, kind: type[T], *, lax: bool = False, extra: bool = False) -> T:
+    """What `parse` (or a TOML reader) gave, as a value of `kind`.
+
+    Args:
+        lax: read strings of numbers as numbers, `inf` too.
+        extra: leave out fields that `kind` does not have, instead of refusing them.
+
+    Raises:
+        Malformed: a wrong type, a value out of bounds, a field that is missing, or one too many.
+    """
+    import msgspec  # here: the command line writes JSON, and must start at once
+
+    try:
+        made: T = msgspec.convert(body, kind, strict=not lax, str_keys=True)
+        if not extra:
+            _refuse_unknown(body, made, "$")
+    except FxpipeError as error:  # from a dataclass that checks its fields
+        raise Malformed(error.what) from error
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).replace("`", "").partition(" - at ")
+        raise Malformed(what[:1].lower() + what[1:], f", {place or '$'}") from error
+    except RecursionError as error:
+        raise Malformed(_TOO_DEEP) from error
+    return made
+
+
+def _refuse_unknown(body: Any, made: Any, place: str) -> None:
+    """Refuse keys of objects that became dataclasses without such a field."""
+    if isinstance(body, dict):
+        known = {f.name for f in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else None
+        for key, inner in body.items():
+            if known is not None and key not in known:
+                raise Malformed(f"there is no {key[:80]!r}{near(key, sorted(known))}", f", {place}")
+            if isinstance(inner, (dict, list)):
+                value = made[key] if known is None else getattr(made, key)
+                _refuse_unknown(inner, value, f"{place}.{key}")
+    elif isinstance(body, list):
+        for i, (inner, value) in enumerate(zip(body, made, strict=True)):
+            if isinstance(inner, (dict, list)):
+                _refuse_unknown(inner, value, f"{place}[{i}]")
+
+
+def dumps(data: Any, indent: int | None = None) -> str:
+    """The data as text, with null for what is not finite."""
+    try:
+        return json.dumps(data, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(data), indent=indent, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The value with null for every number in it that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value

@@ -1,0 +1,171 @@
+"""Every file that fxpipe reads, damaged in many ways: gives an error with a hint, or a value, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cached import lowered
+from traces import written as write_trace
+from written_runs import write_run
+
+import fxpipe
+from fxpipe.costs.measured import MeasuredCosts
+from fxpipe.costs.measured import read as read_node_costs
+from fxpipe.errors import BuildError, FxpipeError
+from fxpipe.ir.program_table import read_table
+from fxpipe.observe.run_comparison import compare
+from fxpipe.observe.run_folder import read_run
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import digest_of
+from fxpipe.planner.build_costs import read_costs
+from fxpipe.planner.device import read_device_spec
+from fxpipe.planner.pipedream import read_profile
+
+ROUNDS = 150
+NESTED = "[" * 100_000
+STRANGE: tuple[Any, ...] = (None, True, -1, 7, 1e308, float("nan"), "", "x", [], [[]], {}, {"x": 1}, 10**30)
+TEXTS: tuple[bytes, ...] = (b"", b"null", b"[]", b"{}", b"\xff\xfe", b"\0", NESTED.encode(), b'{"a":' + NESTED.encode())
+
+
+def damaged(body: Any, rng: random.Random) -> Any:
+    """A copy in which one value, somewhere, is strange, missing, or one too many."""
+    body = copy.deepcopy(body)
+    place, key = body, rng.choice(list(body))
+    while isinstance(place[key], (dict, list)) and place[key] and rng.random() < 0.85:
+        place = place[key]
+        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+    kind = rng.random()
+    if kind < 0.15:
+        del place[key]
+    elif kind < 0.25 and isinstance(place, dict):
+        place["unheard_of"] = 1
+    else:
+        place[key] = rng.choice(STRANGE)
+    return body
+
+
+def damages(text: str) -> Iterator[bytes]:
+    rng = random.Random(0)
+    yield from TEXTS
+    for _ in range(20):
+        yield text.encode()[: rng.randrange(len(text))]
+        at = rng.randrange(len(text))
+        yield text.encode()[:at] + bytes([rng.randrange(256)]) + text.encode()[at + 1 :]
+    for _ in range(ROUNDS):
+        yield json.dumps(damaged(json.loads(text), rng)).encode()
+
+
+def check(path: Path, read: Callable[[], Any], contents: Iterator[bytes]) -> int:
+    """How many of the contents are refused."""
+    refused = 0
+    for content in contents:
+        path.write_bytes(content)
+        error = None
+        try:
+            read()
+        except FxpipeError as found:
+            error = found
+            refused += 1
+        assert error is None or error.hint, (str(error), content[:200])
+    return refused
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damaged") / "build"
+    lowered("function", workers=2).save(folder)
+    costs = MeasuredCosts("mark", {"mm": 1e-3, "add": 0.0}, {"F": 1.0, "B": 1.1})
+    (folder / "node_costs.json").write_text(costs.to_json())
+    return folder
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "plan.json": lambda path: read_plan(path.parent),
+    "costs.json": lambda path: read_costs(path.parent),
+    "program.json": read_table,
+    "profile.json": read_profile,
+    "node_costs.json": lambda path: read_node_costs(path, "mark"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_a_build(folder: Path, tmp_path: Path, name: str) -> None:
+    text = (folder / name).read_text()
+    path = tmp_path / name
+    path.write_text(text)
+    READERS[name](path)
+    assert check(path, partial(READERS[name], path), damages(text)) > ROUNDS / 2
+
+
+def test_a_plan_that_was_signed_again(folder: Path, tmp_path: Path) -> None:
+    """What no longer has the digest to protect it: types, and what refers to what."""
+    rng = random.Random(1)
+    body = json.loads((folder / "plan.json").read_text())
+
+    def contents() -> Iterator[bytes]:
+        for _ in range(2 * ROUNDS):
+            changed = damaged({k: v for k, v in body.items() if k != "digest"}, rng)
+            yield json.dumps({**changed, "digest": digest_of(changed)}).encode()
+
+    assert check(tmp_path / "plan.json", lambda: read_plan(tmp_path), contents()) > ROUNDS
+    path = tmp_path / "plan.json"
+    changed = {k: v for k, v in body.items() if k != "digest"}
+    changed["stages"][0]["forward_units"][1] = "3"
+    path.write_text(json.dumps({**changed, "digest": digest_of(changed)}))
+    with pytest.raises(BuildError, match=r"plan\.json cannot be read: expected int, got str") as caught:
+        read_plan(tmp_path)
+    assert caught.value.where == f"{path}, $.stages[0].forward_units[1]"
+
+
+def test_a_stage_that_is_not_utf8(folder: Path, tmp_path: Path) -> None:
+    build = fxpipe.load(folder)
+    build.save(tmp_path / "build")
+    (tmp_path / "build" / "stage_0.py").write_bytes(b"\xff")
+    with pytest.raises(BuildError, match=r"stage_0\.py cannot be read") as caught:
+        fxpipe.load(tmp_path / "build")
+    assert caught.value.hint
+
+
+def test_a_device_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    tables = {
+        "device": {"flops": ["1T", 1, -1, True, [], {}, {"float32": "1T"}, {"float32": []}, {"x": 1}, "x"]},
+        "links": {"bandwidth": ["1GB/s", [[1, 2]], [[1, 2], [3, "x"]], [[]], {}, True, "-1", "nan"]},
+        "workers": {"speed": [1, [1, "x"], [0], [[1]], {}, "x"], "memory": [[1, True], ["x"], "1GB"]},
+        "unheard_of": {"a": [1]},
+    }
+    contents = [
+        f"[{table}]\n{key} = {json.dumps(value).replace(': ', ' = ')}\n".encode()
+        for table, keys in tables.items()
+        for key, values in keys.items()
+        for value in values  # type: ignore[attr-defined]
+    ]
+    contents += [b"\xff", b"links = 3", b"[", b"a = " + NESTED[:5000].encode()]
+    assert check(path, lambda: read_device_spec(path), iter(contents)) > len(contents) / 2
+
+
+def test_a_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """No damage of a run's files stops a reader: what is missing is said."""
+    folder = write_run(tmp_path / "run", steps=1, trace="trace.json")
+    events = [("F", "F0", 0, 0, 0, 300), ("B", "B0", 0, 0, 300, 900)]
+    write_trace(folder / "trace.json", [events, events])
+    whole = read_run(folder)
+    assert whole["timeline"]
+    for name in ("run.json", "metrics.jsonl", "staleness_0.jsonl", "trace.json"):
+        text = (folder / name).read_text()
+        lines = text.encode().splitlines(keepends=True)
+        last = max(i for i, line in enumerate(lines) if b'"F"' in line or name != "trace.json")
+        for content in damages(text if name == "run.json" else lines[last].decode().strip().rstrip(",")):
+            spoilt = content if name == "run.json" else b"".join([*lines[:last], content, b"\n", *lines[last + 1 :]])
+            (folder / name).write_bytes(spoilt)
+            found = read_run(folder)
+            json.dumps(found, allow_nan=False)
+            compare(found, whole)
+        (folder / name).write_text(text)
