@@ -1,4 +1,4 @@
-"""What the tutorial writes on: the same page for a terminal and as Markdown; programs folded to what matters."""
+"""The tutorial's page, for a terminal or as Markdown; programs are folded to what matters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 120  # of a line of a program
 
 @dataclass(frozen=True)
 class Page:
-    """Headings, text and code, in order; `markdown` says in which form they are printed."""
+    """Prints headings, text and code, in order; as Markdown if `markdown` is set."""
 
     markdown: bool
 

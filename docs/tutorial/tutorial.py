@@ -1,4 +1,4 @@
-"""One small model through every pass, printed in between: python docs/tutorial/tutorial.py
+"""One small model through every pass, printed after each: python docs/tutorial/tutorial.py
 
 With --markdown it prints docs/tutorial/README.md; a test holds that page up to date.
 """
@@ -43,17 +43,17 @@ def main(page: Page) -> None:
 
     page.heading("Tutorial", level=1)
     page.say("""
-        One small model on its way through fxpipe: what every pass makes of it, what the workers execute in the end, and
-        which weights they see. This page is what a program prints, which also checks what it says; run it, change it:
+        One small model on its way through fxpipe: what every pass does to it, what the workers finally execute, and
+        which weights they see. A program printed this page, and it checks what it says. Run it, change it:
     """)
     page.code("python docs/tutorial/tutorial.py")
     page.say("""
-        The words are explained in [concepts](../concepts/README.md).
+        [Concepts](../concepts/README.md) explains the words.
     """)
     page.heading("The model")
     page.say("""
-        It guesses the next letter. A skip runs around the convolution, and `embed` and `head` share one weight: what
-        makes a model hard to cut.
+        It guesses the next letter. A skip connection goes around the convolution, and `embed` and `head` share one
+        weight. Both make a model hard to cut.
     """)
     page.code(Path(letters.__file__).read_text(), "python")
 
@@ -70,8 +70,8 @@ def main(page: Page) -> None:
     """)
     page.say("""
         A path cuts before the first unit of that module. Without `--fp-cut` and `--bp-cut` the planner chooses
-        ([planner.md](../planner.md)). `FXPIPE_DUMP=dump` writes the programs of this page, for your model. From here:
-        the [guide](../guide.md), or [concepts](../concepts/README.md) for the why.
+        ([planner.md](../planner.md)). `FXPIPE_DUMP=dump` writes programs like those of this page for your model. Read
+        on in the [guide](../guide.md), or in [concepts](../concepts/README.md) for the reasons.
     """)
 
 
@@ -79,13 +79,14 @@ def captured(page: Page, net: nn.Module, data: Sequence[Any]) -> Program:
     page.heading("Capture")
     program = fxpipe.capture(net, letters.loss, split(data[0], 2)[0])
     page.say("""
-        `fxpipe.capture(model, loss, microbatch)` runs the training step once on fake tensors, which have shapes and no
-        numbers, and records every ATen call: forward, loss and backward in one graph. Above each group of lines stands
-        F or B, the module and your line; behind each line its type. Names that begin with `d_` are backward.
+        `fxpipe.capture(model, loss, microbatch)` runs the training step once on fake tensors, which have shapes but no
+        numbers, and records every ATen call: forward, loss and backward in one graph. A comment above each group of
+        lines gives F or B, the module and your line; a comment after each line gives the type. Names that begin with
+        `d_` are in backward.
 
-        The table on top has one row for the tied weight, with both of its names. The skip is plain to see: `transpose`
-        is read by the convolution and by `add`. In the last lines autograd adds up what the two uses give, first of
-        the skip, then of the tied weight.
+        The table at the top has one row for the tied weight, with both of its names. The skip is easy to see: the
+        convolution and `add` both read `transpose`. In the last lines, autograd adds the gradients of the two uses,
+        first those of the skip, then those of the tied weight.
     """)
     page.code(kept(print_program(program), lambda line: True), "python")
     return program
@@ -107,33 +108,33 @@ class Walk:
 
     def fold(self, program: Program) -> None:
         self.page.say("""
-            Drops what computes nothing. Autograd detaches what it saves: gone. It also reads the forward's transposed
-            weight and transposes it back: now `d_head_mm_1` reads the weight itself. That is more than tidiness.
-            Backward may see another version of the weights than forward did, so it must take everything from the
-            weights that it is given.
+            `fold` drops nodes that compute nothing. Autograd detaches what it saves: those nodes are gone. It also
+            transposes the forward's transposed weight back: now `d_head_mm_1` reads the weight itself. This is more
+            than tidiness. Backward may see another version of the weights than forward did, so it must compute
+            everything from the weights that it is given.
         """)
         self.differences(program)
         assert all(torch.equal(a, b) for a, b in zip(self.expected, program.run(), strict=True))
         self.page.say("""
-            A program can be run after any pass, which is how passes are tested: loss and gradients are still the same,
+            A program can run after any pass, and that is how passes are tested: loss and gradients are still the same,
             to the last bit.
         """)
 
     def split_backward(self, program: Program) -> None:
         self.page.say("""
-            The backward of a convolution makes three gradients in one call. Split, the input's, for which other workers
-            wait, no longer comes with the weight's, for which only the optimizer waits. Each call gets an empty
-            stand-in for the tensor of which it reads the layout alone. This pass is in the list for
-            `--cuts three-way` only; here, so that you see it.
+            The backward of a convolution makes three gradients in one call. After the split, the gradient of the input,
+            for which other workers wait, no longer has to wait for that of the weight, which only the optimizer needs.
+            Each call gets an empty stand-in for the tensor of which it reads only the layout. Normally this pass runs
+            only with `--cuts three-way`; here it runs so that you can see it.
         """)
         self.differences(program)
 
     def units(self, program: Program) -> None:
         self.page.say("""
-            Numbers the units: the smallest runs of nodes that a cut can separate. A forward node that computes opens
-            one; views stay with what is before them, and the transposed weight (`head_t`) with its reader. A backward
-            node has its forward node's unit; a sum has the earliest of its inputs', so that a gradient never runs
-            towards a later unit. **W** is what makes weight gradients alone.
+            `units` numbers the units: the smallest runs of nodes that a cut can separate. A forward node that computes
+            something opens a unit. Views stay with the node before them, and the transposed weight (`head_t`) stays
+            with its reader. A backward node has the unit of its forward node. A sum has the earliest unit of its
+            inputs, so that a gradient never goes to a later unit. **W** are the nodes that only make weight gradients.
         """)
         self.page.code("\n".join(line for unit in range(len(program.units)) for line in unit_lines(program, unit)))
         self.page.say("The same in the program, for one unit:")
@@ -141,55 +142,57 @@ class Walk:
 
     def cost(self, program: Program) -> None:
         self.page.say("""
-            Gives every node its bytes and its time. `compile` measures; here they are computed from shapes, since a
-            page must be the same everywhere (`--cost analytic`). Microseconds of a unit:
+            `cost` gives every node its bytes and its time. `compile` measures them. Here they are computed from shapes
+            (`--cost analytic`), because this page must be the same everywhere. Microseconds per unit:
         """)
         self.page.table(("unit", "", "F", "B", "W"), cost_rows(program))
 
     def cut(self, program: Program) -> None:
         self.page.say("""
-            Gives every node its worker. Usually a planner chooses. Here the cuts are given: forward before u4, backward
-            before u1. So u1 to u3 run forward on worker 0 and backward on worker 1. Units cannot be halved; with two
-            sets of cuts there are more ways to share them out.
+            `cut` gives every node its worker. Usually a planner chooses. Here the cuts are given: forward before u4,
+            backward before u1. So u1 to u3 run forward on worker 0 and backward on worker 1. Units cannot be halved;
+            two sets of cuts offer more ways to distribute them.
         """)
         self.page.code(
             "Cuts(forward=(0, 4, 7), backward=(0, 1, 7), recompute=((1, 1, 4),))\n\n" + lanes(program), "python"
         )
-        self.page.say("In the program a `w` says so. The skip's sum, forward and backward:")
+        self.page.say(
+            "In the program, `w0` and `w1` name the worker. This is the sum of the skip, forward and backward:"
+        )
         self.page.code(kept(print_program(program), lambda line: line.startswith(("add =", "d_add ="))), "python")
 
     def rematerialize(self, program: Program) -> None:
         self.page.say("""
-            Backward on worker 1 needs `tanh`, which forward computed on worker 0. It could be sent. But `transpose`,
-            from which it is made, must be sent in any case, so `recompute=((1, 1, 4),)` asks worker 1 to
-            compute u1 to u3 again, as far as they are needed: one message less for one convolution more. The planner
-            weighs this for every boundary.
+            Backward on worker 1 needs `tanh`, which forward computed on worker 0. Worker 0 could send it. But it must
+            send `transpose`, from which `tanh` is computed, in any case. So `recompute=((1, 1, 4),)` asks worker 1 to
+            compute the needed nodes of u1 to u3 again: one message less for one convolution more. The planner weighs
+            this up for every boundary.
         """)
         self.differences(program)
 
     def comm(self, program: Program) -> None:
         self.page.say("""
-            Now every value that crosses gets a Send where it exists and a Recv where it is first needed. `batch_1` are
-            the targets: only worker 0 reads data. `head_view` is the activation of the forward cut; `transpose` is the
-            saved value. Two gradients go back: that of the backward cut, `d_add`, in which the skip's is already added,
-            and `d_head_mm`, what `head` gives to the tied weight that worker 0 owns.
+            Now every value that crosses gets a Send as soon as it exists and a Recv where it is first needed. `batch_1`
+            holds the targets: only worker 0 reads data. `head_view` is the activation at the forward cut; `transpose`
+            is the saved value. Two gradients go back: `d_add` is that of the backward cut and already includes the
+            gradient of the skip; `d_head_mm` is what `head` contributes to the tied weight, which worker 0 owns.
         """)
         self.page.code(kept(print_program(program), lambda line: "send(" in line or "recv(" in line), "python")
 
     def split(self, program: Program) -> None:
         self.page.say("""
-            Takes the graph apart into a forward and a backward for each worker, with all that goes in and out. Between
-            them lie the saved values of one microbatch.
+            `split` divides the graph into a forward and a backward part for each worker, with everything that goes in
+            and out. The saved values of one microbatch link the two.
         """)
         self.page.code("\n".join(interface(program)))
 
     def codegen(self, program: Program) -> None:
         self.page.say("""
-            Writes each stage as a Python file: straight ATen code, `comm` where values cross, `del` behind the last
-            use. This is what a worker executes. All of stage 0:
+            `codegen` writes each stage as a Python file: straight ATen code, `comm` where values cross, `del` after the
+            last use. This is what a worker executes. All of stage 0:
         """)
         self.page.code(kept(program.files["stage_0.py"], lambda line: True), "python")
-        self.page.say("And of stage 1 the backward, with the forward that it computes again:")
+        self.page.say("Of stage 1, only the backward, with the forward that it computes again:")
         text = program.files["stage_1.py"]
         self.page.code(kept(text[text.index("def backward") :], lambda line: True), "python")
 
@@ -254,8 +257,8 @@ def planned(page: Page, program: Program) -> Build:
         program, workers=2, microbatches=2, schedule="1f1b", cuts=CUTS, split_backward=True, cost="analytic"
     )
     page.say("""
-        `fxpipe.lower` runs these passes and makes the build: the stages, the initial weights and the plan, which is all
-        that a worker needs to know of the others. Who owns what:
+        `fxpipe.lower` runs these passes and makes the build: the stages, the initial weights and the plan. The plan is
+        all that a worker needs to know about the others. Who owns what:
     """)
     page.table(
         ("parameter", "owner", "read by"),
@@ -265,8 +268,9 @@ def planned(page: Page, program: Program) -> Build:
         ),
     )
     page.say("""
-        A parameter lives where its gradient is made; of a tied one, where the sum is. Who reads it elsewhere has a
-        replica, which the owner sends after every update. What crosses for every microbatch:
+        The owner of a parameter is the worker that makes its gradient; for a tied one, the worker that adds the
+        gradients up. Other workers that read it have a replica, which the owner sends after every update. What crosses
+        for every microbatch:
     """)
     page.table(
         ("value", "kind", "from", "to", "bytes"),
@@ -295,8 +299,8 @@ def ordinary(page: Page, build: Build, net: nn.Module, data: Sequence[Any]) -> N
     page.heading("Training, with a flush")
     page.say("""
         A schedule says in which order each worker acts: `F1.1` is the forward of minibatch 1, microbatch 1; `..` waits.
-        `1f1b` empties the pipeline before every update, so every minibatch sees the weights after all updates before
-        it. That is ordinary training. All workers in this process, for a look:
+        `1f1b` empties the pipeline before every update, so every minibatch sees the weights after all earlier updates.
+        That is ordinary training. Here all workers run in this process:
     """)
     page.code(grid(make_schedule("1f1b", workers=2, microbatches=2), minibatches=2))
     pipeline = build.local(optimizer=letters.optimizer)
@@ -311,13 +315,13 @@ def ordinary(page: Page, build: Build, net: nn.Module, data: Sequence[Any]) -> N
     worst = max((value - trained[name]).abs().max().item() for name, value in pipeline.state_dict().items())
     assert worst < 1e-5
     page.say(f"""
-        After {STEPS} steps no weight differs by more than 10⁻⁵ from the one that eager PyTorch has trained; two halves
-        of a batch are summed in another order than a whole one.
+        After {STEPS} steps, no weight differs by more than 10⁻⁵ from the one that eager PyTorch has trained. The small
+        differences are there because two halves of a batch are summed in another order than the whole batch.
     """)
 
 
 def eagerly(net: nn.Module, data: Sequence[Any]) -> list[float]:
-    """The training loop as everybody writes it."""
+    """The usual training loop."""
     optimizer = letters.optimizer(list(net.named_parameters()))
     losses = []
     for batch in data:
@@ -333,27 +337,28 @@ def asynchronous(page: Page, net: nn.Module, data: Sequence[Any]) -> None:
     page.heading("Training without a flush")
     build = fxpipe.compile(net, letters.loss, data[0], workers=2, cuts=CUTS, cost="analytic", schedule="async")
     page.say("""
-        At a flush workers wait. `async` has none: after the start nobody waits. The price: when worker 0 runs `F2`, it
-        has not made the update of minibatch 1 yet. `F2@1` is the forward of minibatch 2 with the weights after one
-        update. The policy `latest` takes what is there, so forward and backward of one minibatch see different weights:
+        At a flush, workers wait. `async` has no flush: after the start no worker waits. The price: when worker 0 runs
+        `F2`, it has not made the update of minibatch 1 yet. `F2@1` is the forward of minibatch 2 with the weights after
+        one update. The policy `latest` takes the newest weights, so forward and backward of one minibatch see different
+        ones:
     """)
     schedule = make_schedule("async", workers=2)
     page.code(sees(make_policy("latest"), schedule, minibatches=4))
     page.say("""
-        `spectrain`, the default, predicts: `F2@1+1` sees the weights after one update, moved on by one update more
-        along the optimizer's momentum.
+        `spectrain`, the default, predicts: `F2@1+1` sees the weights after one update, moved by one more update along
+        the optimizer's momentum.
     """)
     page.code(sees(make_policy("spectrain"), schedule, minibatches=4))
     page.say("""
-        That was each worker's own weights. Replicas follow the same rule with versions of their own. What every pass of
-        a later minibatch m sees of which weights, under `spectrain`:
+        Those were each worker's own weights. Replicas follow the same rule with their own versions. Under `spectrain`,
+        the forward and the backward of a later minibatch m see these weights:
     """)
-    page.table(("pass", "weights", "owner", "sees"), seen(build, minibatch=9))
+    page.table(("action", "weights", "owner", "sees"), seen(build, minibatch=9))
     rows = {policy: trained(build, data, policy) for policy in ("stash", "spectrain")}
     page.say("""
-        The owner predicts before it sends, so a reader needs no optimizer state. And it trains. What prediction wins
-        can be measured: how far the weights that a forward used are from those that its update met (root mean square
-        of the difference; `stash` uses the old weights as they are).
+        The owner predicts before it sends, so a reader needs no optimizer state. And it trains. The gain of prediction
+        can be measured: how far the weights that a forward used are from those to which its update was applied (root
+        mean square of the difference; `stash` uses the old weights as they are).
     """)
     page.table(
         ("policy", "loss of the first 5 steps", "of the last 5", "distance of worker 0's weights"),
@@ -362,7 +367,7 @@ def asynchronous(page: Page, net: nn.Module, data: Sequence[Any]) -> None:
 
 
 def seen(build: Build, minibatch: int) -> list[tuple[str, ...]]:
-    """What each pass reads, from the plan, the schedule and the policy: nobody negotiates at run time."""
+    """What each action reads, as plan, schedule and policy say: workers negotiate nothing at run time."""
     demand = choose(build.plan, "async", "spectrain").demand
     rows = []
     for worker in range(build.plan.workers):
