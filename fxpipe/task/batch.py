@@ -1,4 +1,4 @@
-"""Batches: any pytree of tensors and plain constants, described once and checked on every minibatch after."""
+"""Batches: any pytree of tensors and plain constants, described once and checked for every later minibatch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 
 
 def unusual(tensor: torch.Tensor) -> str | None:
-    """What a tensor is, if it is more than a dense block of values."""
+    """What kind of tensor it is, if it is more than a dense block of values."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:
@@ -36,10 +36,10 @@ def unusual(tensor: torch.Tensor) -> str | None:
 
 
 def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
-    """The leaves of a batch, named by their place in it, their values, and the pytree's shape.
+    """The leaves of a batch (named by their place in it), their values, and the pytree's shape.
 
     Raises:
-        BatchError: no tensor in it, or a leaf that is neither a dense tensor nor a plain constant (all are listed).
+        BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed).
     """
     paths, spec = pytree.tree_flatten_with_path(batch)
     leaves, values, wrong = [], [], []
@@ -48,7 +48,7 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
         if isinstance(value, torch.Tensor):
             if kind := unusual(value):
                 raise BatchError(
-                    f"{name} is {kind}, which no stage can be handed",
+                    f"{name} is {kind}, which no stage can take",
                     hint="pad nested tensors and make sparse ones dense, in train_data()",
                     page="tensor-kinds",
                 )
@@ -69,10 +69,10 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
 
 
 def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """The model and a batch's tensors on a device.
+    """Move the model and a batch's tensors to a device.
 
     Raises:
-        BatchError: the device is not there.
+        BatchError: the device does not exist.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
@@ -81,7 +81,7 @@ def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any
 
 
 def dump(spec: pytree.TreeSpec) -> str:
-    """The pytree's shape as text, the same for the same shape in every process; a namedtuple goes by its class name."""
+    """The pytree's shape as text, the same in every process; a namedtuple is identified by its class name."""
     stack = [spec]
     while stack:
         part = stack.pop()
@@ -96,7 +96,7 @@ def dump(spec: pytree.TreeSpec) -> str:
 
 
 def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
-    """Equal for batches that one captured program serves: the pytree, shapes and dtypes of tensors, constants."""
+    """Equal for batches that fit the same captured program: the pytree, shapes and dtypes of tensors, constants."""
     return tree, *(
         (leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else (type(leaf.constant).__name__, repr(leaf.constant))
         for leaf in leaves
@@ -127,7 +127,7 @@ def split(batch: Any, microbatches: int) -> list[Any]:
 
 
 def default_microbatches(batch: Any, workers: int) -> int:
-    """How many microbatches keep `workers` busy: the least divisor of the batch that is no less, else the largest."""
+    """How many microbatches keep `workers` busy: the batch's smallest divisor that is not below, else its largest."""
     size = _batch_size(describe(batch)[0])
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return min((d for d in divisors if d >= workers), default=size)
@@ -147,13 +147,13 @@ def _batch_size(leaves: Sequence[LeafSpec]) -> int:
 
 
 class Splitter:
-    """Checks a minibatch against the captured leaves and cuts it into microbatches: what worker 0 does with data.
+    """Checks a minibatch against the captured leaves and cuts it into microbatches, as worker 0 does with its data.
 
     Args:
         leaves: the leaves of one microbatch, from the plan.
         spec: the serialised pytree, from the plan.
-        microbatches: how many a minibatch is cut into.
-        device: where the tensors are wanted.
+        microbatches: into how many a minibatch is cut.
+        device: where the tensors go.
     """
 
     def __init__(
@@ -166,10 +166,10 @@ class Splitter:
         self.device = device
 
     def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
-        """For each microbatch its tensors and constants, in the plan's order.
+        """Each microbatch's tensors and constants, in the plan's order.
 
-        Tensors are copies, since minibatches stay in flight while an iterable may fill the same memory again; and they
-        lie as the captured ones did, since the captured code may rely on strides.
+        Tensors are copies, because an iterable may reuse their memory while the minibatch is in flight. They have the
+        strides of the captured ones, because the captured code may rely on them.
 
         Raises:
             BatchError: names every leaf that differs from the captured one.

@@ -2,8 +2,8 @@
 
 A model is made by its own code, but each of its parameters is moved to the meta device as soon as a module registers
 it: it keeps its shape, dtype and name, and takes no memory. Buffers stay real, so that masks and tables have their
-values. What initialises parameters does nothing there. A run calls the same code again and lets a worker's own
-parameters keep the values that it gives them (`fxpipe.runtime.worker.initialise`).
+values. Initialising parameters has no effect there. A run calls the same code again and lets a worker's own parameters
+keep the values that this code gives them (`fxpipe.runtime.worker.initialise`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model whose parameters have no values, but for those that were to keep theirs.
+    """A model whose parameters have no values, except those that were to keep theirs.
 
     Attributes:
-        births: all parameters in the order in which they were registered first, or deeply copied; some are not in the
+        births: all parameters in the order in which they were first registered or deeply copied; some are not in the
             model.
     """
 
@@ -40,7 +40,7 @@ class MetaModel:
     births: tuple[nn.Parameter, ...]
 
     def numbers(self) -> dict[str, int]:
-        """The births of the model's parameters, by every name; those that came into it unseen are left out."""
+        """The births of the model's parameters, by every name, except those that entered the model unseen."""
         numbers = {id(parameter): i for i, parameter in enumerate(self.births)}
         parameters = self.model.named_parameters(remove_duplicate=False)
         return {name: numbers[id(p)] for name, p in parameters if id(p) in numbers}
@@ -49,11 +49,11 @@ class MetaModel:
 def on_meta(
     make: Callable[[], nn.Module], keep: Collection[int] = (), told: Told = lambda number, parameter: None
 ) -> MetaModel:
-    """Call `make` so that no parameter of the model it gives takes memory for longer than a moment.
+    """Call `make` so that no parameter of its model takes memory for longer than a moment.
 
     Args:
         keep: births, by their number in an earlier call, whose parameters keep their values.
-        told: is told the number of every birth, and the parameter, by then without its value.
+        told: is called with the number of every birth and the parameter, which then has no value.
     """
     births = _Births(keep, told)
     with births.watching(), births, warnings.catch_warnings():
@@ -65,12 +65,12 @@ def on_meta(
             raise
     if not keep:
         for parameter in model.parameters():
-            _forget_value(parameter)  # one that came into its module unseen
+            _forget_value(parameter)  # a parameter that entered its module unseen
     return MetaModel(model, tuple(births.found))
 
 
 def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """As `fxpipe.task.batch.to_device`, but parameters without values stay on the meta device."""
+    """Like `fxpipe.task.batch.to_device`, but parameters without values stay on the meta device."""
     with _StayOnMeta():
         return batch_to_device(device, model, batch)
 
@@ -81,7 +81,7 @@ def are_on_meta(tensors: Sequence[Tensor]) -> bool:
 
 
 class _StayOnMeta(TorchFunctionMode):
-    """What is on the meta device stays there, whatever `.to(device)` says: it has no value to move."""
+    """Keep what is on the meta device there, even under `.to(device)`: it has no value to move."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +93,7 @@ class _StayOnMeta(TorchFunctionMode):
 
 
 class _Births(_StayOnMeta):
-    """Sees every parameter as it is registered or deeply copied, and takes its value away."""
+    """Sees every parameter when it is registered or deeply copied, and removes its value."""
 
     def __init__(self, keep: Collection[int], told: Told) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Births(_StayOnMeta):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """See what modules register, and deep copies."""
+        """Watch what modules register and what is deeply copied."""
         original, copied = nn.Module.register_parameter, nn.Parameter.__deepcopy__
 
         def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -136,7 +136,7 @@ class _Births(_StayOnMeta):
 
 
 def _forget_value(parameter: nn.Parameter) -> None:
-    """Put the parameter onto the meta device; it stays the same object, so that ties and lists of it hold."""
+    """Move the parameter to the meta device; it stays the same object, so that ties and lists of it hold."""
     if parameter.is_meta or is_lazy(parameter):
         return
     made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -40,7 +40,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """What trains where the user says nothing."""
+    """The optimizer if the user defines none."""
     return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.01, momentum=0.9)
 
 
@@ -57,10 +57,10 @@ class Task:
     warnings: tuple[str, ...] = ()
 
     def model(self) -> nn.Module:
-        """A new model, as the user's hook makes it.
+        """A new model from the user's hook.
 
         Raises:
-            TaskError: the hook raised, or gave something that is not a module.
+            TaskError: the hook raised an error, or returned something that is not a module.
         """
         made = self._call("model")
         if not isinstance(made, nn.Module):
@@ -71,7 +71,7 @@ class Task:
 
     @property
     def loss(self) -> Callable[[nn.Module, Any], torch.Tensor]:
-        """The user's own function: capture explains its errors, and says where it stands."""
+        """The user's own function; capture explains its errors and says where they are."""
         function: Callable[[nn.Module, Any], torch.Tensor] = self.module.loss
         return function
 
@@ -96,7 +96,7 @@ class Task:
         raise TaskError("train_data() gave no batch", where=self._place("train_data"))
 
     def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) where none is defined."""
+        """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) if none is defined."""
         if not hasattr(self.module, "optimizer"):
             return default_optimizer(named_parameters)
         made = self._call("optimizer", named_parameters)
@@ -108,7 +108,7 @@ class Task:
         return made
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
-        """The user's learning-rate scheduler, stepped once after every update; None where none is defined."""
+        """The user's learning-rate scheduler, stepped once after every update; None if none is defined."""
         return self._call("lr_scheduler", optimizer) if hasattr(self.module, "lr_scheduler") else None
 
     @property
@@ -140,18 +140,18 @@ class Task:
 
 
 def hook_raised(hook: str, error: Exception, path: Path | None, otherwise: str | None = None) -> TaskError:
-    """What says that a hook of the user's raised `error`, and where.
+    """The error that says that a user's hook raised `error`, and where.
 
     Args:
-        path: the file that the hook is from; None if it is from none.
-        otherwise: the place to name where no frame of the error lies in `path`; by default the file's name.
+        path: the file of the hook; None if it has none.
+        otherwise: the place to name if no frame of the error is in `path`; by default the file's name.
     """
     where = None if path is None else place_in(error, path) or otherwise or path.name
     return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where)
 
 
 def place_in(error: BaseException, path: Path) -> str | None:
-    """`model.py:12: the line` of the deepest frame of `error` that lies in `path`; None without one."""
+    """`model.py:12: the line` of the deepest frame of `error` in `path`; None if there is none."""
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
         if os.path.realpath(frame.filename) == os.path.realpath(path):
@@ -187,7 +187,7 @@ def load_task(path: str | Path) -> Task:
     for name in OPTIONAL:
         if not hasattr(module, name):
             warnings += [
-                f"{path.name} defines {guess}(), which is not a hook; is {name}() meant?"
+                f"{path.name} defines {guess}(), which is not a hook; do you mean {name}()?"
                 for guess in difflib.get_close_matches(name, unknown, 1, 0.75)
             ]
     if hasattr(module, "eval_data") != hasattr(module, "metrics"):
@@ -202,7 +202,7 @@ def _defined_here(value: Callable[..., Any], module: ModuleType) -> bool:
 def _import(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # the user's own neighbours, as `python model.py` would find them
+        sys.path.insert(0, folder)  # the files next to the user's, as `python model.py` would find them
     name = f"fxpipe_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -224,15 +224,16 @@ def _import(path: Path) -> ModuleType:
 
 
 def source_digests(path: Path) -> dict[str, str]:
-    """Digest of the user's file and of every file below its folder that it has imported, by relative path.
+    """Digests of the user's file and of every imported file below its folder, by relative path.
 
-    Call it after the model was made and captured, when lazy imports have happened.
+    Call it after the model has been made and captured, so that lazy imports have happened.
     """
     root = path.resolve().parent
     files = {path.resolve()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        # Modules that torch makes up have a bare name here, "_ops.py", which no working directory may give a meaning.
+        # Modules that torch invents have a bare name here, "_ops.py", which must not be looked up in the working
+        # directory.
         if isinstance(file, str) and file.endswith(".py") and os.path.isabs(file) and "site-packages" not in file:
             resolved = Path(file).resolve()
             if resolved.is_relative_to(root) and resolved.is_file() and not _is_environment(resolved, root):
@@ -241,7 +242,7 @@ def source_digests(path: Path) -> dict[str, str]:
 
 
 def _is_environment(file: Path, root: Path) -> bool:
-    """Whether `file` belongs to fxpipe itself or to the interpreter, should either lie below the user's folder."""
+    """Whether `file` belongs to fxpipe or to the interpreter, either of which may be below the user's folder."""
     own = Path(__file__).resolve().parents[2]
     prefixes = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {root}
     inside_prefix = any(file.is_relative_to(p) and p.is_relative_to(root) for p in prefixes)

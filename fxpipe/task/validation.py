@@ -1,6 +1,6 @@
-"""Validation of a run's final weights: loaded back into the user's own model, in eval mode, in this process.
+"""Validates a run's final weights, loaded into the user's own model, in eval mode, in this process.
 
-For builds without evaluation: those of model files whose metrics could not be captured.
+This is for builds without evaluation: those whose metrics could not be captured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def evaluate(task: Task, weights: Path) -> dict[str, float]:
     """The mean over `eval_data()` of every value of `metrics(model, batch)`; empty if the file defines neither.
 
     Raises:
-        TaskError: a hook failed, or metrics gave something that is not a number.
+        TaskError: a hook failed, or metrics returned something that is not a number.
     """
     if not task.validates:
         return {}

@@ -1,15 +1,14 @@
 """Capture: an ordinary training step becomes one joint graph of forward, loss and backward; metrics, one of forward.
 
 This file, with `joint` (which reads what comes out), is all that touches torch's private tracing API,
-`aot_export_joint_with_descriptors`. It traces the eager module
-(never an exported one, which loses the backward of a custom autograd.Function). The model's tensors are handed in as
-plain inputs, each storage once: a tied parameter is one input, autograd itself sums its gradients, and a buffer shared
-by two modules is updated in order.
+`aot_export_joint_with_descriptors`. It traces the eager module (never an exported one, which loses the backward of a
+custom autograd.Function). The model's tensors are handed in as plain inputs, each storage once: a tied parameter is one
+input whose gradients autograd itself sums, and a buffer shared by two modules is updated in order.
 
-When torch changes that API: what is needed of it is a functional ATen graph of `(loss, gradients)` with mutated inputs
-as outputs, every input and output told apart (`meta["desc"]`), forward and backward nodes told apart
-(`meta["partitioner_tag"]`), a backward node's forward node (`meta["seq_nr"]`), and `current_meta["custom"]` copied
-to each node.
+When torch changes that API: this file needs a functional ATen graph of `(loss, gradients)` with mutated inputs as
+outputs, every input and output told apart (`meta["desc"]`), forward and backward nodes told apart
+(`meta["partitioner_tag"]`), a backward node's forward node (`meta["seq_nr"]`), and `current_meta["custom"]` copied to
+each node.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
     """The joint graph of `loss(model, batch)` and its gradients, at level CAPTURED.
 
     Args:
-        model: any module; put in train mode if it is not (its submodules stay as the user left them). Its parameters
-            may have no values (`fxpipe.task.meta`): they count as being where the batch is.
-        loss: gives a scalar tensor.
+        model: any module; put in train mode if it is not (its submodules stay as the user left them). If its parameters
+            have no values (`fxpipe.task.meta`), they count as being where the batch is.
+        loss: returns a scalar tensor.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
         autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
 
@@ -80,7 +79,7 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
 
 @dataclass(frozen=True)
 class CapturedEvaluation:
-    """`metrics(model, batch)` as a program whose outputs are the metrics that are computed.
+    """`metrics(model, batch)` as a program whose outputs are the computed metrics.
 
     Attributes:
         metrics: all their names, in the order of the user's dictionary.
@@ -97,8 +96,8 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
 
     Args:
-        model: any module; it is put in eval mode meanwhile, and every submodule back into its own mode.
-        metrics: gives a dictionary of numbers and tensors of one element.
+        model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
+        metrics: returns a dictionary of numbers and tensors of one element.
         batch: a pytree of tensors and plain constants.
 
     Raises:
@@ -122,7 +121,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
             replaced[:] = tensors.rebound()
         found.clear()
         found.update(values)
-        # Copies: a metric that is a parameter, or one under two names, is a value of its own.
+        # Copies: a metric may be a parameter, or have two names.
         return [v.detach().clone() for v in values.values() if isinstance(v, torch.Tensor)]
 
     with eval_mode(model):
@@ -140,7 +139,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
 
 @dataclass(frozen=True)
 class _Example:
-    """A batch as capture wants it: its leaves, their values, the pytree, and its tensors, each in memory of its own."""
+    """A batch as capture wants it: its leaves, their values, the pytree, and its tensors, each in separate memory."""
 
     leaves: list[LeafSpec]
     values: list[Any]
@@ -150,31 +149,31 @@ class _Example:
     @staticmethod
     def of(batch: Any) -> _Example:
         leaves, values, spec = describe(batch)
-        # Labels that alias the inputs must not be traced as one tensor.
+        # Labels that share memory with the inputs must not become one tensor with them.
         inputs = [v.detach().clone() for v in values if isinstance(v, torch.Tensor)]
         laid_out = iter(inputs)
         leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in leaves]
         return _Example(leaves, values, spec, inputs)
 
     def batch(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The batch with other tensors in the places of its own."""
+        """The batch with other tensors in place of its own."""
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.values], self.spec)
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> str:
-    """Where they are; those without values, on the meta device, are nowhere."""
+    """The devices of the tensors, except those without values on the meta device."""
     devices = {t.device.type for t in tensors if not t.is_meta}
     if len(devices) > 1:
         raise CaptureError(
-            f"the model and the batch lie on different devices: {', '.join(sorted(devices))}",
+            f"the model and the batch are on different devices: {', '.join(sorted(devices))}",
             hint="move both to one device; `fxpipe compile --device` does",
         )
     return devices.pop()
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A stand-in for a tensor, on `device` where it has no value and so no place."""
+    """A stand-in for a tensor; on `device` if the tensor has no value and so no place."""
     if not tensor.is_meta:
         return mode.from_tensor(tensor)
     with mode:
@@ -183,7 +182,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: str) -> torch.Tens
 
 
 class _Bare(nn.Module):
-    """A module without parameters around a function, since the tracer wants a module."""
+    """A module without parameters around a function, because the tracer needs a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -230,7 +229,7 @@ def _trace(
     if made:
         notes.append(
             f"the step keeps what it computes in attributes that it makes or fills itself ({listed(made, 4)}): every "
-            "step sees the model as it was before capture; state that is to last belongs in a buffer, made in __init__"
+            "step sees the model as it was before capture; keep lasting state in a buffer, made in __init__"
         )
     tensors.made.clear()
     return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes))
@@ -239,7 +238,7 @@ def _trace(
 def _export(
     function: Callable[..., list[torch.Tensor]], args: Sequence[torch.Tensor], watch: origin.TracedStep
 ) -> tuple[fx.GraphModule, list[str]]:
-    """The traced graph, joint where an argument requires a gradient, and what the user should know of it."""
+    """The traced graph (joint if an argument requires a gradient), and what the user should know about it."""
     # Tensors from elsewhere (a teacher's weights, class weights) are constants of the graph.
     fake = KernelStrides(allow_non_fake_inputs=True)
     device = _one_device(args)
@@ -251,7 +250,7 @@ def _export(
             _tracing() as drew,
             checks.left_out() as unchecked,
         ):
-            warnings.simplefilter("ignore")  # the tracer's own; the user's came out when the model was made
+            warnings.simplefilter("ignore")  # of the tracer; the user's appeared when the model was made
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost
             traced = aot_export_joint_with_descriptors(stack, _Bare(function), made)
     except FxpipeError:
@@ -274,15 +273,16 @@ def _same_type(new: Any, old: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[Callable[[], bool]]:
-    """Tells afterwards whether Python's or numpy's random generator was used; leaves all of them as they were."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports what is raised to us, and explained, anyway
+    """Tells afterwards whether Python's or numpy's random generator was used; restores all generators."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it would report errors that we explain anyway
     level = log.level
     log.setLevel(logging.CRITICAL)
     session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     before = random_state()
     drew = False
     try:
-        # Models ask is_compiling() to leave out data-dependent checks. What the user compiled runs as plain code.
+        # Models ask is_compiling() to leave out data-dependent checks. Functions that the user compiled run as plain
+        # code.
         with (
             fx_traceback.preserve_node_meta(),
             session(),
@@ -297,7 +297,7 @@ def _tracing() -> Iterator[Callable[[], bool]]:
 
 
 def autocasting(device: str, autocast: str | None) -> contextlib.AbstractContextManager[Any]:
-    """The context a step runs in: torch.autocast, or none."""
+    """The context in which a step runs: torch.autocast, or none."""
     if autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(device, AUTOCAST[autocast])

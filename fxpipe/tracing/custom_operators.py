@@ -1,7 +1,7 @@
-"""What operators that are not torch's own must have to be captured, and to run where the build runs.
+"""Checks that operators from outside torch can be captured, and can run where the build runs.
 
-A shape function (register_fake), since capture computes no values; a gradient formula (register_autograd); a kernel for
-the build's device. And no operator may hold graphs of its own: a cut could not go through them.
+They need a shape function (register_fake), because capture computes no values; a gradient formula (register_autograd);
+and a kernel for the build's device. No operator may contain graphs: a cut could not go through them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KERNEL = r"Could not run '(\S+)' with arguments from|could not find kernel for 
 
 
 def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
-    """The operator's fault, if an error of a trace is one."""
+    """What an operator lacks, if that is why a trace failed."""
     said = str(error)
     where = origin.user_traceback(error)
     function = getattr(error, "func", None)
@@ -52,10 +52,10 @@ def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
 
 
 def check(graph: fx.Graph, device: str, watch: origin.TracedStep) -> None:
-    """Look at all operators of a traced graph.
+    """Check all operators of a traced graph.
 
     Raises:
-        CaptureError: one has no kernel for the device, changes its arguments, or holds graphs.
+        CaptureError: one has no kernel for the device, changes its arguments, or contains graphs.
     """
     for node in graph.nodes:
         if node.op != "call_function" or node.target is with_effects:
@@ -72,9 +72,9 @@ def check(graph: fx.Graph, device: str, watch: origin.TracedStep) -> None:
 
 
 def registering(graphs: Iterable[fx.Graph]) -> list[str]:
-    """The installed modules that define custom operators of graphs in Python: code that calls them must import these.
+    """The installed modules that define a graph's custom operators in Python: code that calls them must import these.
 
-    Operators of the user's own files are left out: a run imports those files anyway.
+    Operators from the user's own files are left out: a run imports those files anyway.
     """
     targets = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, OpOverload)}
     defined = (OPDEFS.get(target.name()) for target in targets if target.namespace not in _TORCHS)
@@ -88,11 +88,11 @@ def _higher(node: fx.Node, where: str | None) -> CaptureError:
         return CaptureError(
             f"the operator {_plain(changed.name())} changes its arguments in place, which no stage can pass on",
             where=where,
-            hint="let it return what it computes, and leave its arguments as they are",
+            hint="let it return its result and leave its arguments unchanged",
             page=PAGE,
         )
     return CaptureError(
-        f"the step uses {node.target}, an operator that holds graphs of its own: no cut can go through it",
+        f"the step uses {node.target}, an operator that contains graphs: no cut can go through it",
         where=where,
         hint="use plain operators: torch.where for torch.cond, a Python loop of fixed length for while_loop and scan, "
         "scaled_dot_product_attention for flex_attention",
@@ -114,8 +114,8 @@ def _no_kernel(name: str, device: str, where: str | None) -> CaptureError:
     return CaptureError(
         f"the operator {name} has no kernel for {device}",
         where=where,
-        hint="give it one (torch.library.register_kernel), compile on a device that it has one for (--device cuda), or "
-        "choose the model's plain PyTorch path, if it has one",
+        hint="give it one (torch.library.register_kernel), compile on a device for which it has one (--device cuda), "
+        "or choose the model's plain PyTorch path, if there is one",
         page=PAGE,
     )
 
@@ -126,7 +126,7 @@ def _plain(name: str) -> str:
 
 
 def _where(name: str, watch: origin.TracedStep) -> str | None:
-    """The line that called an operator last."""
+    """The line that last called an operator."""
     short = name.split(".")[1] if "." in name else name
     for seen in (short, f"{short}.default"):
         if seen in watch.operators:

@@ -1,4 +1,4 @@
-"""A model in eval mode for a while, and then as it was."""
+"""Puts a model into eval mode for a while, then restores it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxpipe.errors import CaptureError
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; then every submodule in the mode in which it was.
+    """The model is in eval mode inside; afterwards every submodule is in its former mode.
 
     Raises:
-        CaptureError: eval() changes weights, as some modules do that merge others into them: what is evaluated would
-            not be what is trained. All values are then as they were.
+        CaptureError: eval() changes weights, as in modules that merge other weights into theirs: what is evaluated
+            would not be what is trained. All values are restored.
     """
     modes, before = {module: module.training for module in model.modules()}, model.training
     changed: list[str] = []
@@ -38,12 +38,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         if changed:
             raise CaptureError(
                 f"the model's eval() changes {', '.join(changed[:5])}{' and more' if changed[5:] else ''}",
-                hint="let forward() do by self.training what train() and eval() do to the weights",
+                hint="let forward() do, depending on self.training, what train() and eval() do to the weights",
             )
         yield
     finally:
         if changed:
-            model.train(before)  # what it has undone, in attributes, too; the values are then the exact ones again
+            model.train(before)  # undoes what eval() did to attributes, too; then the exact values come back
         for module, mode in modes.items():
             module.training = mode
         for name, old in memories.items():
@@ -53,10 +53,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Keeps what is written over of some tensors.
+    """Keeps the values of some tensors that are overwritten.
 
     Attributes:
-        values: by memory, the tensors in it, each with what it held before.
+        values: by memory, the tensors in it, each with its former value.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -71,7 +71,7 @@ class _Writes(TorchDispatchMode):
         return False  # torch's compiler takes seconds to load
 
     def undo(self) -> None:
-        """Give all of them the values back that they had."""
+        """Restore the former values of all of them."""
         for pairs in self.values.values():
             for tensor, value in pairs:
                 tensor.copy_(value)

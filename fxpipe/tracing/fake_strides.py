@@ -1,9 +1,9 @@
-"""Right which strides torch's fake tensors foretell for operators whose kernels lay their results out otherwise.
+"""Corrects the strides of torch's fake tensors for operators whose kernels use another memory layout.
 
-Fake tensors take the results of these operators from Python decompositions, which combine the arguments in another
-order than the kernel reads them: where arguments lie in memory differently, the result is foretold in the layout of the
-one and computed in that of the other (torch 2.11 to 2.13). A graph traced so holds views that the real values do not
-allow. When torch has mended them, this computes the same and can go.
+Fake tensors compute the results of these operators by Python decompositions, which combine the arguments in another
+order than the kernel does. If the arguments have different layouts, the fake result has the layout of one of them and
+the real result that of another (torch 2.11 to 2.13). A graph traced this way contains views that the real values do not
+allow. When torch has fixed this, these corrections change nothing and can go.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
-Layout = Callable[..., torch.Tensor]  # of an operator's arguments: a tensor that lies as its (first) result
+Layout = Callable[..., torch.Tensor]  # from an operator's arguments, a tensor with the layout of its (first) result
 
 
 def _in_order(*places: int) -> Layout:
-    """As a kernel lays out what it computes element by element: the first of the arguments decides, where any can."""
+    """The layout of a kernel that works element by element: that of its first argument that has a layout."""
     return lambda *args: functools.reduce(torch.mul, [args[i] for i in places])
 
 
@@ -33,7 +33,7 @@ def _like(place: int) -> Layout:
 
 
 def _channels_last_like(place: int) -> Layout:
-    """Channels last as that argument is, or contiguous."""
+    """Channels last if that argument is, else contiguous."""
 
     def layout(*args: Any) -> torch.Tensor:
         given = args[place]
@@ -72,7 +72,7 @@ _CPU_LAYOUTS: dict[Any, Layout] = {
 
 
 class KernelStrides(FakeTensorMode):
-    """Fake tensors with the strides that the operators' kernels give their results."""
+    """Inside, fake tensors have the strides that the kernels give their results."""
 
     supports_higher_order_operators = True
 

@@ -1,9 +1,9 @@
-"""What a model holds: its tensors, each memory once, and its state while the step is traced.
+"""The tensors that a model holds, each memory once, and its state while the step is traced.
 
-Parameters, buffers, and tensors that modules keep as plain attributes (masks, tables, running statistics) are inputs
-of the captured step. While it is traced, traced tensors stand in their place; afterwards the model is as it was before,
-whatever the step has cached, counted or replaced. A tensor that the step replaces (`self.ema = 0.9 * self.ema + …`) is
-an output.
+Parameters, buffers, and tensors that modules keep as plain attributes (masks, tables, running statistics) are inputs of
+the captured step. During tracing, traced tensors take their place. Afterwards the model is as it was before, no matter
+what the step has cached, counted or replaced. A tensor that the step replaces (`self.ema = 0.9 * self.ema + …`) is an
+output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLAIN = (bool, *_NUMBERS, str)
 
 
 class _Place(NamedTuple):
-    """Where a module holds a tensor of a row: the keys that lead to it from the module's `__dict__`."""
+    """Where a module holds the tensor of a row: the keys that lead to it from the module's `__dict__`."""
 
     module: nn.Module
     keys: tuple[Any, ...]
@@ -45,16 +45,16 @@ class HeldTensors:
     Attributes:
         parameters: how many rows are parameters.
         registered: how many are parameters or buffers; plain attributes follow.
-        changed: Python attributes that the step changed while it was last traced, as `path: old → new`.
-        made: those that were not there, or None, by name, and the tensor or number that the step put there; numbers
-            that it put into containers.
-        stand_ins: inside `replaced`, what stands in the place of a tensor, by the id of each that the model holds.
+        changed: Python attributes that the step changed in the last trace, as `path: old → new`.
+        made: attributes that did not exist or were None, by name, with the tensor or number that the step put there;
+            and numbers that it put into containers.
+        stand_ins: inside `replaced`, what replaces a tensor, by the id of each tensor that the model holds.
 
     Args:
-        state: names of parameters that are state of the step, not trained: they count as buffers.
+        state: names of parameters that are the step's state and not trained: they count as buffers.
 
     Raises:
-        CaptureError: a lazy or scripted module, parameters that overlap, or that have no values while others have.
+        CaptureError: a lazy or scripted module, parameters that overlap, or some parameters without values.
     """
 
     def __init__(self, model: nn.Module, state: Collection[str] = ()) -> None:
@@ -65,7 +65,7 @@ class HeldTensors:
         self.made: dict[str, Any] = {}
         self.stand_ins: dict[int, torch.Tensor] = {}
         self._rows: dict[Any, int] = {}
-        self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by id of the tensor object, which is kept alive
+        self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the tensor object, which is kept alive
         self._spans: list[tuple[int, int, int]] = []  # the parameters' memory: first byte, end, row; in order
         self._places: list[_Place] = []
         _refuse_scripted(model)
@@ -89,7 +89,7 @@ class HeldTensors:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """What the step is traced on: of the rows only parameters may require gradients."""
+        """The tensors that the step is traced on: only parameters may require gradients."""
         return [v if i < self.parameters else v.detach() for i, v in enumerate(self.values)]
 
     @property
@@ -102,9 +102,9 @@ class HeldTensors:
 
     @contextlib.contextmanager
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The model with `given` in the place of its rows; then as it was.
+        """Inside, the model has `given` in place of its rows; afterwards it is as it was.
 
-        What else holds the model's tensors (an object, a closure) still does: `stand_ins` says what to take instead.
+        Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
         self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
         filled: set[int] = set()
@@ -123,11 +123,11 @@ class HeldTensors:
             self.stand_ins = {}
 
     def _stand_in(self, tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Of a parameter's memory under another name, such as a buffer made by detach(): without a gradient."""
+        """A parameter's memory under another name, such as a buffer made by detach(): without a gradient."""
         return given.detach() if given.requires_grad and not tensor.requires_grad else given
 
     def _filled(self, value: Any, filled: set[int]) -> Any:
-        """A value with stand-ins in it: a container is the same one, as others may hold it too."""
+        """A value with stand-ins in it; a container stays the same object, because others may hold it too."""
         if isinstance(value, torch.Tensor):
             return self.stand_ins.get(id(value), value)
         if type(value) is tuple:
@@ -142,7 +142,7 @@ class HeldTensors:
         """Give the stand-ins the gradient hooks of their parameters.
 
         Raises:
-            CaptureError: a hook that runs after accumulation, which has no place in a graph.
+            CaptureError: a hook that runs after accumulation, which a graph cannot express.
         """
         for i, parameter in enumerate(self.values[: self.parameters]):
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -154,7 +154,7 @@ class HeldTensors:
                 given[i].register_hook(call)
 
     def rebound(self) -> dict[int, Any]:
-        """Inside `replaced`: by row, what the step has put in the place of a buffer or a plain attribute.
+        """Inside `replaced`: by row, what the step has put in place of a buffer or a plain attribute.
 
         Raises:
             CaptureError: it replaced a parameter, or one of several names of a buffer.
@@ -184,7 +184,7 @@ class HeldTensors:
         return found
 
     def now(self) -> dict[str, torch.Tensor]:
-        """By first names, the tensors that the model holds: those that stand where one was replaced by another."""
+        """The tensors that the model holds now, by first names; the new one where a tensor was replaced."""
         found = {names[0]: value for names, value in zip(self.names, self.values, strict=True)}
         for place in self._places:
             current = _follow(place)
@@ -230,7 +230,7 @@ class HeldTensors:
                 self._add_plain(path, module, (*keys, key), member)
 
     def _refuse_new(self) -> None:
-        """A parameter that the step makes would be drawn again at every step."""
+        """Refuse parameters that the step makes: they would be drawn again at every step."""
         known = {id(tensor) for tensor in self.stand_ins.values()}
         new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
         if new:
@@ -240,7 +240,7 @@ class HeldTensors:
             )
 
     def _prefixed(self, modules: Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-        """With each module what its attributes' names begin with: `blocks.0.`."""
+        """Each module with the prefix of its attributes' names: `blocks.0.`."""
         paths = {module: path for path, module in self.model.named_modules()}
         for module, state in modules:
             yield f"{paths[module]}." if paths.get(module) else "", module, state
@@ -262,31 +262,31 @@ class HeldTensors:
                     yield f"{prefix}{key}", len(value)
 
     def _refuse_without_values(self) -> None:
-        """Parameters may lie on the meta device, all of them or none; buffers may not."""
+        """Check that all parameters or none are on the meta device, and no buffers."""
         without = [value.is_meta for value in self.values]
         buffers = [n[0] for n, meta in zip(self.names, without, strict=True) if meta][sum(without[: self.parameters]) :]
         if buffers:
             raise CaptureError(
                 f"buffers without values, on the meta device: {', '.join(buffers[:8])}",
-                hint="--meta leaves parameters without values, and what is made from them has none: make buffers from "
-                "numbers. A model is made for this by fxpipe.task.meta.on_meta, not under torch.device('meta')",
+                hint="--meta leaves parameters without values, so buffers made from them have none: make buffers "
+                "from numbers. Make the model with fxpipe.task.meta.on_meta, not under torch.device('meta')",
             )
         valued = [n[0] for n, meta in zip(self.names[: self.parameters], without, strict=False) if not meta]
         if valued and any(without):
             raise CaptureError(
-                f"some parameters have values, others lie on the meta device: {', '.join(valued[:8])} have values",
-                hint="make the whole model by fxpipe.task.meta.on_meta",
+                f"some parameters have values, others are on the meta device: {', '.join(valued[:8])} have values",
+                hint="make the whole model with fxpipe.task.meta.on_meta",
             )
 
     def parameter_in(self, tensor: torch.Tensor) -> str | None:
-        """The parameter in whose memory a tensor lies, partly or wholly, by its first name."""
+        """The first name of the parameter that shares memory with a tensor, partly or wholly."""
         first, end = _span(tensor)
         at = bisect.bisect_right(self._spans, first, key=lambda span: span[0])
         near = [span for span in self._spans[max(at - 1, 0) : at + 1] if span[0] < end and first < span[1]]
         return self.names[near[0][2]][0] if near else None
 
     def _refuse_overlaps(self) -> None:
-        """Two parameters that share some of their memory, but not all: an update of one would change the other."""
+        """Refuse parameters that share some of their memory, but not all: an update of one would change the other."""
         spans = [(*_span(tensor), row) for row, tensor in enumerate(self.values[: self.parameters])]
         self._spans = sorted(span for span in spans if span[0] < span[1])
         for (_, end, one), (start, _, other) in itertools.pairwise(self._spans):
@@ -294,7 +294,7 @@ class HeldTensors:
                 raise CaptureError(
                     f"parameters {self.names[one][0]} and {self.names[other][0]} overlap: they are different views of "
                     "the same memory",
-                    hint="tie them as one nn.Parameter, or give each memory of its own",
+                    hint="tie them as one nn.Parameter, or give each separate memory",
                 )
 
 
@@ -308,7 +308,7 @@ def _numbers(container: Any) -> list[Any]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of memory from its first element to its last; none, where it has no values."""
+    """The range of memory from a tensor's first element to its last; empty if it has no values."""
     if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return 0, 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -335,7 +335,7 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same memory, seen the same way."""
+    """Equal for tensors that are the same view of the same memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
         return id(tensor)
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))

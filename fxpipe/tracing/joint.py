@@ -1,7 +1,7 @@
 """Reads the traced joint graph into a Program: flat, nodes named after modules, each with its record, and the tables.
 
-Inputs and outputs are told apart by torch's descriptors (`meta["desc"]`), forward and backward by `partitioner_tag`; a
-backward node gets the origin of its forward node by `seq_nr`.
+torch's descriptors (`meta["desc"]`) tell inputs and outputs apart, `partitioner_tag` tells forward and backward apart;
+`seq_nr` leads from a backward node to the origin of its forward node.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that o
 class Traced(NamedTuple):
     """The joint graph, and what became of the tensors the step has replaced.
 
-    `replaced`: their rows, in the order of the outputs behind the loss; `lost`: rows whose new value has another shape
-    or dtype, or is no tensor. `metrics`: of an evaluation, which has no loss and keeps no new values: the names of its
-    outputs.
+    `replaced`: their rows, in the order of the outputs after the loss; `lost`: rows whose new value has another shape
+    or dtype, or is not a tensor. `metrics`: the names of an evaluation's outputs; it has no loss and keeps no new
+    values.
     """
 
     graph_module: fx.GraphModule
@@ -107,7 +107,7 @@ class Reader:
             elif i < self.tensors.parameters:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
                 if self.tensors.values[i].requires_grad and not trained and self.metrics is None:
-                    self.warnings.append(f"parameter {names[0]} gets no gradient: it is kept as it is")
+                    self.warnings.append(f"parameter {names[0]} gets no gradient: it keeps its value")
                 parameters.append(Parameter(node_name, names, trained))
             else:
                 if placeholder.users:
@@ -148,7 +148,7 @@ class Reader:
         if missing:
             raise CaptureError(
                 f"{', '.join(missing)} share memory with each other, and the step changes some of it in place",
-                hint="give each buffer memory of its own: .clone() it before register_buffer",
+                hint="give each buffer separate memory: .clone() it before register_buffer",
             )
         slots = [by_index[i] for i in range(len(by_index))]
         for i, (node, name) in enumerate(zip(slots, names, strict=True)):
@@ -164,7 +164,7 @@ class Reader:
         return slots
 
     def _caches(self, slots: Sequence[fx.Node]) -> tuple[int, ...]:
-        """The rows that the step fills anew, in another shape and without reading them: the program does without.
+        """The rows that the step fills again, in another shape and without reading them: the program does without them.
 
         Raises:
             CaptureError: it reads one, or one is saved with the weights.
@@ -173,8 +173,8 @@ class Reader:
             if self.tensors.persistent[row] or self.mapped[slots[row]].users:
                 raise CaptureError(
                     f"the step replaces {self.tensors.names[row][0]} by something of another shape or dtype",
-                    hint="a build holds one shape: give the tensor its final shape and dtype from the start; one that "
-                    "the first call fills has them after a call of the model in model()",
+                    hint="a build holds one shape: give the tensor its final shape and dtype from the start; if the "
+                    "first call fills it, call the model once in model()",
                 )
             if row < self.tensors.registered:
                 self.warnings.append(
@@ -256,14 +256,15 @@ class Reader:
         if not isinstance(found, torch.Tensor):
             raise CaptureError(
                 f"the step uses {node.target}, a {type(found).__name__} inside the graph (a higher-order operator)",
-                hint="torch.cond, scan, flex_attention and their like cannot be cut; use plain attention and loops",
+                hint="torch.cond, scan, flex_attention and similar operators cannot be cut; use plain attention and "
+                "loops",
             )
         if found.is_meta:
             raise CaptureError(
                 f"the step makes a constant of {self._named(found)}, which has no value (--meta)",
-                hint="reach parameters through the model that loss(model, batch) is given",
+                hint="reach parameters through the model that loss(model, batch) gets",
             )
-        self._refuse_view(found, "a tensor that the step meets outside the model", _line(next(iter(node.users), node)))
+        self._refuse_view(found, "a tensor from outside the model", _line(next(iter(node.users), node)))
         before = [n for n in self.graph.nodes if n.op == "placeholder"]  # all come before the calls
         with self.graph.inserting_after(before[-1] if before else None):
             made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
@@ -273,18 +274,18 @@ class Reader:
         self.mapped[node] = made
 
     def _refuse_view(self, tensor: torch.Tensor, name: str, where: str | None) -> None:
-        """A view of a parameter that was made before the step would not follow what the optimizer does."""
+        """Refuse a view of a parameter that was made before the step: it would not follow the optimizer."""
         parameter = self.tensors.parameter_in(tensor)
         if parameter is not None:
             raise CaptureError(
-                f"{name} lies in the memory of parameter {parameter}: capture would freeze its values",
+                f"{name} shares the memory of parameter {parameter}: capture would freeze its values",
                 where=where,
                 hint="reach the parameter through the model within the step, and view it there: self.layer.weight.t(), "
-                "or .detach() where no gradient shall pass",
+                "or .detach() where no gradient should pass",
             )
 
     def _named(self, tensor: torch.Tensor) -> str:
-        """The name of a tensor of the model, as far as it has one."""
+        """The name of a tensor of the model, if it has one."""
         pairs = zip(self.tensors.names, self.tensors.values, strict=True)
         return next((f"parameter {n[0]}" for n, v in pairs if v is tensor), "a parameter")
 
@@ -306,7 +307,7 @@ class Reader:
             elif kind == "PlainAOTOutput":
                 row = self.replaced[desc.idx - 1]
                 if row >= self.tensors.registered and not self.mapped[slots[row]].users:
-                    continue  # kept for the user to look at (`self.attention = …`): no state
+                    continue  # kept for the user to look at (`self.attention = …`): not state
                 made = _without_copies(made)
                 outputs.append(Output("buffer", self.mapped[slots[row]].name))
             elif kind == "GradAOTOutput":
@@ -352,7 +353,7 @@ class Reader:
 
 
 def frozen_updates(traced: Traced, tensors: HeldTensors) -> set[str]:
-    """The names of parameters without gradient that the step changes in place: state, which no optimizer trains."""
+    """The names of parameters without gradient that the step changes in place: state that no optimizer trains."""
     (output,) = traced.graph_module.graph.find_nodes(op="output")
     changes = [desc for desc in output.meta["desc"] if type(desc).__name__ == "InputMutationAOTOutput"]
     changed = [desc.mutated_input.idx for desc in changes]
@@ -367,7 +368,7 @@ def _line(node: fx.Node) -> str | None:
 
 
 def _without_copies(node: fx.Node) -> fx.Node:
-    """The computed value that a node copies: a copy made at the step's end would tie its beginning to its end."""
+    """The computed value that a node copies; a copy at the step's end would tie its beginning to its end."""
     copied = node
     while copied.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
         copied = copied.all_input_nodes[0]

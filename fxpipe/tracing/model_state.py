@@ -1,4 +1,4 @@
-"""What a model's modules hold in Python, kept while something runs: attributes, containers and hooks."""
+"""Restores what a model's modules hold in Python: attributes, containers and hooks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, set)
 LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
 
 Attributes = list[tuple[nn.Module, dict[str, Any]]]
-"""Every module with its attributes as they were."""
+"""Every module with its former attributes."""
 
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[Attributes]:
-    """Afterwards modules hold the very objects that they held before, and so do their containers, hooks among them.
+    """Afterwards, modules and their containers (hooks included) hold the same objects as before.
 
-    Gives the attributes that it kept. The values of tensors are not kept.
+    Yields the attributes that it kept. It does not keep the values of tensors.
     """
     modules: Attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     held: dict[int, tuple[Any, list[Any]]] = {}

@@ -1,9 +1,9 @@
 """Where every captured node comes from: module path, the user's line, activation-checkpoint region.
 
 While a step is traced, module hooks keep the path, a TorchFunctionMode finds the user's line at each torch call, and
-`torch.utils.checkpoint` is taken over: its regions run as plain code (so either form captures), marked for
-`rematerialize` to recompute. The record rides in `current_meta["custom"]`, which the tracer copies to each node.
-The same mode hands every torch call to `repeats`, and refuses those that tracing would not see.
+`torch.utils.checkpoint` is replaced: its regions run as plain code (so either form captures), marked for
+`rematerialize` to recompute. The record is in `current_meta["custom"]`, which the tracer copies to each node. The same
+mode passes every torch call to `repeats`, and refuses calls that tracing would not see.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def of(meta: dict[str, Any]) -> Origin:
 
 
 class TracedStep:
-    """What is known of a step while it is traced, from all of its calls.
+    """What is known about a step while it is traced, from all of its calls.
 
     Attributes:
         repeats: whether it does the same at every call.
-        lines: by line that calls torch, that line and the user's own that led to it, as text.
-        operators: by name of a torch function or operator, the line that called it last.
-        higher: the line that called a higher-order operator last.
+        lines: by line that calls torch, the text of that line and of the user's line that led to it.
+        operators: by name of a torch function or operator, the line that last called it.
+        higher: the line that last called a higher-order operator.
         failed: the error of the last torch call that raised one, and the function's name.
-        unknown: the error of the last torch call that asked for a value: it fails the trace even if the step caught it,
-            as the step would go another way with values.
+        unknown: the error of the last torch call that asked for a value. It fails the trace even if the step caught it,
+            because with values the step would take another path.
     """
 
     def __init__(self) -> None:
@@ -96,13 +96,13 @@ def recording(
     given: Sequence[torch.Tensor] = (),
     stand_ins: Mapping[int, torch.Tensor] | None = None,
 ) -> Iterator[None]:
-    """Give every node traced inside, from calls of `model` or beside it, its origin.
+    """Give every node traced inside, from calls of `model` or outside it, its origin.
 
     Args:
         watch: one for all calls of a step.
         given: the tensors that the step is called with.
-        stand_ins: what torch is to be called with instead of a tensor, by its id: the model's own tensors, where an
-            object, a closure or functools.partial holds them.
+        stand_ins: by the id of a tensor, what to call torch with instead; for the model's own tensors that an object, a
+            closure or functools.partial holds.
 
     Raises:
         CaptureError: the step does something else than at its first call.
@@ -163,7 +163,7 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__":  # an attribute
             return func(*args, **kwargs)
         if func == _SET_DATA and args[0] is args[1]:
-            return None  # what module.to(…) does with the dtype that it has
+            return None  # what module.to(…) does if the dtype is already right
         if func == _SET_DATA and self.is_update(*args):
             func, name, args = torch.Tensor.copy_, "copy_", (args[0], args[1].detach())
         self.refuse(func, name, kwargs)
@@ -183,7 +183,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def replaced(self, value: Any) -> Any:
-        """Arguments of a torch call with stand-ins; a list is the same one, unless one is in it."""
+        """Arguments of a torch call with stand-ins; a list without any stays the same object."""
         if isinstance(value, torch.Tensor):
             return self.stand_ins.get(id(value), value)
         if type(value) in (tuple, list):
@@ -205,7 +205,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def where(self) -> str | None:
-        """The line of the call that is being made, and the user's own that led to it."""
+        """The line of the current call, and the user's line that led to it."""
         return stacked(_outwards(user_frame(sys._getframe(1)))) or self.watch.where(self.place)
 
     def refuse(self, func: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> None:
@@ -214,8 +214,8 @@ class _Recorder(TorchFunctionMode):
             raise CaptureError(
                 "the step assigns to the .data of a tensor",
                 where=self.where(),
-                hint="compute the new value as a tensor of its own, with .detach() where no gradient shall pass; a "
-                "buffer takes it by copy_",
+                hint="compute the new value as a separate tensor, with .detach() where no gradient should pass; "
+                "update a buffer with copy_",
                 page="tensor-data",
             )
         if name == "backward":
@@ -227,14 +227,14 @@ class _Recorder(TorchFunctionMode):
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                "the step draws from a torch.Generator of its own, whose state no graph can hold",
+                "the step draws from its own torch.Generator, whose state no graph can hold",
                 where=self.where(),
                 hint="draw from torch's own generator, which each run seeds: leave out generator=",
                 page="randomness",
             )
 
     def mark(self) -> None:
-        region = self.regions[0] if self.regions else None  # the outermost: nested ones are recomputed with it
+        region = self.regions[0] if self.regions else None  # the outermost region: nested ones are recomputed with it
         fx_traceback.current_meta["custom"] = {KEY: Origin(self.paths[-1], *self.place, region)}
 
     def enter(self, path: str) -> Callable[..., None]:
@@ -262,8 +262,8 @@ class _Recorder(TorchFunctionMode):
     def checkpoints(self) -> Iterator[None]:
         """Run checkpointed functions as plain code inside a region.
 
-        Both forms of `torch.utils.checkpoint.checkpoint` look their machinery up in its module when they are called,
-        so replacing it there reaches every caller, however the function was imported.
+        Both forms of `torch.utils.checkpoint.checkpoint` look up their internals in its module when they are called, so
+        replacing them there reaches every caller, no matter how it imported the function.
         """
         recorder = self
 
@@ -294,7 +294,7 @@ class _Recorder(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _seeding_refused() -> Iterator[None]:
-    """Refuse torch.manual_seed and its like in the step: tracing would drop them without a word."""
+    """Refuse torch.manual_seed and similar calls in the step: tracing would drop them silently."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*args: Any) -> Any:
@@ -332,14 +332,14 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """The lines from a frame outwards, as far as to what called the step."""
+    """The lines from a frame outwards, up to the caller of the step."""
     while frame is not None and frame.f_code.co_filename != _TRACING:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
 def stacked(lines: Iterable[tuple[str, int]]) -> str | None:
-    """The user's own line, as `file.py:12: the line`; where it leads into a library, the line in there as well.
+    """The user's line, as `file.py:12: the line`; if it leads into a library, the line there as well.
 
     Args:
         lines: file and number, the innermost first.
@@ -356,12 +356,12 @@ def stacked(lines: Iterable[tuple[str, int]]) -> str | None:
 
 
 def is_library(where: str | None) -> bool:
-    """Whether a place, as `stacked` says it, lies in a library that the user's line leads into."""
+    """Whether a place, as `stacked` writes it, is in a library that the user's line leads into."""
     return where is not None and _WITHIN in where
 
 
 def user_traceback(error: BaseException) -> str | None:
-    """Where an error was raised: as `stacked` says it."""
+    """Where an error was raised, as `stacked` writes it."""
     lines = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -371,14 +371,14 @@ def user_traceback(error: BaseException) -> str | None:
 
 
 def user_stack(stack: str) -> str | None:
-    """The same of the innermost frame of a stack as Python prints it: of `stack_trace` in a node's metadata."""
+    """The same for the innermost frame of a printed stack, such as `stack_trace` in a node's metadata."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
     own = [(file, int(line)) for file, line in frames if not _is_hidden(file)]
     return place(*own[-1]) if own else None
 
 
 def is_installed(file: str | None) -> bool:
-    """Whether a file lies in a package that was installed, and is not torch's."""
+    """Whether a file is in an installed package other than torch."""
     return file is not None and bool(_INSTALLED.search(file)) and not _is_hidden(file)
 
 
@@ -388,13 +388,13 @@ def place(file: str, line: int) -> str:
 
 
 def definition(function: Callable[..., Any]) -> str | None:
-    """`file.py:12, in loss`: where a function is defined; None for a callable without code of its own."""
+    """`file.py:12, in loss`: where a function is defined; None for a callable without Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else f"{short(code.co_filename)}:{code.co_firstlineno}, in {code.co_name}"
 
 
 def short(file: str) -> str:
-    """A file's name as its reader knows it: relative to where Python found it, else its base name. Never absolute."""
+    """A file's name as its reader knows it: relative to where Python found it, else its base name; never absolute."""
     best = ""
     for entry in sys.path:
         prefix = os.path.abspath(entry) + os.sep
@@ -409,5 +409,5 @@ def text(file: str, line: int) -> str:
 
 
 def version_hint() -> str:
-    """What to say when torch's tracing internals have moved."""
+    """The error for when torch's tracing internals have changed."""
     return f"fxpipe supports torch 2.11 and newer; this is torch {torch.__version__}"

@@ -1,12 +1,12 @@
-"""Right what torch's tracing decompositions of RNN, LSTM and GRU get wrong for training.
+"""Corrects what torch's tracing decompositions of RNN, LSTM and GRU get wrong for training.
 
-Both are defects of `torch._decomp.decompositions` (torch 2.11 to 2.13), seen by nobody who traces for inference:
+Both are defects of `torch._decomp.decompositions` (torch 2.11 to 2.13); they do not show when tracing for inference:
 
 - `_rnn_helper` tests `num_layers < i - 1`, which is never true: the dropout between layers silently disappears.
 - `select_one_layer_lstm_function` looks only at the input: an LSTM that reads the data directly becomes
   `mkldnn_rnn_layer` in inference mode, which has no backward.
 
-When torch has mended them, these replacements compute the same and can go.
+When torch has fixed them, these replacements compute the same and can go.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._decomp import decompositions
 
 @contextlib.contextmanager
 def trainable() -> Iterator[None]:
-    """While it lasts, recurrent layers are traced as they train."""
+    """Inside, recurrent layers are traced as they train."""
     helper: Any = getattr(decompositions, "_rnn_helper", None)
     select: Any = getattr(decompositions, "select_one_layer_lstm_function", None)
     if helper is not None:
@@ -38,7 +38,7 @@ def trainable() -> Iterator[None]:
 
 
 def _layer_by_layer(helper: Callable[..., Any]) -> Callable[..., Any]:
-    """`helper`, asked for one layer at a time, with the dropout between them."""
+    """`helper`, called for one layer at a time, with the dropout between them."""
 
     def layers(
         input: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Why a step cannot be captured, in the user's terms: what torch says, turned into a cause, a place and a cure."""
+"""Why a step cannot be captured, in the user's terms: torch's error becomes a cause, a place and a cure."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ class Refusal(NamedTuple):
 
 
 BRANCH = Refusal(
-    "the step depends on the values of a tensor: it decides by one (if, while, assert), and a graph holds one way only",
-    "compute both ways and choose with torch.where, or decide in train_data() and put the outcome into the batch",
+    "the step depends on the values of a tensor: it branches on one (if, while, assert), and a graph holds only one "
+    "branch",
+    "compute both branches and choose with torch.where, or decide in train_data() and put the result into the batch",
     "data-dependent",
 )
 CAUSAL = Refusal(
-    "the step depends on the values of a tensor: torch looks whether an attention mask is causal, to decide by it",
-    "give is_causal=True beside the mask, or is_causal=False if it is not",
+    "the step depends on the values of a tensor: torch checks whether an attention mask is causal, and branches on "
+    "that",
+    "pass is_causal=True with the mask, or is_causal=False if it is not causal",
     "data-dependent",
 )
 NUMBER = Refusal(
-    "the step depends on the values of a tensor: it makes a Python number of a tensor (.item(), float(), .tolist(), a "
-    "format), and a graph would hold that number for ever",
-    "leave it a tensor, which stands wherever the number did, or compute the number in train_data()",
+    "the step depends on the values of a tensor: it turns a tensor into a Python number (.item(), float(), "
+    ".tolist(), a format), and a graph would keep that number forever",
+    "keep it a tensor, which works wherever the number did, or compute the number in train_data()",
     "item",
 )
 SHAPE = Refusal(
-    "the step depends on the values of a tensor: it makes one whose shape depends on values, and a graph holds one "
-    "shape",
+    "the step depends on the values of a tensor: it makes a tensor whose shape depends on values, and a graph holds "
+    "only one shape",
     "keep the full shape and mask, torch.where(mask, x, 0) for x[mask], or make the tensor in train_data()",
     "data-shapes",
 )
@@ -65,7 +67,7 @@ MEMORY = Refusal(
     operators.PAGE,
 )
 HIGHER = Refusal(
-    "the step uses an operator that holds graphs of its own (torch.cond, while_loop, scan, flex_attention)",
+    "the step uses an operator that contains graphs (torch.cond, while_loop, scan, flex_attention)",
     "use plain operators: torch.where, a Python loop of fixed length, scaled_dot_product_attention",
     "higher-order",
 )
@@ -81,7 +83,7 @@ CAUSES = (
         r"can't optimize a non-leaf Tensor",
         Refusal(
             "the step makes an optimizer",
-            "define optimizer(named_parameters) beside loss(): each worker updates what it owns",
+            "define optimizer(named_parameters) next to loss(): each worker updates the parameters it owns",
             "backward",
         ),
     ),
@@ -97,7 +99,7 @@ CAUSES = (
     (
         r"mutating a non-functional tensor|expected to have an entirely functional graph",
         Refusal(
-            "the step changes a tensor in place that is no part of the model",
+            "the step changes a tensor in place that is not part of the model",
             "keep it in a buffer of the model (register_buffer)",
             "kept-tensors",
         ),
@@ -124,7 +126,7 @@ CAUSES = (
         r"[Qq]uantized",
         Refusal(
             "the step uses a quantized operator, which has no gradient",
-            "train the model as it was before it was quantized, and quantize what comes out",
+            "train the model before it is quantized, and quantize the result",
             "tensor-kinds",
         ),
     ),
@@ -139,8 +141,8 @@ CAUSES = (
     (
         r"not compiled with CUDA|no NVIDIA driver",
         Refusal(
-            "the step moves a tensor to CUDA, which is not here",
-            "write .to(x.device) with a tensor that is in the right place, or compile where CUDA is",
+            "the step moves a tensor to CUDA, which this machine does not have",
+            "write .to(x.device) with a tensor x that is on the right device, or compile on a machine with CUDA",
             "devices",
         ),
     ),
@@ -160,7 +162,7 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
     """The error that a failed trace becomes, with the user's line.
 
     Args:
-        watch: what was seen of the step while it was traced.
+        watch: what is known of the step that was traced.
     """
     watch = watch or origin.TracedStep()
     operator = operators.lacking(error, watch)
@@ -174,7 +176,7 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
     if cause is not None:
         cure = cause.cure
         if cause in (BRANCH, NUMBER, SHAPE) and origin.is_library(where):
-            cure = f"that line is a library's: look for an option of its that avoids it; in your own code, {cure}"
+            cure = f"that line is in a library: look for an option that avoids it; in your own code, {cure}"
         return CaptureError(cause.text, where=where, hint=cure, page=cause.page)
     first = said.strip().splitlines()[0][:300]
     if isinstance(error, _USER_ERRORS):
@@ -189,7 +191,7 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
 
 
 def _cause(error: Exception, said: str, call: str) -> Refusal | None:
-    """By an error's text, the torch function that raised it, and the code that it came through."""
+    """The refusal for an error's text, the torch function that raised it, and the code it came through."""
     frames = list(_frames(error))
     codes = [frame.tb_frame.f_code for frame in frames]
     if "DynamicOutputShape" in said:
@@ -215,7 +217,7 @@ def _frames(error: Exception) -> Iterator[TracebackType]:
 
 
 def _asks_for_truth(frames: list[TracebackType]) -> bool:
-    """Whether what failed was a branch on a tensor, and not a call that makes a number of it."""
+    """Whether a branch on a tensor failed, and not a call that turns it into a number."""
     steps = [frame for frame in frames if not _MACHINERY.search(frame.tb_frame.f_code.co_filename)]
     if not steps:
         return True
@@ -230,7 +232,7 @@ def _asks_for_truth(frames: list[TracebackType]) -> bool:
 
 
 def dense(tensors: HeldTensors) -> None:
-    """Look at what the model holds.
+    """Check the tensors that the model holds.
 
     Raises:
         CaptureError: a tensor that is not a dense block of values.
@@ -239,16 +241,16 @@ def dense(tensors: HeldTensors) -> None:
         if kind := unusual(tensor):
             raise CaptureError(
                 f"{names[0]} is {kind}, which cannot be cut into stages",
-                hint="hold dense tensors: .to_dense(), or the model as it was before it was quantized or wrapped",
+                hint="use dense tensors (.to_dense()), or the model before it was quantized or wrapped",
                 page="tensor-kinds",
             )
 
 
 def scalar(loss: Any, where: str | None) -> torch.Tensor:
-    """The loss, if it is one that can be trained on.
+    """The loss, checked to be one that can be trained on.
 
     Raises:
-        CaptureError: it is no tensor, no scalar, or depends on no parameter.
+        CaptureError: it is not a tensor, not a scalar, or depends on no parameter.
     """
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
@@ -273,16 +275,16 @@ def scalar(loss: Any, where: str | None) -> torch.Tensor:
 
 
 def scalars(metrics: Any, where: str | None) -> dict[str, Any]:
-    """What an evaluation gives: tensors of one element, and plain numbers.
+    """What an evaluation returns: tensors of one element, and plain numbers.
 
     Raises:
-        CaptureError: it is no dictionary of such values by name, or nothing in it is a tensor.
+        CaptureError: it is not a dictionary of such values by name, or contains no tensor.
     """
     if not isinstance(metrics, Mapping):
         raise CaptureError(f"metrics(model, batch) returned {_kind(metrics)}, not a dictionary of scalars", where=where)
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise CaptureError(f"metrics(model, batch) calls a metric {name!r}, which is no string", where=where)
+            raise CaptureError(f"metrics(model, batch) calls a metric {name!r}, which is not a string", where=where)
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise CaptureError(
@@ -297,11 +299,11 @@ def scalars(metrics: Any, where: str | None) -> dict[str, Any]:
             )
     if not any(isinstance(value, torch.Tensor) for value in metrics.values()):
         raise CaptureError(
-            "metrics(model, batch) returned no tensor", where=where, hint="return tensors: what is computed as tensors"
+            "metrics(model, batch) returned no tensor", where=where, hint="return what is computed as tensors"
         )
     return dict(metrics)
 
 
 def _kind(value: Any) -> str:
-    """The user's word for it: while it is traced, a tensor is of a type that nobody knows."""
+    """The user's word for it: while a step is traced, its tensors have an internal type."""
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -1,9 +1,9 @@
-"""Is the step the same at every call? What Python decides by chance, by the clock or by a count, capture would freeze.
+"""Checks that the step is the same at every call: capture would freeze what Python draws, counts or reads from a clock.
 
 Tracing calls the step at least twice: to learn about its outputs, then to record it. The torch calls of both are
-compared, one after the other, with their numbers, the identity of their tensors, and the values of constants. A
-difference is what the graph would hold as it happened to be the second time; unless it was a matter of the first call
-alone, and the next ones are all as the second.
+compared one by one, with their numbers, the identity of their tensors, and the values of constants. Where they differ,
+the graph would freeze what the second call happened to do. A difference is allowed only if it concerns the first call
+alone, and all later calls are like the second.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from fxpipe.errors import CaptureError
 
 Place = tuple[str, int]
-Call = tuple[str, Any, Any]  # of a torch function: its name, and what stands for its arguments
+Call = tuple[str, Any, Any]  # of a torch function: its name, and tokens for its arguments
 
-_MARK = "_fxpipe_made"  # on a tensor: which call of the step computed it, and as which of its calls
+_MARK = "_fxpipe_made"  # on a tensor: which run of the step computed it, and which torch call in that run
 _PLAIN = (torch.Tensor, nn.Parameter)
 _READ = 1 << 14  # bytes of a constant that are compared
-_TENSORS = ("given", "made", "constant", "tensor")  # what the tokens of tensors begin with
+_TENSORS = ("given", "made", "constant", "tensor")  # the first item of the tokens of tensors
 _LONG = 64  # arguments beyond which a list is compared by its hash
 _RUNS = itertools.count(1)
 
 
 class Repeats:
-    """The torch calls of a step, call of the step by call.
+    """The torch calls of a step, compared between its runs.
 
     Attributes:
         runs: how often the step has been called.
-        difference: the error that says where a later call was not the first; None as long as all are equal.
+        difference: the error that says where a later call differed from the first; None as long as all are equal.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class Repeats:
         self._first: list[tuple[Place, Call]] = []
         self._calls: list[tuple[Place, Call]] = []  # of this run
         self._known: dict[int, int] = {}
-        self._fed: set[int] = set()  # the calls whose results depend on the tensors that the step was called with
-        self._reads = False  # whether the call that is being made does
+        self._fed: set[int] = set()  # the calls whose results depend on the arguments of the step
+        self._reads = False  # whether the current call does
         self._settled = self._ended = False
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
-        """The step is called: with tensors that are the same at every call."""
+        """The step is being called, with tensors that are the same at every call."""
         self.runs += 1
         self._run = next(_RUNS)
         self._calls = []
@@ -59,10 +59,10 @@ class Repeats:
         self._known = {id(tensor): i for i, tensor in enumerate(given)}
 
     def end(self, where: Callable[[Place], str | None]) -> None:
-        """It has returned.
+        """The step has returned.
 
         Raises:
-            CaptureError: it was not what it was the first time.
+            CaptureError: it did not do what it did the first time.
         """
         if self.runs == 1:
             self._first = self._calls
@@ -74,9 +74,9 @@ class Repeats:
             raise self.difference
 
     def settle(self) -> bool:
-        """Whether to trace once more, as what differed may have been done at the first call only: a cache filled.
+        """Whether to trace once more, because only the first call may have differed: it filled a cache.
 
-        From now on the step must do what it did when it was called last.
+        From now on the step must repeat its last call.
         """
         if self.difference is None or self._settled or not self._ended:
             return False
@@ -84,7 +84,7 @@ class Repeats:
         return True
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
-        """What stands for a torch call, before it is made.
+        """The token of a torch call that is about to be made.
 
         Raises:
             CaptureError: one of the tensors was computed by an earlier call of the step.
@@ -94,8 +94,8 @@ class Repeats:
             return (name, self._token(args), self._token(kwargs) if kwargs else None)
         except _Stale:
             raise CaptureError(
-                "the step meets a tensor that an earlier call of it computed, and kept outside the model: in a global, "
-                "a functools.lru_cache or an object of your own",
+                "the step uses a tensor that an earlier call of the step computed and kept outside the model: in a "
+                "global, a functools.lru_cache or an object of your own",
                 where=where(),
                 hint="keep it in a buffer of the model (register_buffer); or fill a cache of constants before capture, "
                 "by calling the model once in model()",
@@ -110,14 +110,14 @@ class Repeats:
         where: Callable[[], str | None],
         lines: Callable[[Place], str | None],
     ) -> None:
-        """A torch call has given `result`.
+        """A torch call has returned `result`.
 
         Args:
-            where: says the line of this call, and the user's own that led to it.
-            lines: says the same of a place.
+            where: returns the line of this call, and the user's line that led to it.
+            lines: returns the same for a place.
         """
         if not self._marked(result) and call[0] not in ("lift_fresh.default", "__setitem__"):
-            return  # a size, a flag: what is done by it shows in later calls
+            return  # a size, a flag: its effect shows in later calls
         count = len(self._calls)
         if self._reads:
             self._fed.add(count)
@@ -136,12 +136,12 @@ class Repeats:
             )
 
     def is_fed(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was computed by the step's last call, from what it was called with: it is no constant."""
+        """Whether the step's last call computed a tensor from its arguments: such a tensor is not a constant."""
         run, number = getattr(tensor, _MARK, (0, None))
         return run == self._run and number in self._fed
 
     def _marked(self, result: Any) -> bool:
-        """Mark the tensors of a result as made by this call; whether there are any."""
+        """Mark the tensors of a result as made by this call; return whether there are any."""
         if isinstance(result, FunctionalTensor):
             setattr(result, _MARK, (self._run, len(self._calls)))
             return True
@@ -150,7 +150,7 @@ class Repeats:
         return False
 
     def _token(self, value: Any) -> Any:
-        """What stands for an argument: equal if and only if the call would be the same."""
+        """The token of an argument: equal if and only if the call would be the same."""
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, float):
@@ -186,7 +186,7 @@ class _Stale(Exception):
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but values in this process's memory."""
+    """Whether a tensor consists of plain values in this process's memory."""
     return (
         type(tensor) in _PLAIN
         and not torch._is_functional_tensor(tensor)
@@ -199,7 +199,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _sum(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's first bytes, read from memory: no mode of torch sees it."""
+    """A checksum of a tensor's first bytes, read from memory, so that no torch mode sees it."""
     held = int(tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size())
     return hex(zlib.crc32(ctypes.string_at(tensor.data_ptr(), min(held, _READ))))
 
@@ -222,14 +222,14 @@ def _differs(where: str | None, before: Call | None, now: Call | None) -> Captur
     return CaptureError(
         f"{what}: capture would freeze what Python drew (random, numpy.random), counted or read from the clock",
         where=where,
-        hint="draw with torch (torch.rand, F.dropout, torch.where over a drawn mask), or draw in train_data() and hand "
-        "it over in the batch",
+        hint="draw with torch (torch.rand, F.dropout, torch.where over a drawn mask), or draw in train_data() and "
+        "pass it in the batch",
         page="randomness",
     )
 
 
 def _unequal(old: Any, new: Any) -> Any:
-    """Pairs of parts that differ, from the first on; a tensor is one part."""
+    """Pairs of items that differ, from the first on; a tensor is one item."""
     parts = isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new)
     if parts and not (old and old[0] in _TENSORS):
         for a, b in zip(old, new, strict=True):

@@ -1,8 +1,8 @@
-"""torch's own checks of values, which no graph can hold, are left out of the step.
+"""Leaves torch's own checks of values, which no graph can hold, out of the step.
 
 `torch._check_tensor_all` and `torch._check_tensor_all_with` raise where an element is False. Libraries call them to
-tell torch.compile what holds: those of transformers compare the image tokens of a text with its images. The user is
-told of them. `torch.distributions` check their parameters and samples, but where the default validate_args is False.
+tell torch.compile what is true: transformers compares the image tokens of a text with its images. The user is told
+about them. `torch.distributions` checks its parameters and samples unless the default validate_args is False.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributions import Distribution
 
 from fxpipe.tracing import origin
 
-_CHECK = "_check_tensor_all_with"  # that both call
+_CHECK = "_check_tensor_all_with"  # both call it
 
 
 @contextlib.contextmanager
 def left_out() -> Iterator[list[str]]:
-    """While it lasts, checks of traced values pass; the list has a note for each place that makes one."""
+    """Inside, checks of traced values pass; the list gets a note for each place that makes one."""
     notes: list[str] = []
     check: Any = getattr(torch, _CHECK, None)
     validates = Distribution._validate_args

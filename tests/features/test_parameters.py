@@ -132,7 +132,7 @@ class Collections(nn.Module):
         self.scales = nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
         self.shifts = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)})
         self.registered = nn.Linear(WIDTH, WIDTH)
-        self.plain = [self.registered, nn.Linear(WIDTH, WIDTH)]  # the second is no part of the model: a constant
+        self.plain = [self.registered, nn.Linear(WIDTH, WIDTH)]  # the second is not part of the model: a constant
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in self.scales:

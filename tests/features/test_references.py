@@ -169,7 +169,7 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_old_view_of_a_weight_is_refused(inside: bool) -> None:
     """It would not follow the optimizer: right at the first step, wrong from the second on."""
-    with pytest.raises(CaptureError, match=r"lies in the memory of parameter layer\.weight") as caught:
+    with pytest.raises(CaptureError, match=r"shares the memory of parameter layer\.weight") as caught:
         fxpipe.capture(Transposed(inside), squared, vectors(4))
     assert "test_references.py" in str(caught.value.where)
 

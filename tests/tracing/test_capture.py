@@ -530,7 +530,7 @@ def test_casting_a_module_to_the_dtype_it_has_changes_nothing() -> None:
         (AssignsData, r"assigns to the \.data of a tensor"),
         (GrowsBuffer, "replaces middle.seen by something of another shape"),
         (Overlapping, "parameters middle.a and middle.b overlap"),
-        (ChangesOutside, "changes a tensor in place that is no part of the model"),
+        (ChangesOutside, "changes a tensor in place that is not part of the model"),
         (Sparse, "the gradient of middle.table.weight is sparse"),
         (lambda: torch.jit.script(nn.Linear(WIDTH, WIDTH)), "middle is a torch.jit.ScriptModule"),
     ],
