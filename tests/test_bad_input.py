@@ -99,7 +99,7 @@ def test_a_misspelt_optional_hook_is_a_warning(home: Path) -> None:
     write_model(home, ("def optimizer", "def optimiser"))
     result = fxpipe("compile", "model.py", *QUICK)
     assert result.code == 0
-    assert result.err == "warning: model.py defines optimiser(), which is not a hook; is optimizer() meant?\n"
+    assert result.err == "warning: model.py defines optimiser(), which is not a hook; do you mean optimizer()?\n"
 
 
 def test_a_file_that_cannot_be_imported(home: Path) -> None:
@@ -159,7 +159,7 @@ def test_control_flow_that_depends_on_data(home: Path, line: str) -> None:
 def test_a_parameter_without_gradient(home: Path) -> None:
     write_model(home, ("        self.norm =", "        self.spare = nn.Linear(2, 2)\n        self.norm ="))
     result = fxpipe("compile", "model.py", *QUICK, "--verify", "--json")
-    warnings = [f"parameter spare.{name} gets no gradient: it is kept as it is" for name in ("weight", "bias")]
+    warnings = [f"parameter spare.{name} gets no gradient: it keeps its value" for name in ("weight", "bias")]
     assert result.err == "".join(f"warning: {w}\n" for w in warnings)
     assert result.json["warnings"] == warnings
     assert fxpipe("run", "build", "--local", "--steps", 3).code == 0

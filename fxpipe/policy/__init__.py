@@ -28,16 +28,16 @@ _Kind = TypeVar("_Kind", bound=type[Policy])
 
 
 def register(kind: _Kind) -> _Kind:
-    """A class decorator: `--policy` knows this policy by its name from now on.
+    """A class decorator: from now on, `--policy` knows this policy by its name.
 
-    In a model file, every worker of a run knows it, since every worker imports that file.
+    If it is in a model file, every worker of a run knows it, because every worker imports that file.
 
     Raises:
-        PolicyError: it has no name, the name of one of fxpipe's own, or an option that is no switch.
+        PolicyError: it has no name, the name of one of fxpipe's own, or an option that is not a switch.
     """
     name = getattr(kind, "name", "")
     if not name or "+" in name:
-        raise PolicyError(f"{kind.__name__} has no name to be called by", hint='name: ClassVar[str] = "…", without a +')
+        raise PolicyError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", without a +')
     if name in POLICIES and POLICIES[name].__module__.startswith(f"{__name__}."):
         raise PolicyError(f"there is a policy '{name}' already", hint=f"another name for {kind.__name__}")
     for field in fields(kind):
@@ -50,7 +50,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def make(text: str) -> Policy:
-    """The policy that a text names, with the options behind it: `latest`, `pipeoptim+keep`, `lwp+sc`.
+    """The policy that a text names, with its options after it: `latest`, `pipeoptim+keep`, `lwp+sc`.
 
     Raises:
         PolicyError: no policy has this name, or it has no such option.
@@ -59,13 +59,13 @@ def make(text: str) -> Policy:
     if name not in POLICIES:
         raise PolicyError(
             f"there is no policy '{name}'{near(name, POLICIES)}",
-            hint=f"one of: {', '.join(POLICIES)}, with options behind a plus: pipeoptim+keep; "
+            hint=f"one of: {', '.join(POLICIES)}, with options after a plus: pipeoptim+keep; "
             "or one that the build's own model file registers",
         )
     known = POLICIES[name].options()
     for option in options:
         if not option:
-            raise PolicyError(f"'{text}' lacks an option behind +", hint=f"{name} has: {', '.join(known)}")
+            raise PolicyError(f"'{text}' lacks an option after +", hint=f"{name} has: {', '.join(known)}")
         if option not in known:
             others = [other for other, kind in POLICIES.items() if option in kind.options()]
             hint = f"{name} has: {', '.join(known)}"
@@ -77,7 +77,7 @@ def make(text: str) -> Policy:
 
 
 def default_for(schedule: Schedule) -> str:
-    """The name of the policy used when none is asked for: `spectrain`, or `latest` where no weights are ever stale."""
+    """The name of the policy used when none is asked for: `spectrain`, or `latest` if no weights are ever stale."""
     return Latest.name if schedule.synchronous else SpecTrain.name
 
 

@@ -17,32 +17,32 @@ from fxpipe.schedule.versions import Versions
 class Policy(ABC):
     """Which weights each forward and each backward sees.
 
-    The schedule says which version of an owner's weights a pass can have at most (`schedule.Versions`). The policy
-    says which one it takes (`lag`) and how far ahead of it the weights are predicted (`ahead`). The same is asked for
-    a worker's own weights and for replicas, so that it needs to be said once.
+    The schedule says which version of an owner's weights an action can have at most (`schedule.Versions`). The policy
+    says which one it takes (`lag`) and how far ahead of it the weights are predicted (`ahead`). The same functions
+    answer for a worker's own weights and for replicas.
 
-    The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. A policy
-    of your own is one class in one file with one line before it, `@register` (`examples/own_policy.py`).
+    The fields of a policy are its options, all of them switches: `pipeoptim+keep` is `PipeOptim(keep=True)`. Your own
+    policy is one class in one file, with one line before it, `@register` (`examples/own_policy.py`).
 
     Attributes:
-        sc: spike compensation of the update (`fxpipe.policy.optimizers.spike`), for whatever weights are read.
+        sc: spike compensation of the update (`fxpipe.policy.optimizers.spike`), no matter which weights are read.
     """
 
     name: ClassVar[str]
-    """What the command line calls it."""
+    """Its name on the command line."""
     keeps_forward: ClassVar[bool] = False
-    """A backward reads the very tensors that its forward read, wherever that was. May be a property."""
+    """A backward reads the same tensors as its forward, no matter on which worker that was. May be a property."""
     predicts: ClassVar[bool] = False
-    """Some pass sees predicted weights."""
+    """Some actions see predicted weights."""
     weight_form: ClassVar[bool] = False
-    """Predictions repeat the last update itself, whatever the optimizer (`fxpipe.policy.optimizers.predict`)."""
+    """Predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
     decay: ClassVar[bool] = False
     """Predictions reach only as far as momentum will still carry; an option of `PredictingPolicy`."""
 
     sc: bool = False
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
-        """How many updates behind its minibatch a pass on `reader` reads `owner`'s weights: the fewest possible.
+        """How many updates late an action on `reader` reads `owner`'s weights: by default as few as possible.
 
         A policy may say more than `newest.lag`, never less.
         """
@@ -61,7 +61,7 @@ class Policy(ABC):
         if schedule.synchronous:
             raise PolicyError(
                 f"policy '{self}' makes no sense with schedule '{schedule.name}', "
-                "which updates after a flush, so that no pass ever sees stale weights",
+                "which updates after a flush, so that weights are never stale",
                 hint="policy latest, or schedule async",
             )
 
@@ -77,10 +77,10 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class PredictingPolicy(Policy):
-    """A policy whose passes see weights predicted by the optimizer's own rule.
+    """A policy whose actions see weights predicted by the optimizer's own rule.
 
     Attributes:
-        decay: predict only what momentum will still carry if all gradients to come are zero (FTPipe).
+        decay: predict only what momentum will still carry if all future gradients are zero (FTPipe).
     """
 
     predicts: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Which weights every action reads, and therefore what every owner sends: pure functions of plan, schedule and policy.
 
-Both ends of a weight edge compute the same messages from here, so that nothing about weights is ever negotiated.
+Both ends of a weight edge compute the same messages from it, so that workers never negotiate about weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WeightReads:
 
     Attributes:
         lags: by microbatch: an action of minibatch m reads version max(start, m − lag).
-        past: own weights, of which some action reads a version that is over by then: copies are kept.
+        past: these are own weights, and some action reads a version that has been replaced by then: copies are kept.
         names: the parameters.
         positions: their places in the `weights` argument.
     """
@@ -43,7 +43,7 @@ class WeightMessage:
 
     Attributes:
         uses: how many actions of each phase read it.
-        by_phase: the names that actions of each phase read; the same wherever the run ends.
+        by_phase: the names that actions of each phase read; they do not depend on where the run ends.
     """
 
     version: int
@@ -60,8 +60,8 @@ class WeightMessage:
 class Demand:
     """The weights that every worker reads under a schedule and a policy.
 
-    With a policy whose backward keeps the weights of its forward, B reads the version that F saw: on its own
-    worker, or, where B's worker has no forward of that parameter, on the nearest worker that has.
+    With a policy whose backward keeps the weights of its forward, B reads the version that F saw: on its own worker or,
+    if B's worker has no forward of that parameter, on the nearest worker that has one.
 
     Raises:
         PolicyError: the policy asks for a version that does not exist yet.
@@ -80,7 +80,7 @@ class Demand:
         self._readings = {(w, ph): self._group(w, ph) for w in range(plan.workers) for ph in PHASES}
 
     def readings(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
-        """Everything trained that `worker` reads in `phase`, by owner and lag."""
+        """All trained weights that `worker` reads in `phase`, by owner and lag."""
         return self._readings[worker, phase]
 
     def readers(self, owner: int) -> tuple[int, ...]:
@@ -92,7 +92,8 @@ class Demand:
         )
 
     def delays(self, owner: int) -> dict[str, int]:
-        """How many updates old the gradients of `owner`'s parameters are, in steady state; the greatest for each."""
+        """How many updates old the gradients of `owner`'s parameters are in steady state; for each, the largest
+        number."""
         found: dict[str, int] = {}
         for worker in range(self.plan.workers):
             for reading in (r for r in self.readings(worker, "F") if r.owner == owner):
@@ -101,11 +102,11 @@ class Demand:
         return found
 
     def version(self, reading: WeightReads, action: Action, start: int) -> int:
-        """How many updates the weights have had that an action reads."""
+        """How many updates the weights that an action reads have had."""
         return max(start, action.minibatch - reading.lags[action.microbatch])
 
     def ahead(self, reading: WeightReads, action: Action, version: int) -> int:
-        """How many updates past `version` the policy predicts for it.
+        """How many updates after `version` the policy predicts for an action.
 
         Raises:
             PolicyError: the policy's answer makes no sense.
@@ -125,10 +126,10 @@ class Demand:
         """What `reader` needs of `owner`'s `version`: one message for each prediction distance, in rising order.
 
         Args:
-            start: the minibatch the pipeline began with; its version serves all minibatches of the warm-up.
-            stop: the first minibatch that never comes; None while there is no end in sight.
+            start: the minibatch with which the pipeline began; its version serves all minibatches of the warm-up.
+            stop: the first minibatch that never comes; None while the end is not known.
 
-        With `reader == owner`: what its own actions read of `version`, in place while it lives.
+        With `reader == owner`: what its own actions read of `version`, in place as long as that is the live version.
         """
         uses: dict[int, dict[Phase, int]] = {}
         names: dict[int, dict[Phase, dict[str, None]]] = {}
@@ -145,7 +146,7 @@ class Demand:
         ]
 
     def _reads(self, reading: WeightReads, version: int, start: int) -> Iterator[Action]:
-        """The actions that read `version`, in a run without an end."""
+        """The actions that read `version`, in an endless run."""
         for microbatch, lag in enumerate(reading.lags):
             for minibatch in range(start if version == start else version + lag, version + lag + 1):
                 yield Action(reading.phase, minibatch, microbatch)
@@ -178,14 +179,14 @@ class Demand:
             if lag < least:
                 raise PolicyError(
                     f"policy '{self.policy}' wants {phase} on worker {worker} to read worker {owner}'s weights "
-                    f"{lag} updates behind, where {least} is the least with schedule '{self.schedule.name}'",
+                    f"{lag} updates late, but {least} is the least with schedule '{self.schedule.name}'",
                     hint="lag() must not be below newest.lag()",
                 )
             lags.append(lag)
         return tuple(lags)
 
     def _forward_of(self, parameter: ParameterSpec, worker: int, phase: Phase) -> int | None:
-        """Whose forward's weights a backward reads again; None if it has weights of its own."""
+        """The worker whose forward's weights a backward reads again; None if it reads its own."""
         if phase == "F" or not self.policy.keeps_forward:
             return None
         forwards = self._forwards.get(parameter.name, ())

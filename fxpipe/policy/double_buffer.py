@@ -1,4 +1,4 @@
-"""Every pass sees the older of two versions: PipeDream-2BW."""
+"""Every action sees the older of two versions: PipeDream-2BW."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from fxpipe.schedule.versions import Versions
 
 @dataclass(frozen=True)
 class DoubleBuffer(Policy):
-    """A delay of one update on every worker, whatever their number: W(m+1) = W(m) − η·∇f(W(m−1)).
+    """A delay of one update on every worker, no matter how many there are: W(m+1) = W(m) − η·∇f(W(m−1)).
 
-    Both passes of all microbatches of minibatch m see version m−1. That version is there in time only if a minibatch
-    has at least N−1 microbatches, which therefore belong to it; here 2 of them, `F1.1` being the second of
-    minibatch 1:
+    Forward and backward of all microbatches of minibatch m see version m−1. That version is ready in time only if a
+    minibatch has at least N−1 microbatches. Here it has 2; `F1.1` is the forward of the second one of minibatch 1:
 
         worker 0: F0@0   F0.1@0 F1@0   ..     ..     B0@0   F1.1@0 B0.1@0 ..     B1@0   ..     B1.1@0
         worker 1: ..     F0@0   F0.1@0 ..     B0@0   F1@0   B0.1@0 F1.1@0 B1@0   ..     B1.1@0

@@ -1,4 +1,4 @@
-"""What the accuracy study saw of policies: a warning before a run that resembles one that lost much."""
+"""Warns, from the results of the accuracy study, before a run that resembles one that lost much."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ LOST: dict[tuple[str, str, int], float] = {
     ("stash", "AdamW", 7): 0.260,
     ("latest", "AdamW", 7): 0.281,
 }
-"""By policy, optimizer and the updates that the first worker's forward is behind: the share of the synchronous result
-(accuracy, or nats per byte) that was lost at the policy's best learning rate, the mean over the workloads of
-benchmarks/accuracy. There, 3 updates behind are 4 workers, 7 are 8."""
+"""By policy, optimizer and the number of updates that the first worker's forward misses: the share of the synchronous
+result (accuracy, or nats per byte) that was lost at the policy's best learning rate, as the mean over the workloads of
+benchmarks/accuracy. There, 4 workers miss 3 updates and 8 workers miss 7."""
 
 
 def warning(policy: str, optimizer: str, behind: int) -> str | None:
     """One sentence for a policy that lost a tenth or more in the study, else None.
 
     Args:
-        policy: its text, options included; those that were not studied are not warned of.
-        optimizer: the name of its type. Adam and its like count as AdamW, which was studied.
-        behind: how many updates the first worker's forward is behind.
+        policy: its text, including options; there is no warning for those that were not studied.
+        optimizer: the name of its type. Adam and similar ones count as AdamW, which was studied.
+        behind: how many updates the first worker's forward misses.
     """
     family = "AdamW" if "Adam" in optimizer else optimizer
     studied = max((b for _, o, b in LOST if o == family and b <= behind), default=None)
@@ -52,6 +52,6 @@ def warning(policy: str, optimizer: str, behind: int) -> str | None:
     if best != policy:
         other = f"{best} lost {lost[best]:.0%}; {other}"
     return (
-        f"policy {policy} with {family} lost {share:.0%} of the synchronous result where forwards were "
-        f"{studied} updates behind (benchmarks/accuracy); {other}"
+        f"policy {policy} with {family} lost {share:.0%} of the synchronous result where forwards missed "
+        f"{studied} updates (benchmarks/accuracy); {other}"
     )

@@ -1,4 +1,4 @@
-"""Every pass sees the newest weights."""
+"""Every action sees the newest weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpipe.schedule.base import Schedule
 
 @dataclass(frozen=True)
 class Latest(Policy):
-    """Forward and backward see the newest weights there are: under `async` a minibatch's two may differ.
+    """Forward and backward see the newest weights: under `async`, those of one minibatch may differ.
 
     `F2@1` is the forward of minibatch 2 with the weights after 1 update, here under `async`:
 

@@ -1,4 +1,4 @@
-"""How many copies of its weights a policy makes a worker hold."""
+"""Counts the copies of its weights that a policy makes a worker hold."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxpipe.schedule.versions import Versions
 
 @cache
 def copies(policy: Policy, schedule: Schedule, versions: Versions | None = None) -> tuple[float, ...]:
-    """For each worker the most copies of its own weights that it holds at once beside the live ones.
+    """For each worker, the most copies of its own weights that it holds at once, in addition to the live ones.
 
-    Kept versions and predictions count, and what the weight form remembers of the last update; the optimizer's own
-    state does not. Counted from the schedule, action by action.
+    Kept versions and predictions count, and the last update that the weight form remembers; the optimizer's own state
+    does not count. Counted from the schedule, action by action.
 
     Args:
-        versions: the schedule's, for who has them already: with many workers they take a second.
+        versions: those of the schedule, if the caller has them already: with many workers they take a second.
     """
     remembered = 1.0 if policy.weight_form else 0.0
     if schedule.synchronous:
@@ -48,7 +48,7 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
         if not left[key]:
             held.discard(key)
         if action.phase == "B" and action.microbatch == schedule.microbatches - 1:
-            held |= {key for key in of_version.get(live, ()) if left[key]}  # whoever reads it later, it goes now
+            held |= {key for key in of_version.get(live, ()) if left[key]}  # freed now; later readers do not matter
             live += 1
             most = max(most, len(held - {(live, 0)}))
     return most

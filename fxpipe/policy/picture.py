@@ -9,7 +9,7 @@ from fxpipe.schedule.picture import picture
 
 
 def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
-    """The schedule's grid with what each pass sees of its worker's own weights: the picture of `sight_rows`.
+    """The schedule's grid with what each action sees of its worker's own weights: the picture of `sight_rows`.
 
     Raises:
         PolicyError: the policy refuses the schedule.
@@ -21,7 +21,7 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
 def sight_rows(
     policy: Policy, schedule: Schedule, minibatches: int, versions: Versions | None = None
 ) -> list[list[str]]:
-    """A row of cells for each worker: what it does, and what each pass sees of its own weights; `..` where it waits.
+    """A row of cells for each worker: its actions, and what each sees of its own weights; `..` where it waits.
 
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further.
 

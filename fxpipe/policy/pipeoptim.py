@@ -1,4 +1,4 @@
-"""A forward sees weights predicted for the updates it is behind, a backward the newest ones."""
+"""A forward sees weights predicted for the updates it misses, a backward the newest ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fxpipe.schedule.base import Schedule
 
 @dataclass(frozen=True)
 class PipeOptim(PredictingPolicy):
-    """Both passes of minibatch m see version m: a forward predicted, a backward for real.
+    """Forward and backward of minibatch m see version m: the forward a prediction of it, the backward itself.
 
-    Version m, all updates of earlier minibatches and no other, is what synchronous training would see. A forward that
-    can have version v is s = m − v updates behind, counted from the schedule (N−1−k on worker k of N, as the paper
-    says, without microbatches), and sees Ŵ = W_v − s·(what the optimizer does). A worker's own backward is never
-    behind; a replica may be, and is predicted alike.
+    Version m has all updates of earlier minibatches and no others; synchronous training would see it. A forward that
+    can have version v misses s = m − v updates, counted from the schedule (N−1−k on worker k of N, as in the paper,
+    without microbatches), and sees Ŵ = W_v − s·(what the optimizer does). A worker's own backward misses none; a
+    replica may miss some, and is predicted in the same way.
 
         worker 0: F0@0   F1@0+1 F2@0+2 ..     ..     B0@0   F3@1+2 B1@1   ..     B2@2   ..     B3@3
         worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3

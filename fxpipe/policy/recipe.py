@@ -1,4 +1,4 @@
-"""How a plan is run: its schedule and its policy, and what follows from them."""
+"""The recipe of a run: its schedule, its policy, and what follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both passes of a minibatch see weights predicted for one moment of the pipeline."""
+"""Forward and backward of a minibatch see weights predicted for one moment of the pipeline."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fxpipe.schedule.base import Schedule
 
 @dataclass(frozen=True)
 class SpecTrain(PredictingPolicy):
-    """Both passes of minibatch m see the weights of worker k predicted for version m + ⌊k/2⌋.
+    """Forward and backward of minibatch m see the weights of worker k predicted for version m + ⌊k/2⌋.
 
-    In the paper's words, worker k of N predicts s_F = ⌊k/2⌋ + N−1−k updates ahead for a forward and s_B = ⌊k/2⌋ for
-    a backward: Ŵ = W − s·η·(momentum). Its forward sees version m − (N−1−k) and its backward m, so both say the one
-    target above: s = m + ⌊k/2⌋ − version. A replica has the same target and a version of its own.
+    In the paper's words, worker k of N predicts s_F = ⌊k/2⌋ + N−1−k updates ahead for a forward and s_B = ⌊k/2⌋ for a
+    backward: Ŵ = W − s·η·(momentum). Its forward sees version m − (N−1−k) and its backward m, so both have the target
+    above: s = m + ⌊k/2⌋ − version. A replica has the same target and its own version.
 
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further:
 
@@ -24,11 +24,11 @@ class SpecTrain(PredictingPolicy):
         worker 1: ..     F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@1   F3@2+1 B2@2   ..     B3@3
         worker 2: ..     ..     F0@0+1 B0@0+1 F1@1+1 B1@1+1 F2@2+1 B2@2+1 F3@3+1 B3@3+1
 
-    The target is the moment one slot before worker 0 begins the minibatch's backward, where a forward takes as long
-    as a backward: worker k is then ⌊k/2⌋ minibatches further. With M microbatches it is ⌊k/2⌋ microbatches further,
-    so that microbatch j aims at version m + ⌊(j + ⌊k/2⌋)/M⌋.
+    The target is the moment one slot before worker 0 begins the minibatch's backward, if a forward takes as long as a
+    backward: worker k is then ⌊k/2⌋ minibatches further. With M microbatches it is ⌊k/2⌋ microbatches further, so that
+    microbatch j aims at version m + ⌊(j + ⌊k/2⌋)/M⌋.
 
-    Before the first update there is no direction to predict in: a pass then sees the weights as they are.
+    Before the first update there is no direction to predict in: nothing is predicted.
 
     Memory: one predicted copy of the weights at a time; the direction is the optimizer's own (`predict.py`).
     From: Chen, Yang, Cheng 2018 (SpecTrain), arXiv 1809.02839; the microbatches are ours.

@@ -10,9 +10,9 @@ from fxpipe.policy.base import Policy
 
 @dataclass(frozen=True)
 class Stash(Policy):
-    """A forward sees the newest weights, its backward the same ones: right gradients of stale weights.
+    """A forward sees the newest weights, its backward the same ones: exact gradients of stale weights.
 
-    On worker k of N: W(m+1) = W(m) − η·∇f(W(m−(N−1−k))), each worker with a delay of its own.
+    On worker k of N: W(m+1) = W(m) − η·∇f(W(m−(N−1−k))), each worker with its own delay.
 
     `B2@1` is the backward of minibatch 2 with the weights after 1 update:
 

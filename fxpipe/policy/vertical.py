@@ -1,4 +1,4 @@
-"""Every pass of a minibatch, on every worker, sees the version that its forward saw on worker 0."""
+"""Every action of a minibatch, on every worker, sees the version that its forward saw on worker 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.schedule.versions import Versions
 
 @dataclass(frozen=True)
 class Vertical(Policy):
-    """One version for a minibatch all the way down and up: gradients of one model, N−1 updates old.
+    """A minibatch sees one version all the way down and up: gradients of one model, N−1 updates old.
 
     W(m+1) = W(m) − η·∇f(W(m−N+1)), the same delay for all workers.
 

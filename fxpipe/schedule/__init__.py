@@ -1,7 +1,7 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → base → gpipe, one_f_one_b, asynchronous; then order (the laws, and a run without running anything) →
-versions (which weights every pass sees) → check (the user's verdict and picture).
+action → base → gpipe, one_f_one_b, asynchronous; then order (the laws, and a run in which nothing is computed) →
+versions (which weights every action sees) → check (the user's verdict and picture).
 """
 
 from __future__ import annotations

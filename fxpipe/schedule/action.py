@@ -17,8 +17,8 @@ _WRITTEN = re.compile(rf"(?P<phase>[FB])(?P<minibatch>{_NUMBER})(?:\.(?P<microba
 class Action:
     """The forward or the backward of one microbatch.
 
-    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second. Every action
-    has one written form; `parse` and `str` are each other's inverse.
+    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second. Every action has one
+    written form; `parse` is the inverse of `str`.
     """
 
     phase: Phase

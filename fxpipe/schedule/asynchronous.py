@@ -1,4 +1,4 @@
-"""PipeDream's 1F1B: one forward, one backward, for ever, without a flush."""
+"""PipeDream's 1F1B: one forward, one backward, forever, without a flush."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.schedule.base import Schedule
 
 
 class Async(Schedule):
-    """One forward, one backward without a flush: no worker waits for long, its weights are stale instead.
+    """One forward, one backward, without a flush: no worker waits for long, but its weights are stale.
 
         worker 0: F0 F1 F2 .. .. B0 F3 B1 F4 B2 .. B3 .. B4
         worker 1: .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 .. B4

@@ -13,13 +13,13 @@ from fxpipe.schedule.action import Action
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """The order of actions on each of `workers` workers, `microbatches` of them to a minibatch.
+    """The order of actions on each of `workers` workers, with `microbatches` microbatches per minibatch.
 
-    A worker updates its weights as part of its backward of a minibatch's last microbatch, never elsewhere.
+    A worker updates its weights as part of its backward of a minibatch's last microbatch, and at no other time.
 
     Attributes:
-        name: what the command line calls it.
-        synchronous: every pass of minibatch m sees exactly the updates of the minibatches before m.
+        name: its name on the command line.
+        synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
     """
 
     name: ClassVar[str]
@@ -43,8 +43,8 @@ class Schedule(ABC):
             actions(0):        F0 F1 B0 F2 B1 F3 B2 …
             until(0, stop=2):  F0 F1 B0    B1
 
-        Ends with the last backward of its minibatches. A schedule that has lost one would never end: it is
-        cut off after more later actions than a pipeline could hold, and `check` names the loss.
+        It ends with the last backward of its minibatches. A schedule that lacks one would never end: it is cut off
+        after more later actions than a pipeline could hold, and `check` names what is missing.
         """
         backwards = (stop - start) * self.microbatches
         patience = 4 * self.workers * self.microbatches

@@ -1,4 +1,4 @@
-"""The verdict on a schedule, and its picture, without running anything."""
+"""The verdict on a schedule, and its picture; nothing is computed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Report:
     """What `check` learned.
 
     Attributes:
-        in_flight: for each worker the most microbatches whose F is done and whose B is not; it holds the
-            saved values of so many at once.
+        in_flight: for each worker, the largest number of microbatches whose F is done and whose B is not; it holds the
+            saved values of that many at once.
         grid: the picture of the run, see `grid`.
     """
 
@@ -30,11 +30,11 @@ class Report:
 def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequence[tuple[int, int]] = ()) -> Report:
     """Prove that the schedule of `minibatches` minibatches from `start` on is lawful and runs to its end.
 
-    Every worker does every action once, F before its B, the B in order; no deadlock, waiting for the weights
-    of `replicas`, (owner, reader) pairs, included. Linear in the number of actions.
+    Every worker does every action once, F before its B, the B in order, and nothing deadlocks, even if readers wait for
+    the weights of `replicas`, which are (owner, reader) pairs. Linear in the number of actions.
 
     Raises:
-        ScheduleError: it is not; the picture in the message marks the offending actions: `>F3<`.
+        ScheduleError: the schedule is unlawful; the picture in the message marks the offending actions: `>F3<`.
     """
     rows = read(schedule, minibatches, start)
     steps = play(schedule, rows, _weights(schedule, replicas, start)) if replicas else play(schedule, rows)
@@ -45,21 +45,21 @@ def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequen
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each worker the most microbatches whose F is done and whose B is not, once the pipeline is full."""
+    """For each worker, the most microbatches whose F is done and whose B is not, once the pipeline is full."""
     minibatches = 1 if schedule.synchronous else schedule.workers + 1
     return tuple(_in_flight(schedule.until(worker, minibatches)) for worker in range(schedule.workers))
 
 
 def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] = plain) -> str:
-    """The picture of a run from an empty pipeline to an empty pipeline, one unit of time an action.
+    """The picture of a run from an empty pipeline to an empty pipeline; each action takes one unit of time.
 
         worker 0: F0 F1 .. B0 .. B1
         worker 1: .. F0 B0 F1 B1
 
-    `label(worker, action)` is what a cell says.
+    `label(worker, action)` is the text of a cell.
 
     Raises:
-        ScheduleError: as `check`.
+        ScheduleError: like `check`.
     """
     steps = play(schedule, read(schedule, minibatches))
     return picture(timeline(schedule.workers, steps, label))
@@ -76,10 +76,10 @@ def _in_flight(row: Iterable[Action]) -> int:
 def _weights(
     schedule: Schedule, replicas: Sequence[tuple[int, int]], start: int
 ) -> Callable[[int, Action], list[Event]]:
-    """What each action waits for to have its replicas: the owner's update that made the version it reads."""
+    """The owner's updates that each action waits for: those that made the versions it reads."""
     for pair in replicas:
         if not all(0 <= worker < schedule.workers for worker in pair):
-            raise ScheduleError(f"replica {pair} names a worker that is not there: there are {schedule.workers}")
+            raise ScheduleError(f"replica {pair} names a worker that does not exist: there are {schedule.workers}")
     versions = Versions(schedule)
     owners = {reader: [o for o, r in replicas if r == reader] for _, reader in replicas}
 

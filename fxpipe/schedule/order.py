@@ -1,7 +1,7 @@
-"""The laws of a schedule, and running it without running anything.
+"""The laws of a schedule, and a run of it in which nothing is computed.
 
-`read` gives the finite rows of a schedule after checking what each worker can be checked for alone; `play`
-runs the rows against each other, one unit of time an action, and finds deadlocks.
+`read` returns the finite rows of a schedule and checks each worker by itself; `play` runs the rows against each other,
+with one unit of time per action, and finds deadlocks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class TimedAction:
 
 
 def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Action]]:
-    """Every worker's actions for `minibatches` minibatches from `start` on, each row lawful by itself.
+    """Every worker's actions for `minibatches` minibatches from `start` on; each row is lawful by itself.
 
-    The law of a row: every action once, no others, F before its B, and the B in order: the update belongs to
+    The law of a row: every action once, no others, F before its B, and the B in order, because the update belongs to
     the B of a minibatch's last microbatch.
 
     Raises:
-        ScheduleError: rows break it; the first offence of each is marked in the picture.
+        ScheduleError: rows break this law; the picture marks the first offence of each.
     """
     limit = 2 * schedule.microbatches * minibatches + 1  # one more than there should be
     stop = start + minibatches
@@ -56,7 +56,7 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Acti
 
 
 def _offence(row: Sequence[Action], microbatches: int, wanted: range) -> tuple[int, Action, str] | None:
-    """The first broken law of a row: its place (the end for a missing action), the action, what happened."""
+    """The first offence in a row: its place (the end for a missing action), the action, what happened."""
     done: set[Action] = set()
     latest = Action("B", wanted.start)
     for place, action in enumerate(row):
@@ -85,15 +85,14 @@ def play(
     rows: Sequence[Sequence[Action]],
     needs: Callable[[int, Action], Iterable[Event]] = lambda worker, action: (),
 ) -> list[TimedAction]:
-    """Run the rows: the steps in an order in which each comes after all that it depends on.
+    """Run the rows: the actions in an order in which each comes after all that it depends on.
 
-    F waits for the F of the worker before, B for the B of the worker behind, both for what `needs` adds.
-    Edges of other kinds add nothing: a saved value, wherever made, is older than the backward that reaches
-    its reader. Every action starts as early as it can and takes one unit of time. Linear in the number of
-    dependencies.
+    F waits for the F of the previous worker, B for the B of the next worker, and both for what `needs` adds. Edges of
+    other kinds add nothing: a saved value, no matter where it was made, is older than the backward that reaches its
+    reader. Every action starts as early as it can and takes one unit of time. Linear in the number of dependencies.
 
     Raises:
-        ScheduleError: the run deadlocks; each waiting action is marked in the picture.
+        ScheduleError: the run deadlocks; the picture marks each waiting action.
     """
     steps: list[TimedAction] = []
     finished: dict[Event, int] = {}
@@ -122,13 +121,13 @@ def play(
 
 
 def _pipeline(schedule: Schedule, worker: int, action: Action) -> tuple[Event, ...]:
-    """What the pipeline itself makes an action wait for on another worker."""
+    """The action on another worker for which the pipeline itself makes an action wait."""
     sender = worker - 1 if action.phase == "F" else worker + 1
     return ((sender, action),) if 0 <= sender < schedule.workers else ()
 
 
 def timeline(workers: int, steps: Iterable[TimedAction], label: Callable[[int, Action], str]) -> list[list[str]]:
-    """The rows of cells of a run, a column a unit of time."""
+    """The rows of cells of a run, one column per unit of time."""
     rows: list[list[str]] = [[] for _ in range(workers)]
     for step in steps:
         row = rows[step.worker]

@@ -1,4 +1,4 @@
-"""Rows of cells as text: how every schedule is printed."""
+"""Prints schedules: rows of cells as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ IDLE = ".."
 
 
 def picture(rows: Sequence[Sequence[str]]) -> str:
-    """One line a worker, the cells in columns of one width.
+    """One line per worker, the cells in columns of one width.
 
     worker 0: F0 F1 .. B0
     worker 1: .. F0 B0

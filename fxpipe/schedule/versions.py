@@ -1,4 +1,4 @@
-"""Which version of which weights every pass sees, counted from the schedule alone."""
+"""Which version of which weights every action sees, counted from the schedule alone."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _PHASES: tuple[Phase, ...] = ("F", "B")
 class Versions:
     """The version of each owner's weights that every action on every worker sees.
 
-    A version is a number of updates. An action sees the owner's updates that *happen before* it: program
-    order on a worker, F after the F of the worker before, B after the B of the worker behind, an update
-    being part of its B. No timing enters, so every run sees the same.
+    A version is a number of updates. An action sees the owner's updates that *happen before* it: by program order on a
+    worker, F after the F of the previous worker, B after the B of the next worker; an update is part of its B. Timing
+    plays no part, so every run sees the same.
 
-    Waiting for such a version cannot deadlock, at the end of a finite run neither: the update belongs to an
-    earlier minibatch, and leaving later ones out of an order without cycles makes none.
+    Waiting for such a version cannot deadlock, not even at the end of a finite run: the update belongs to an earlier
+    minibatch, and an order without cycles stays so when later minibatches are left out.
 
-    One bound more: minibatch m never sees more than m updates. When B of m reaches worker 0, worker 1 has
-    already applied m's own gradient; worker 0's replica is asked for the weights before that.
+    There is one more bound: minibatch m never sees more than m updates. When B of m reaches worker 0, worker 1 has
+    already applied m's own gradient; worker 0's replica must have the weights before that.
 
-    In steady state this is a fixed lag behind the minibatch: 0 with a flush; with `async` on N workers
-    N−1−min(reader, owner) for F and max(0, reader−owner) for B. On three workers, as F/B:
+    In steady state this is a fixed lag: 0 with a flush; with `async` on N workers N−1−min(reader, owner) for F and
+    max(0, reader−owner) for B. On three workers, as F/B:
 
                    reader 0  reader 1  reader 2
         owner 0:     2/0       2/1       2/2
         owner 1:     2/0       1/0       1/1
         owner 2:     2/0       1/0       0/0
 
-    With several microbatches to a minibatch and no flush, those of one minibatch see different versions: with M of
-    them worker k's F of microbatch j sees version m − ⌈(N−1−k−j)/M⌉ of its own weights, of which PipeDream-2BW's
-    delay of one is the case M ≥ N−1. A lag therefore goes with a microbatch.
+    With several microbatches per minibatch and no flush, the microbatches of one minibatch see different versions: with
+    M of them, worker k's F of microbatch j sees version m − ⌈(N−1−k−j)/M⌉ of its own weights. PipeDream-2BW's delay of
+    one is the case M ≥ N−1. So a lag belongs to a microbatch.
 
     Raises:
         ScheduleError: the schedule is unlawful or deadlocks, or its lags are not fixed.
@@ -47,9 +47,10 @@ class Versions:
         self.schedule = schedule
         workers, microbatches = schedule.workers, schedule.microbatches
         filling = ceil(workers / microbatches)  # minibatches that enter the pipeline before the first one leaves it
-        # A flush ends all that one minibatch does to the next; without one, what a run begins with takes a while to go.
+        # A flush ends every effect of one minibatch on the next; without one, the effect of the start takes a while to
+        # end.
         studied = range(3 if schedule.synchronous else 3 * filling + 4)
-        # A finite run's last minibatches lack the later forwards that stand between them in an endless one.
+        # The last minibatches of a finite run lack the later forwards that an endless run has between them.
         rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * filling))
         seen = _seen(schedule, play(schedule, rows))
         last = studied[-1]
@@ -66,11 +67,12 @@ class Versions:
                 self._steady(schedule, reader, action, versions)
 
     def lag(self, phase: Phase, reader: int, owner: int, microbatch: int = 0) -> int:
-        """How many updates behind its minibatch a pass on `reader` sees the weights of `owner`."""
+        """How many updates late an action on `reader` sees the weights of `owner`."""
         return self._lags[phase, microbatch, reader][owner]
 
     def version(self, action: Action, reader: int, owner: int, start: int = 0) -> int:
-        """The version that `action` on `reader` sees, in a run whose pipeline was empty at minibatch `start`."""
+        """The version that `action` on `reader` sees, in a run that began with an empty pipeline at minibatch
+        `start`."""
         return max(start, action.minibatch - self.lag(action.phase, reader, owner, action.microbatch))
 
     def _steady(self, schedule: Schedule, reader: int, action: Action, versions: tuple[int, ...]) -> None:
@@ -85,7 +87,7 @@ class Versions:
 
 
 def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple[int, ...]]:
-    """Each action's version of every owner's weights, by vector clocks; steps × workers operations."""
+    """Each action's version of every owner's weights, by vector clocks; actions × workers operations."""
     seen: dict[Event, tuple[int, ...]] = {}
     done: dict[Event, tuple[int, ...]] = {}
     clocks = [(0,) * schedule.workers] * schedule.workers

@@ -507,7 +507,7 @@ def test_decayed_adamw_keeps_its_weight_decay() -> None:
         (partial(SGD, lr=0.1), "decay needs momentum, and SGD has none"),
         (RMSprop, "and RMSprop has none"),
         (Adagrad, "and Adagrad has none"),
-        (Lion, "and that of Lion is not known"),
+        (Lion, "fxpipe does not know that of Lion"),
     ],
 )
 def test_decay_needs_momentum(make: Make, said: str) -> None:

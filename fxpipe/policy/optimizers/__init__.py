@@ -1,1 +1,1 @@
-"""What policies know of optimizers: how weights are predicted and steps repaired."""
+"""What policies know about optimizers: how to predict weights and correct steps."""

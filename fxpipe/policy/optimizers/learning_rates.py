@@ -1,4 +1,4 @@
-"""The learning rates of updates to come, for schedules that depend on nothing but their count."""
+"""The learning rates of future updates, for schedules that depend only on the number of updates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 
 class LearningRates:
-    """The rates that a scheduler will set, found by a copy of it, the scout, that runs ahead.
+    """The rates that a scheduler will set, found by a copy of it that runs ahead, the scout.
 
     The scout is a deep copy that acts on a shell of the optimizer: the same type and options, but no parameters and no
-    state. So callables with a state of their own are copied too, and nothing that the real scheduler uses is touched.
-    Each rate is computed once; there is no other memory than some floats.
+    state. So callables that have state are copied too, and nothing that the real scheduler uses changes. Each rate is
+    computed once; this needs only the memory of some floats.
 
         scheduler = make_scheduler(optimizer)
         rates = LearningRates(optimizer, scheduler)
@@ -24,16 +24,16 @@ class LearningRates:
         optimizer.step(); scheduler.step(); rates.stepped()
         rates.reach(0, 3)                           # the rates of group 0 in the next three updates
 
-    Not known ahead, which is no error: ReduceLROnPlateau, which waits for a metric; a scheduler that is no LRScheduler
-    of torch's, of which nobody knows what else its steps do; one that cannot be copied. Past the end of a schedule its
-    last rate stands. When the live rate is once not the scout's (somebody else sets it, or it is drawn at random), the
-    scout is given up.
+    It is not an error if the rates are not known ahead: ReduceLROnPlateau waits for a metric; a scheduler that is not
+    an LRScheduler of torch may do anything in its steps; some cannot be copied. After the end of a schedule its last
+    rate applies. If the live rate ever differs from the scout's (other code sets it, or it is drawn at random), the
+    scout is dropped.
 
     Args:
         optimizer, scheduler: as they are before the first step.
 
     Attributes:
-        known: the schedule runs ahead.
+        known: the scout runs ahead.
 
     From: FTPipe's scheduler-aware prediction (Eliad et al. 2021).
     """
@@ -50,23 +50,23 @@ class LearningRates:
         try:
             self._scout = copy.deepcopy(scheduler, {id(optimizer): self._shell})
             self._rates.append(_rates(self._shell))
-        except Exception:  # it serves the real optimizer: that it cannot be copied is our affair
+        except Exception:  # it works for the real optimizer: we just cannot copy it
             return
         self.known = True
 
     def stepped(self) -> None:
-        """The real scheduler has been stepped: call after each of its steps, that is after every update."""
+        """Call after each step of the real scheduler, that is after every update."""
         if not self.known:
             return
         self._look(2)
         self._rates.popleft()
         live = _rates(self.optimizer)
-        # Not exactly, since a rate may be a tensor that lies elsewhere.
+        # Not exactly, because a rate may be a tensor on another device.
         if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(self._rates[0], live, strict=True)):
             self.known = False
 
     def reach(self, group: int, steps: int) -> list[float] | None:
-        """The rates of parameter group `group` in the next `steps` updates; None where they are not known."""
+        """The rates of parameter group `group` in the next `steps` updates; None if they are not known."""
         if not self.known:
             return None
         self._look(steps)
@@ -75,7 +75,7 @@ class LearningRates:
         return [self._rates[ahead][group] for ahead in range(steps)]
 
     def _look(self, steps: int) -> None:
-        """Run the scout until the rates of so many updates are there."""
+        """Run the scout until it has the rates of that many updates."""
         assert self._shell is not None
         while len(self._rates) < steps:
             if self._scout is not None:
@@ -90,9 +90,9 @@ class LearningRates:
 
 
 def _shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """An optimizer of the same type and options that holds nothing; None where its type does not allow it.
+    """An optimizer of the same type and options without parameters; None if its type does not allow it.
 
-    Not by `copy.copy`: it would run what a type does when it loads a state, on the real groups.
+    `copy.copy` does not work here: it would run the type's loading of a state, on the real groups.
     """
     if hasattr(type(optimizer), "param_groups"):  # a property: setting it might reach the real groups
         return None
@@ -108,7 +108,7 @@ def _shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options; those numbers that a scheduler would write in place are copied."""
+    """A group's options; numbers that a scheduler would change in place are copied."""
     own = {key: value for key, value in group.items() if key != "params"}
     for key, value in own.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -1,4 +1,4 @@
-"""Weights some updates ahead, along the direction the optimizer moved last."""
+"""Predicts weights some updates ahead, along the direction in which the optimizer moved last."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
 
 
 class Predictor:
-    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − (the rates to come, summed)·(the direction).
+    """Predicts a worker's weights `steps` updates ahead: Ŵ = W − (the sum of future rates)·(the direction).
 
-    What the direction is depends on the optimizer (`fxpipe.policy.optimizers.rules` has the table): momentum, Adam's
-    quotient, the last gradient, or, for an optimizer that is not known here, the last update itself. Each parameter
-    group has a rule of its own, chosen once; the options it needs, `lr` first, are read when predicting, so that a
-    scheduler may change any of them.
+    The direction depends on the optimizer (`fxpipe.policy.optimizers.rules` has the table): momentum, Adam's quotient,
+    the last gradient, or, for an unknown optimizer, the last update itself. Each parameter group has its own rule,
+    chosen once; the options that the rule needs, such as `lr`, are read for every prediction, so that a scheduler may
+    change them.
 
-    Nothing is changed in place: neither a live parameter nor the optimizer's state. A prediction lies in memory of
-    its own, taken from what `give_back` has returned: new memory for it in every step would cost more (page faults)
-    than the prediction itself.
+    Nothing is changed in place: neither a live parameter nor the optimizer's state. A prediction has separate memory,
+    reused from what `give_back` has returned: new memory in every step would cost more (page faults) than the
+    prediction itself.
 
-    Memory, besides the predictions: none where the optimizer holds momentum or moments; the last gradient, where
+    Memory in addition to the predictions: none if the optimizer holds momentum or moments; the last gradient with
     `keeps_gradients`; one copy of the weights for the last-update rule.
 
     Args:
-        optimizer: holds the state that is read; it may load another one at any time.
-        parameters: what can be predicted, in the caller's order. One that is in no group is frozen.
-        weight_form: for every optimizer Ŵ = W + steps·(W_t − W_{t−1}), whatever the learning rate does.
-        decay: predict only what momentum still carries when all gradients to come are zero.
-        rates: the learning rates to come, where they are known. Otherwise the present one stands for all of them.
+        optimizer: holds the state that is read; it may load another state at any time.
+        parameters: what can be predicted, in the caller's order. A parameter in no group is frozen.
+        weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), no matter what the learning rate does.
+        decay: predict only what momentum still carries if all future gradients are zero.
+        rates: the future learning rates, if they are known; else the current rate is used for all of them.
 
     Attributes:
         rules: the name of each parameter group's rule.
-        keeps_gradients: some rule needs `parameter.grad` after the step, unchanged until the next one.
+        keeps_gradients: some rule needs `parameter.grad` after the step, unchanged until the next step.
 
     Raises:
-        PolicyError: `decay` where there is no momentum that could decay.
+        PolicyError: `decay` without momentum that could decay.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Predictor:
         self.keeps_gradients = any(rule.gradient for rule in self._rules)
         if decay:
             self._refuse_decay()
-        # By number, since loading a state replaces the groups themselves.
+        # By number, because loading a state replaces the groups themselves.
         self._group = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
         self._observed = [p for p in self.parameters if id(p) in self._group and self._rule(p) is LAST_UPDATE]
         self._update: dict[int, Tensor] = {}  # last-update: W_t − W_{t−1} by parameter's id
@@ -74,10 +74,9 @@ class Predictor:
 
     @torch.no_grad()
     def predict(self, steps: int, subset: Sequence[int] | None = None) -> list[Tensor]:
-        """The parameters (those of these indices) `steps` updates ahead, in memory that nobody else reads.
+        """The parameters (those of these indices) `steps` updates ahead, in memory that no one else reads.
 
-        With steps = 0, for a frozen parameter and before a parameter's first update: the live parameter
-        itself.
+        With steps = 0, for a frozen parameter, and before a parameter's first update, it is the live parameter itself.
         """
         wanted = list(self.parameters if subset is None else (self.parameters[index] for index in subset))
         if steps == 0:
@@ -93,7 +92,7 @@ class Predictor:
         return wanted
 
     def give_back(self, predicted: Sequence[Tensor], subset: Sequence[int]) -> None:
-        """Nobody reads these results of `predict(steps, subset)` any more: their memory may be used again."""
+        """Return the memory of these results of `predict(steps, subset)`, which no one reads any more."""
         for tensor, index in zip(predicted, subset, strict=True):
             parameter = self.parameters[index]
             if tensor is not parameter:
@@ -112,7 +111,7 @@ class Predictor:
     def observe(self) -> None:
         """Call once the weights have changed, before the rates do: the last-update rule turns its copy into the update.
 
-        That is right after every `optimizer.step()` and whatever else belongs to the update.
+        That is right after every `optimizer.step()` and everything else that belongs to the update.
         """
         if self._observed:
             updates = self._last_updates(self._observed)
@@ -146,12 +145,12 @@ class Predictor:
         return out
 
     def _to_come(self, steps: int, number: int, present: float) -> Sequence[float]:
-        """The rates of the next updates; the present one for all of them where no more is known."""
+        """The rates of the next updates; the current rate for all of them if no more is known."""
         known = self.rates.reach(number, steps) if self.rates else None
         return [present] * steps if known is None else known
 
     def _repeats(self, steps: int, number: int) -> float:
-        """How many times the last update fits into the next ones: more than `steps` where the rate grows."""
+        """How many times the last update fits into the next ones: more than `steps` if the rate grows."""
         present, used = _rate(self.optimizer.param_groups[number]), self._used[number]
         if self.weight_form or not present or not used:
             return steps
@@ -165,11 +164,11 @@ class Predictor:
             if self.weight_form:
                 what, hint = "the weight form of prediction has no momentum to decay", "leave out +decay"
             elif rule is LAST_UPDATE:
-                what = f"decay needs momentum, and that of {kind}{where} is not known"
-                hint = "take SGD or RMSprop with momentum, Adam or AdamW (no subclass of them), or leave out +decay"
+                what = f"decay needs momentum, and fxpipe does not know that of {kind}{where}"
+                hint = "use SGD or RMSprop with momentum, Adam or AdamW (not a subclass), or leave out +decay"
             else:
                 what = f"decay needs momentum, and {kind}{where} has none"
-                hint = "take SGD or RMSprop with momentum > 0, Adam or AdamW, or leave out +decay"
+                hint = "use SGD or RMSprop with momentum > 0, Adam or AdamW, or leave out +decay"
             raise PolicyError(what, hint=hint)
 
 

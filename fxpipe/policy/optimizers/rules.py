@@ -1,8 +1,8 @@
 """Where an optimizer will take the weights next: one rule for each family of optimizers.
 
-Words: W the weights as they are, after t updates; s the updates to look ahead; lr_i the learning rate of update i,
-counted from 0, so that lr_t is that of the next one; reach = lr_t + … + lr_{t+s−1}, which is s·lr while lr stands
-still. g is the gradient of the last update, negated under `maximize`, as torch does before it enters any state.
+Words: W are the current weights, after t updates; s is the number of updates to look ahead; lr_i is the learning rate
+of update i, counted from 0, so lr_t is that of the next one; reach = lr_t + … + lr_{t+s−1}, which is s·lr while lr is
+constant. g is the gradient of the last update, negated under `maximize`, as torch does before it enters any state.
 
 | rule        | for                                 | Ŵ, the weights s updates ahead                               |
 |-------------|-------------------------------------|--------------------------------------------------------------|
@@ -14,15 +14,15 @@ still. g is the gradient of the last update, negated under `maximize`, as torch 
 | last-update | any other, and for all: weight form | W + (reach/the last update's lr)·(W_t − W_{t−1}), or s·(…)   |
 
 m̂ = m/(1−β₁ᵗ) and v̂ = v/(1−β₂ᵗ), or the greatest v with amsgrad; decay is AdamW's, zero for Adam, whose own weight
-decay is in its moments. With `centered`, avg is avg − ḡ². With nesterov, the direction that was applied holds the
-gradient too: the buffer stands for it. The first five repeat the optimizer's own update with what it holds now; the
-last repeats what it did, whatever that was: s times in the weight form, or where there is no rate to go by.
+decay is in its moments. With `centered`, avg is avg − ḡ². With nesterov, the applied direction also contains the
+gradient: the buffer approximates it. The first five rules repeat the optimizer's own update with its current state; the
+last one repeats the last update as it was: s times in the weight form, or if the rate is not known.
 
-With decay, the gradients to come are taken for zero, so that only what momentum carries is left (FTPipe):
+With decay, future gradients count as zero, so that only what momentum carries is left (FTPipe):
 
-    momentum:  Ŵ = W − buf·Σ lr_{t+i−1}·γ^i, i = 1 … s, which is lr·(γ−γ^{s+1})/(1−γ)·buf while lr stands still;
+    momentum:  Ŵ = W − buf·Σ lr_{t+i−1}·γ^i, i = 1 … s, which is lr·(γ−γ^{s+1})/(1−γ)·buf while lr is constant;
                with nesterov one more γ
-    adam:      m·Σ lr_{t+i−1}·β₁^i/(1−β₁^{t+i}) stands for reach·m̂; v̂ and AdamW's decay as above
+    adam:      m·Σ lr_{t+i−1}·β₁^i/(1−β₁^{t+i}) replaces reach·m̂; v̂ and AdamW's decay as above
 
 From: SpecTrain (Chen, Yang, Cheng 2018, arXiv 1809.02839) for momentum, PipeOptim (Guan et al. 2023, arXiv
 2312.00839) for Adam, AdamW and RMSprop, Kosson et al. 2020 (arXiv 2003.11666) for the weight form, FTPipe (Eliad et
@@ -47,11 +47,11 @@ class Look:
     """What a rule reads, for some parameters of one group, and where it writes.
 
     Attributes:
-        out: memory for the predictions, laid out as `weights`; whatever it holds is lost.
+        out: memory for the predictions, laid out like `weights`; its contents are lost.
         states: the optimizer's state of each parameter.
         group: the parameter group's options, as they are now.
-        rates: the learning rates of the updates to come, one for each: lr_t, lr_{t+1}, …
-        decay: take the gradients to come for zero.
+        rates: the learning rates of the future updates: lr_t, lr_{t+1}, …
+        decay: count future gradients as zero.
     """
 
     out: list[Tensor]
@@ -63,7 +63,7 @@ class Look:
 
     @property
     def reach(self) -> float:
-        """The sum of the rates, rounded once: exactly steps·lr where they are all the same."""
+        """The sum of the rates, rounded once: exactly steps·lr if they are all the same."""
         return math.fsum(self.rates)
 
 
@@ -73,9 +73,9 @@ class Rule:
 
     Attributes:
         write: writes the predictions; None for the last update, which only `Predictor` holds.
-        state: the entry of a parameter's state without which there is no direction yet.
-        gradient: reads `parameter.grad` of the last update, which must then outlive it.
-        momentum: can say what is left when the gradients to come are zero.
+        state: an entry of a parameter's state; without it there is no direction yet.
+        gradient: reads `parameter.grad` of the last update, which must be kept after it.
+        momentum: can say what is left if future gradients are zero.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Rule:
     momentum: bool = False
 
     def has_direction(self, parameter: Tensor, state: Group) -> bool:
-        """The parameter has been updated, and what the rule reads is there."""
+        """Whether the parameter has been updated and what the rule reads exists."""
         if self.gradient and parameter.grad is None:
             return False
         return self.state is None or state.get(self.state) is not None
@@ -94,7 +94,7 @@ class Rule:
 def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     """The rule of a parameter group: by the optimizer's exact type and the group's options as they are now.
 
-    A subclass may do anything, and so repeats its last update; so do complex parameters where the rule divides.
+    A subclass may do anything, so its last update is repeated; so is that of complex parameters if the rule divides.
     """
     kind = type(optimizer)
     if kind in (torch.optim.SGD, torch.optim.RMSprop) and group["momentum"] != 0:
@@ -117,7 +117,7 @@ def _momentum(look: Look) -> None:
 def _adam(look: Look) -> None:
     group, reach = look.group, look.reach
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    made = _updates(look.states)  # a parameter without gradients lags behind
+    made = _updates(look.states)  # a parameter without gradients has had fewer updates
     factors = dict.fromkeys(made, 0.0)
     for t in factors:
         factors[t] = reach / (1 - beta1**t)
@@ -166,7 +166,7 @@ def _along_gradient(look: Look, squares: list[Tensor], factors: list[float]) -> 
     """out = W + factor·(g + weight_decay·W)/(√square+ε)."""
     sign, decay = _sign(look.group), float(look.group["weight_decay"])
     tops = _gradients(look.weights)
-    if decay:  # a sum that exists nowhere: one more copy of these weights, freed at once, as in torch's own step
+    if decay:  # a sum that is not stored: one more copy of these weights, freed at once, as in torch's own step
         tops = [torch.add(top, weight, alpha=sign * decay) for top, weight in zip(tops, look.weights, strict=True)]
     eps = [float(look.group["eps"])] * len(squares)
     _add_quotient(look.out, look.weights, tops, squares, [sign * factor for factor in factors], eps)
@@ -182,11 +182,11 @@ def _sign(group: Group) -> float:
 
 
 def _updates(states: list[dict[str, Any]]) -> list[float]:
-    """How many updates each parameter has had: a number or a tensor on any device, which is asked only once."""
+    """How many updates each parameter has had: a number, or a tensor on any device, which is read only once."""
     steps = [state["step"] for state in states]
     if all(isinstance(step, Tensor) and step.device.type != "cpu" for step in steps):
         steps = torch.stack(steps).tolist()
-    return [max(float(step), 1.0) for step in steps]  # 0: a step that a gradient scaler took back
+    return [max(float(step), 1.0) for step in steps]  # 0: a gradient scaler undid the step
 
 
 def add(out: list[Tensor], weights: list[Tensor], directions: list[Tensor], factor: float) -> None:
@@ -214,8 +214,8 @@ def _add_quotient(
 ) -> None:
     """out = weights + factor·top/(√square+ε). The squares may be `out` itself.
 
-    Three passes over CPU memory, and none but `out` is written. On a GPU four fused kernels, with one more copy of
-    these weights for their time: torch's own Adam takes as much, and a kernel for each tensor would cost more.
+    On a CPU it reads memory three times and writes only `out`. On a GPU it uses four fused kernels and, meanwhile, one
+    more copy of these weights: torch's own Adam takes as much, and a kernel for each tensor would cost more.
     """
     if _on_cpu(weights):
         for o, w, top, square, factor, e in zip(out, weights, tops, squares, factors, eps, strict=True):

@@ -1,4 +1,4 @@
-"""Spike compensation: what a gradient missed while it was late, made up for in one update."""
+"""Spike compensation: one update makes up for what a late gradient has missed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fxpipe.errors import PolicyError
 
 
 class SpikeCompensation:
-    """Turns SGD's update into the spike-compensated one, for gradients that come D updates late.
+    """Turns SGD's update into the spike-compensated one, for gradients that arrive D updates late.
 
-    A gradient acts through momentum over many updates: had it come in time, it would by now have moved the weights
-    by the first D of them too. So the update gives it that at once, a spike, and the rest as momentum always does:
+    A gradient acts through momentum over many updates: if it had arrived in time, the first D of them would already
+    have moved the weights. So the update applies those at once, as a spike, and momentum applies the rest as usual:
 
         W ← W − lr·(a·buf + b·g),   a = γ^D,   b = 1 + γ + … + γ^{D−1} = (1 − γ^D)/(1 − γ)
 
     where buf is the momentum buffer with g in it, and g holds the weight decay and the sign of `maximize` as SGD has
     them. The buffer itself is SGD's own. With D = 0 this is SGD, bit for bit: nothing is computed.
 
-    `optimizer.step()` has made W − lr·buf, so what is left to add is lr·((1−a)·buf − b·g). The weight decay in g
-    wants the weights before the update: they are W_after + lr·buf, and no copy of anything is kept.
+    `optimizer.step()` has made W − lr·buf, so what is left to add is lr·((1−a)·buf − b·g). The weight decay in g needs
+    the weights before the update: they are W_after + lr·buf, so no copy is kept.
 
-    Cost: no memory; two passes over the late parameters, and one more with weight decay.
+    Cost: no memory; the late parameters are read twice, and once more with weight decay.
 
     From: Kosson et al. 2020 (Pipelined Backpropagation at Scale), arXiv 2003.11666.
 
     Args:
         optimizer: torch.optim.SGD itself, with momentum in every group, without nesterov and dampening.
-        delays: D of each parameter, by the parameter; 0 for one that is not there.
+        delays: D of each parameter, by the parameter; 0 if it is missing.
 
     Raises:
         PolicyError: any other optimizer.
@@ -53,7 +53,7 @@ class SpikeCompensation:
                 if id(parameter) in self._delays and parameter.grad is not None and moved:
                     late[self._delays[id(parameter)]].append(parameter)
             gamma, lr, decay = (float(group[key]) for key in ("momentum", "lr", "weight_decay"))
-            if gamma == 0:  # a scheduler's doing: a = 0, b = 1, which is what SGD without momentum has done
+            if gamma == 0:  # a scheduler did this: a = 0, b = 1, which is what SGD without momentum has done
                 continue
             for delay, weights in late.items():
                 a, b = gamma**delay, sum(gamma**i for i in range(delay))
