@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
-from program_text import check_pass
-from torch import nn
+from program_text import check_pass, two_layers
 
-import fxpipe
 from fxpipe.ir.transform import run_passes
 
 BEFORE = """
@@ -64,6 +61,4 @@ d__0_mm = aten.mm.default(d__0_t, batch)  # f32[2, 2] u0
 
 
 def test_forward_opens_units_and_backward_takes_them() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
-    program = fxpipe.capture(model, lambda m, x: m(x).sum(), torch.ones(3, 2))
-    check_pass(Units(), run_passes(program, [Fold()]), BEFORE, AFTER)
+    check_pass(Units(), run_passes(two_layers(), [Fold()]), BEFORE, AFTER)

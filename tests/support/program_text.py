@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import re
-from textwrap import dedent
 
 import torch
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.cut import Cut
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.units import Units
+from torch import nn
 
+import fxpipe
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Pass, run_passes
+from fxpipe.planner.cuts import Cuts
+
+
+def two_layers() -> Program:
+    """A step of two layers with a tanh between them, captured: the smallest that has two workers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    return fxpipe.capture(model, lambda m, x: m(x).sum(), torch.ones(3, 2))
+
+
+def placed(program: Program, *forward: int) -> Program:
+    """The captured program with a worker for every node: cuts before these units, in both phases."""
+    program = run_passes(program, [Fold(), Units(), Cost()])
+    positions = (0, *forward, len(program.units))
+    return run_passes(program, [Cut(Cuts(positions, positions))])
 
 
 def text(program: Program) -> str:
@@ -26,9 +46,13 @@ def text(program: Program) -> str:
     return "\n".join(lines)
 
 
+def check_text(program: Program, expected: str) -> None:
+    assert text(program) == expected.strip()
+
+
 def check_pass(step: Pass, program: Program, before: str, after: str) -> None:
     """The program is `before`, the pass makes it `after`, and both compute the same."""
-    assert text(program) == dedent(before).strip()
+    check_text(program, before)
     made = run_passes(program, [step])
-    assert text(made) == dedent(after).strip()
+    check_text(made, after)
     assert all(torch.equal(a, b) for a, b in zip(program.run(), made.run(), strict=True))

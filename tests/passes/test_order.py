@@ -1,0 +1,68 @@
+"""The order of the passes: every other one is refused before the first pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from fxpipe.passes import default_passes, evaluation_passes
+from fxpipe.passes.comm import Comm
+from fxpipe.passes.fold import Fold
+from torch import nn
+
+from fxpipe.errors import VerifyError
+from fxpipe.ir.program import Level
+from fxpipe.ir.transform import Pass, check_order, run_passes
+from fxpipe.planner.cuts import Cuts
+from fxpipe.tracing.capture import capture_evaluation
+
+OWNERS = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
+LISTS = {
+    "training": default_passes(Cuts((0, 1, 2), (0, 1, 2)), split_backward=True),
+    "evaluation": evaluation_passes(2, OWNERS, 0, "test"),
+}
+HARMLESS = {("merge_equal", "order_evaluation")}
+"""Equal calls read the same weights, so that they are of the same worker: merged before or after, one is left."""
+
+
+def swapped(passes: Sequence[Pass], place: int) -> list[Pass]:
+    return [*passes[:place], passes[place + 1], passes[place], *passes[place + 2 :]]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_default_order_is_accepted_and_every_swap_refused(name: str) -> None:
+    passes = LISTS[name]
+    check_order(Level.CAPTURED, passes)
+    for place, pair in enumerate(pairwise(passes)):
+        if tuple(step.name for step in pair) not in HARMLESS:
+            with pytest.raises(VerifyError, match="takes a program that is"):
+                check_order(Level.CAPTURED, swapped(passes, place))
+
+
+def test_a_harmless_swap_emits_the_same_text() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    metrics = {"a": lambda m, x: m(x).mean(), "b": lambda m, x: m(x).square().mean(), "c": lambda m, x: m(-x).mean()}
+    program = capture_evaluation(
+        model, lambda m, x: {name: made(m, x) for name, made in metrics.items()}, torch.randn(5, 4)
+    ).program
+    passes = LISTS["evaluation"]
+    place = [step.name for step in passes].index("merge_equal")
+    assert run_passes(program, swapped(passes, place)).files == run_passes(program, passes).files
+
+
+@pytest.mark.parametrize(
+    ("level", "passes", "message", "hint"),
+    [
+        (Level.CAPTURED, LISTS["training"][1:], "split_backward takes .* FOLDED, and this one is CAPTURED", "FOLDED"),
+        (Level.CAPTURED, swapped(LISTS["training"], 7), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
+        (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
+        (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),
+    ],
+)
+def test_the_refusal_says_what_to_run_first(level: Level, passes: Sequence[Pass], message: str, hint: str) -> None:
+    with pytest.raises(VerifyError, match=message) as caught:
+        check_order(level, passes)
+    assert hint in str(caught.value.hint)
