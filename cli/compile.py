@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
-from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
+from fxpipe.cli.model_build import build_model, check_cuts
+from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, plain, print_table, size, warn, working
-from fxpipe.cli.policy_option import policy_option
 
-from fxpipe.engines import BACKENDS
-from fxpipe.schedule import SCHEDULES
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
@@ -29,66 +29,30 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
-@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Number of stages.")
+@option_fields(CompileOptions, "workers")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
-@click.option(
-    "--cuts",
-    type=click.Choice(["auto", "same", "bidirectional", "three-way"]),
-    default="auto",
-    show_default=True,
-    help="What the planner may choose; auto: bidirectional where that gains more than 2%.",
-)
-@click.option("--fp-cut", multiple=True, metavar="PATH", help="Cut forward before this module; once for each boundary.")
-@click.option("--bp-cut", multiple=True, metavar="PATH", help="Cut backward before this module; default: as forward.")
-@click.option(
-    "--schedule", type=click.Choice(sorted(SCHEDULES)), default="async", show_default=True, help="Order of the actions."
-)
-@policy_option("by schedule")
-@click.option(
-    "--microbatches",
-    type=click.IntRange(min=1),
-    help="Parts of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
-)
-@click.option("--autocast", type=click.Choice(["bf16"]), help="Run the step under torch.autocast.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where the workers compute. [default: the model's]")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
-@click.option("--seed", default=0, show_default=True, help="Seed of the initial weights.")
-@click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="eager",
-    show_default=True,
-    help="Engine of the stages; auto measures and takes the fastest for every part.",
-)
-@click.option(
-    "--meta",
-    is_flag=True,
-    help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them.",
-)
+@option_fields(CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast")
+@option_fields(ModelOptions, "device")
+@option_fields(CompileOptions, "threads")
+@option_fields(ModelOptions, "seed")
+@option_fields(CompileOptions, "backend")
+@option_fields(ModelOptions, "meta")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option_fields(CompileOptions, "cost")
 @cost_options
 def compile_command(
     model: str,
-    workers: int,
     out: str,
-    cuts: Any,
-    fp_cut: tuple[str, ...],
-    bp_cut: tuple[str, ...],
-    schedule: str,
-    policy: str | None,
-    microbatches: int | None,
-    autocast: str | None,
     device: str | None,
-    threads: int | None,
     seed: int,
-    backend: str,
     meta: bool,
     verify: bool,
     save_profile: str | None,
     as_json: bool,
     costs: CostOptions,
+    **asked: Any,
 ) -> int:
     """Cut the training step of MODEL into stages and write them as Python.
 
@@ -109,30 +73,14 @@ def compile_command(
     from fxpipe.plan.build_folder import check_target
     from fxpipe.simulator.forecast import forecast
 
-    check_cuts(cuts, fp_cut, bp_cut)
+    options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
+    check_cuts(options)
     if meta and verify:
         raise click.UsageError("--verify runs the step, but --meta leaves parameters without values")
     check_target(Path(out))
     if save_profile is not None:
         _check_profile_path(Path(save_profile), Path(out))
-    wanted = ModelOptions(
-        model=model,
-        workers=workers,
-        cuts=cuts,
-        fp_cut=fp_cut,
-        bp_cut=bp_cut,
-        schedule=schedule,
-        policy=policy,
-        microbatches=microbatches,
-        autocast=autocast,
-        device=device,
-        threads=threads,
-        seed=seed,
-        backend=backend,
-        costs=costs,
-        meta=meta,
-    )
-    made = build_model(wanted, Path(out) / NODE_COSTS)
+    made = build_model(model, ModelOptions(device, seed, meta), options, costs)
     simulation = forecast(made.build.plan, made.build.costs)
     build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
@@ -143,12 +91,12 @@ def compile_command(
     if verify:
         with working("verifying"):
             agreement = compare_with_eager(build, made.model, made.task.loss, made.example, seed=seed)
-    limit = TOLERANCE[autocast]
+    limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
     if as_json:
         emit_json(_as_json(build, out, agreement, simulation))
     else:
-        _print(build, out, agreement, simulation, None if made.choice.device is None else made.choice.device.name)
+        _print(build, out, agreement, simulation, None if made.options.device is None else made.options.device.name)
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
     return 1 if failed else 0

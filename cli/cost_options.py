@@ -4,50 +4,48 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import click
+from fxpipe.cli.option_fields import option_fields
 
 from fxpipe.errors import FxpipeError, ProfileError
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.options import option
 from fxpipe.planner import quantity
-from fxpipe.planner.device import BUILT_IN, CPU, INFINITE, Device, DeviceSpec, read_device_spec
+from fxpipe.planner.device import BUILT_IN, CPU, INFINITE, DeviceSpec, read_device_spec
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
 
 @dataclass(frozen=True)
-class CostChoice:
-    """What was chosen, for a number of workers.
-
-    Attributes:
-        cost: where the nodes' times come from.
-        device: what 'analytic' computes for; None for its own default.
-        links: None where nothing was said about them.
-        speeds: of each worker, relative to the device.
-        memory: bytes of each worker; `inf` where nothing was said.
-    """
-
-    cost: Literal["measured", "analytic"]
-    device: Device | None
-    links: Links | None
-    speeds: tuple[float, ...]
-    memory: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class CostOptions:
-    """The options as they were typed; `choice` reads them."""
+    """The options as they were typed; `applied` reads them."""
 
-    cost: Literal["measured", "analytic"] | None = None
-    device_spec: str | None = None
-    bandwidth: str | None = None
-    latency: str | None = None
-    links: str | None = None
-    speed: str | None = None
-    memory: str | None = None
+    device_spec: str | None = option(
+        None,
+        "--device-spec",
+        metavar="NAME|FILE",
+        help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file.",
+    )
+    bandwidth: str | None = option(None, "--bandwidth", metavar="RATE", help="Of every link, as 10Gbit or 20GB/s.")
+    latency: str | None = option(None, "--latency", metavar="TIME", help="Of every link, as 50us.")
+    links: str | None = option(
+        None, "--links", metavar="FILE", help="The links, as `fxpipe doctor --links -o FILE` writes them."
+    )
+    speed: str | None = option(
+        None, "--speed", metavar="LIST", help="Speed of each worker, as 1,1,0.5,0.5. [default: all 1]"
+    )
+    memory: str | None = option(
+        None, "--memory", metavar="LIST", help="Memory of each worker, as 80GiB,40GiB, or one for all."
+    )
 
-    def choice(self, workers: int, default_links: Links = GLOO_LOOPBACK, meta: bool = False) -> CostChoice:
-        """What they mean for so many workers. Options go before files, and --links before --device-spec.
+    def applied(
+        self, options: CompileOptions, default_links: Links = GLOO_LOOPBACK, meta: bool = False
+    ) -> CompileOptions:
+        """The options of a compile with these read: its cost, device, links, speeds and memory.
+
+        What was typed goes before files, and --links before --device-spec.
 
         Args:
             default_links: what --bandwidth or --latency alone change one part of; for a device that is not a CPU,
@@ -58,10 +56,11 @@ class CostOptions:
             click.UsageError: options that contradict each other, a wrong quantity, or a list of the wrong length.
             ProfileError: a file that cannot be read, or a matrix of links for another number of workers.
         """
-        if meta and self.cost == "measured":
+        cost, workers = options.cost, options.workers
+        if meta and cost == "measured":
             raise click.UsageError("--cost measured runs the step, but --meta leaves parameters without values")
         spec = DeviceSpec() if self.device_spec is None else read_device_spec(self.device_spec)
-        if spec.device is not None and self.cost == "measured":
+        if spec.device is not None and cost == "measured":
             raise click.UsageError(
                 "--device-spec computes the times for a device that need not be here; leave --cost measured out"
             )
@@ -69,8 +68,9 @@ class CostOptions:
             default_links = NCCL_NODE
         other = DeviceSpec() if self.links is None else read_device_spec(self.links)
         device_memory = INFINITE if spec.device is None else spec.device.memory
-        return CostChoice(
-            cost=self.cost or ("measured" if spec.device is None and not meta else "analytic"),
+        return replace(
+            options,
+            cost=cost or ("measured" if spec.device is None and not meta else "analytic"),
             device=spec.device,
             links=self._links(spec, other, workers, default_links) or (None if spec.device is None else default_links),
             speeds=_each(self.speed, "--speed", _speed, spec.speeds or other.speeds, 1.0, workers),
@@ -98,34 +98,14 @@ class CostOptions:
 
 def cost_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a click command the options of costs; it gets them as one argument, `costs: CostOptions`."""
-    options = [
-        click.option(
-            "--cost",
-            type=click.Choice(["measured", "analytic"]),
-            help="Where the times come from that the cuts balance. [default: measured, here]",
-        ),
-        click.option(
-            "--device-spec",
-            metavar="NAME|FILE",
-            help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file.",
-        ),
-        click.option("--bandwidth", metavar="RATE", help="Of every link, as 10Gbit or 20GB/s."),
-        click.option("--latency", metavar="TIME", help="Of every link, as 50us."),
-        click.option("--links", metavar="FILE", help="The links, as `fxpipe doctor --links -o FILE` writes them."),
-        click.option("--speed", metavar="LIST", help="Speed of each worker, as 1,1,0.5,0.5. [default: all 1]"),
-        click.option("--memory", metavar="LIST", help="Memory of each worker, as 80GiB,40GiB, or one for all."),
-    ]
+    names = [field.name for field in fields(CostOptions)]
 
     @functools.wraps(command)
     def with_costs(*arguments: Any, **given: Any) -> Any:
-        names = ("cost", "device_spec", "bandwidth", "latency", "links", "speed", "memory")
         costs = CostOptions(**{name: given.pop(name) for name in names})
         return command(*arguments, costs=costs, **given)
 
-    result: Callable[..., Any] = with_costs
-    for option in reversed(options):
-        result = option(result)
-    return result
+    return option_fields(CostOptions, *names)(with_costs)
 
 
 def _each(

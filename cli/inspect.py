@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 from fxpipe.cli.cost_options import CostOptions, cost_options
-from fxpipe.cli.model_build import ModelOptions, build_model, check_cuts
+from fxpipe.cli.model_build import build_model, check_cuts
+from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, note, plain_lines, stdout_console, warn, working
-from fxpipe.cli.policy_option import policy_option
 
 from fxpipe.errors import BuildError
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.build_folder import PLAN
+from fxpipe.policy.option import policy_help
 from fxpipe.schedule import SCHEDULES
+from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.inspection.subject import Subject
@@ -30,26 +33,24 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
 @click.option("--after", metavar="PASS", help="Print the program as it is after a pass; capture: before the first.")
 @click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Show which weights every pass sees under it.")
-@policy_option("the build's own")
+@option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
 @click.option("--run", type=click.Path(), metavar="DIR", help="Show what a run of the build left in its --out, too.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write all of it to one page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
-@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Of a model: stages.")
-@click.option(
-    "--cuts",
-    type=click.Choice(["auto", "same", "bidirectional", "three-way"]),
-    default="auto",
-    show_default=True,
-    help="Of a model: what the planner may choose.",
+@option_fields(
+    CompileOptions,
+    workers="Of a model: stages.",
+    cuts="Of a model: what the planner may choose.",
+    forward_at="Of a model: cut forward before this module.",
+    backward_at="Of a model: cut backward before this module.",
+    microbatches="Of a model: parts of a minibatch.",
+    autocast="Of a model: run the step under torch.autocast.",
+    threads="Of a model: CPU threads of one worker.",
 )
-@click.option("--fp-cut", multiple=True, metavar="PATH", help="Of a model: cut forward before this module.")
-@click.option("--bp-cut", multiple=True, metavar="PATH", help="Of a model: cut backward before this module.")
-@click.option("--microbatches", type=click.IntRange(min=1), help="Of a model: parts of a minibatch.")
-@click.option("--autocast", type=click.Choice(["bf16"]), help="Of a model: run the step under torch.autocast.")
-@click.option("--threads", type=click.IntRange(min=1), help="Of a model: CPU threads of one worker.")
-@click.option("--meta", is_flag=True, help="Of a model: larger than memory, its parameters get no values.")
+@option_fields(ModelOptions, meta="Of a model: larger than memory, its parameters get no values.")
+@option_fields(CompileOptions, "cost")
 @cost_options
 @click.pass_context
 def inspect_command(
@@ -65,8 +66,9 @@ def inspect_command(
     run: str | None,
     html: str | None,
     as_json: bool,
+    meta: bool,
     costs: CostOptions,
-    **model: Any,
+    **asked: Any,
 ) -> int:
     """Show what runs where, what crosses between workers, what waits and what every pass sees.
 
@@ -100,13 +102,14 @@ def inspect_command(
         _refuse_model_options(context, target)
     elif run is not None:
         raise click.UsageError("--run shows a run of a build: give the build's folder instead of a model file")
-    wanted = _wanted(target, schedule, policy, costs, model)
+    made, options = ModelOptions(meta=meta), CompileOptions(schedule=schedule or "async", policy=policy, **asked)
+    check_cuts(options)
     if html is not None:
         _check_page(Path(html))
     if after is not None:
-        _print_after(Path(target), after, wanted, is_model, as_json)
+        _print_after(Path(target), after, made, options, costs, as_json)
         return 0
-    subject = _of_model(wanted) if is_model else _of_folder(target)
+    subject = _of_model(target, made, options, costs) if is_model else _of_folder(target)
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
@@ -162,29 +165,13 @@ def _check_page(path: Path) -> None:
         raise BuildError(f"--html {path} lies in a build folder", hint="choose a place beside it")
 
 
-def _wanted(
-    target: str, schedule: str | None, policy: str | None, costs: CostOptions, model: dict[str, Any]
-) -> ModelOptions:
-    check_cuts(model["cuts"], model["fp_cut"], model["bp_cut"])
-    return ModelOptions(
-        target,
-        schedule=schedule or "async",
-        policy=policy,
-        device=None,
-        seed=0,
-        backend="eager",
-        costs=costs,
-        **model,
-    )
-
-
-def _of_model(wanted: ModelOptions) -> Subject:
+def _of_model(path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions) -> Subject:
     from fxpipe.inspection.subject import subject_of
 
-    made = build_model(wanted)
-    for warning in made.build.warnings:
+    build = build_model(path, made, options, costs).build
+    for warning in build.warnings:
         warn(warning)
-    return subject_of(made.build, Path(wanted.model))
+    return subject_of(build, Path(path))
 
 
 def _of_folder(target: str) -> Subject:
@@ -243,33 +230,18 @@ def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
         print_stage(source)
 
 
-def _print_after(target: Path, name: str, wanted: ModelOptions, is_model: bool, as_json: bool) -> None:
+def _print_after(
+    target: Path, name: str, made: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
+) -> None:
     from fxpipe.inspection.after import after, check_pass
 
     check_pass(name)
-    options: dict[str, Any] = {}
-    if is_model:
-        choice = wanted.costs.choice(wanted.workers, meta=wanted.meta)
-        if choice.device is not None:
+    if target.suffix == ".py":
+        options = costs.applied(options, meta=made.meta)
+        if options.device is not None:
             raise click.UsageError("--after shows no times: leave --device-spec out")
-        options = {
-            "workers": wanted.workers,
-            "microbatches": wanted.microbatches,
-            "schedule": wanted.schedule,
-            "policy": wanted.policy,
-            "autocast": wanted.autocast,
-            "meta": wanted.meta,
-            "forward_at": wanted.fp_cut,
-            "backward_at": wanted.bp_cut,
-            "cuts": wanted.cuts,
-            "cost": choice.cost,
-            "links": choice.links,
-            "speeds": choice.speeds,
-            "memory": choice.memory,
-            "threads": wanted.threads,
-        }
     with working("inspecting") as say:
-        text = after(target, name, say=say, warn=warn, **options)
+        text = after(target, name, made, options, say=say, warn=warn)
     if as_json:
         emit_json({"after": name, "program": text})
     else:

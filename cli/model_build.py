@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.cost_options import CostChoice, CostOptions
+from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.output import warn, working
-from fxpipe.cli.policy_option import check_policy
+
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,37 +31,6 @@ NOTICEABLE = 5e-3
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """What a user asked for, as it was typed."""
-
-    model: str
-    workers: int
-    cuts: Any
-    fp_cut: tuple[str, ...]
-    bp_cut: tuple[str, ...]
-    schedule: str
-    policy: str | None
-    microbatches: int | None
-    autocast: str | None
-    device: str | None
-    threads: int | None
-    seed: int
-    backend: str
-    costs: CostOptions
-    meta: bool = False
-
-    def command(self, microbatches: int) -> str:
-        """The command that makes this build again, without the paths that differ from machine to machine."""
-        parts = ["fxpipe compile", Path(self.model).name, f"-n {self.workers}"]
-        parts += [] if self.cuts == "auto" else [f"--cuts {self.cuts}"]
-        parts += [f"--fp-cut {p}" for p in self.fp_cut] + [f"--bp-cut {p}" for p in self.bp_cut]
-        parts += [f"--schedule {self.schedule}", f"--microbatches {microbatches}"]
-        parts += [f"--autocast {self.autocast}"] if self.autocast else []
-        parts += ["--meta"] if self.meta else []
-        return " ".join(parts)
-
-
-@dataclass(frozen=True)
 class ModelBuild:
     """A build, and what it was made from."""
 
@@ -67,91 +38,63 @@ class ModelBuild:
     task: Task
     model: nn.Module
     example: Any
-    choice: CostChoice
+    options: CompileOptions
 
 
-def check_cuts(cuts: str, fp_cut: Sequence[str], bp_cut: Sequence[str]) -> None:
+def check_cuts(options: CompileOptions) -> None:
     """Raise click.UsageError where cuts are both chosen and pinned."""
-    if cuts != "auto" and (fp_cut or bp_cut):
-        raise click.UsageError(f"--cuts {cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them")
+    if options.cuts != "auto" and (options.forward_at or options.backward_at):
+        raise click.UsageError(
+            f"--cuts {options.cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
+        )
 
 
-def build_model(wanted: ModelOptions, known_costs: Path | None = None) -> ModelBuild:
+def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions) -> ModelBuild:
     """Load a model file and compile it, in memory; time its stages where times are measured.
-
-    Args:
-        known_costs: the `node_costs.json` of an earlier compile.
 
     Raises:
         click.UsageError, FxpipeError: whatever the user can mend.
     """
-    import torch
-
     from fxpipe.lowering.lower import compile
     from fxpipe.planner.links import NCCL_NODE
-    from fxpipe.policy import make as make_policy
     from fxpipe.runtime.process.allocator import reuse_freed_memory
-    from fxpipe.task.batch import default_microbatches
-    from fxpipe.task.meta import on_meta, to_device
     from fxpipe.task.model_file import load_task, source_digests
-    from fxpipe.threads import threads_for
 
-    if wanted.meta and wanted.backend != "eager":
+    if made.meta and options.backend != "eager":
         raise click.UsageError(
-            f"--backend {wanted.backend} is tried on the stages, but --meta leaves parameters "
+            f"--backend {options.backend} is tried on the stages, but --meta leaves parameters "
             "without values: leave it out, and give it to `fxpipe run`"
         )
-    choice = wanted.costs.choice(wanted.workers, meta=wanted.meta)
+    asked, options = options, costs.applied(options, meta=made.meta)
     reuse_freed_memory()
     with working("reading the model"):
-        task = load_task(wanted.model)
-        torch.manual_seed(wanted.seed)
-        made = on_meta(task.model).model if wanted.meta else task.model()
-        example = task.example()
-        if wanted.device is not None:
-            made, example = to_device(wanted.device, made, example)
-    if wanted.device == "cuda" or any(p.device.type == "cuda" for p in made.parameters()):
-        choice = wanted.costs.choice(wanted.workers, NCCL_NODE, meta=wanted.meta)
+        task = load_task(path)
+        model, example = made.make(task)
+    if made.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):
+        options = costs.applied(asked, NCCL_NODE, meta=made.meta)
     for warning in task.warnings:
         warn(warning)
-    microbatches = wanted.microbatches
-    if microbatches is None:
-        microbatches = 1 if wanted.schedule == "async" else default_microbatches(example, wanted.workers)
-    if wanted.policy is not None:
-        make_policy(wanted.policy)  # by now the model file has registered its own
-    check_policy(wanted.policy, wanted.schedule, wanted.workers, microbatches)
-    threads = threads_for(wanted.threads, wanted.workers)
+    options = options.for_task(task, example)
+    options = dataclasses.replace(options, command=_command(path, made, options))
+    evaluation = (task.metrics, _eval_batches(task, made.seed)) if task.validates else None
     with working("compiling") as say:
         say("capturing, costing and cutting")
-        build = compile(
-            made,
-            task.loss,
-            example,
-            workers=wanted.workers,
-            microbatches=microbatches,
-            schedule=wanted.schedule,
-            policy=wanted.policy,
-            forward_at=wanted.fp_cut,
-            backward_at=wanted.bp_cut,
-            cuts=wanted.cuts,
-            autocast=wanted.autocast,
-            evaluation=(task.metrics, _eval_batches(task, wanted.seed)) if task.validates else None,
-            cost=choice.cost,
-            device=choice.device,
-            links=choice.links,
-            speeds=choice.speeds,
-            memory=choice.memory,
-            optimizer=task.optimizer,
-            threads=threads,
-            known_costs=known_costs,
-            backend=wanted.backend,
-            say=say,
-            command=wanted.command(microbatches),
-        )
-        if choice.cost == "measured":
-            build = _timed(build, example, task, threads, say)
-    plan = dataclasses.replace(build.plan, sources=source_digests(Path(wanted.model)))
-    return ModelBuild(dataclasses.replace(build, plan=plan), task, made, example, choice)
+        build = compile(model, task.loss, example, options, evaluation=evaluation, say=say)
+        if options.cost == "measured":
+            build = _timed(build, example, task, options.threads or 1, say)
+    plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))
+    return ModelBuild(dataclasses.replace(build, plan=plan), task, model, example, options)
+
+
+def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
+    """The command that makes this build again, without the paths that differ from machine to machine."""
+    parts = ["fxpipe compile", Path(path).name, f"-n {options.workers}"]
+    parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
+    parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
+    parts += [f"--schedule {options.schedule}", f"--microbatches {options.microbatches}"]
+    parts += [f"--autocast {options.autocast}"] if options.autocast else []
+    parts += ["--meta"] if made.meta else []
+    return " ".join(parts)
 
 
 def _eval_batches(task: Task, seed: int) -> Iterator[Any]:

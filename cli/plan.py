@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.cost_options import CostChoice, CostOptions, cost_options
+from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, print_table, size, warn, working
-from fxpipe.cli.policy_option import check_policy, policy_option
 
-from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
-from fxpipe.schedule import SCHEDULES
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.planner.links import Links
+from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Partition
@@ -26,14 +27,15 @@ MODES = ("same", "bidirectional", "three-way")
 
 @click.command("plan")
 @click.argument("target", type=click.Path(dir_okay=False))
-@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Number of stages.")
+@option_fields(CompileOptions, "workers")
 @click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
-@click.option(
-    "--schedule", type=click.Choice(sorted(SCHEDULES)), default="async", show_default=True, help="Order of the actions."
+@option_fields(
+    CompileOptions,
+    "schedule",
+    "policy",
+    microbatches="Parts of a minibatch. [default: as `compile`]",
+    autocast="Run a model's step under torch.autocast.",
 )
-@policy_option("by schedule")
-@click.option("--microbatches", type=click.IntRange(min=1), help="Parts of a minibatch. [default: as `compile`]")
-@click.option("--autocast", type=click.Choice(["bf16"]), help="Run a model's step under torch.autocast.")
 @click.option("--no-communication", is_flag=True, help="The pure balance: messages cost nothing.")
 @click.option(
     "--weight-fraction",
@@ -42,24 +44,20 @@ MODES = ("same", "bidirectional", "three-way")
     show_default=True,
     help="Of a profile that knows only backward: the part of it that is W.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of one worker. [default: cores / workers]")
-@click.option("--meta", is_flag=True, help="Of a model larger than memory: its parameters get no values.")
+@option_fields(CompileOptions, "threads")
+@option_fields(ModelOptions, meta="Of a model larger than memory: its parameters get no values.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option_fields(CompileOptions, "cost")
 @cost_options
 def plan_command(
     target: str,
-    workers: int,
     cuts: tuple[str, ...],
-    schedule: str,
-    policy: str | None,
-    microbatches: int | None,
-    autocast: str | None,
     no_communication: bool,
     weight_fraction: float,
-    threads: int | None,
     meta: bool,
     as_json: bool,
     costs: CostOptions,
+    **asked: Any,
 ) -> int:
     """Compare the best cuts of three kinds, and simulate what they would do.
 
@@ -76,35 +74,33 @@ def plan_command(
     fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
     """
     from fxpipe.planner.advice import advised_partitions
-    from fxpipe.planner.setting import Setting
     from fxpipe.schedule import make
 
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
-    if meta and not target.endswith(".py"):
+    is_model = target.endswith(".py")
+    if meta and not is_model:
         raise click.UsageError("--meta is for models; a profile has no parameters")
-    choice = costs.choice(workers, meta=meta)
+    if weight_fraction and is_model:
+        raise click.UsageError("--weight-fraction is for profiles; of a model, W is known")
+    options = CompileOptions(**asked)
+    if not is_model:
+        _refuse_model_options(options, costs)
+    options = costs.applied(options, meta=meta)
+    if no_communication:
+        options = replace(options, links=Links())
     cuts = tuple(mode for mode in MODES if mode in cuts)
+    workers = options.workers
     with working("planning") as say:
-        if target.endswith(".py"):
-            if weight_fraction:
-                raise click.UsageError("--weight-fraction is for profiles; of a model, W is known")
-            three_way = not cuts or "three-way" in cuts
-            given = (workers, microbatches, schedule, autocast, threads, choice, three_way, meta)
-            subject = _profile_model(target, *given, say)
+        if is_model:
+            subject = _profile_model(target, ModelOptions(meta=meta), options, not cuts or "three-way" in cuts, say)
         else:
-            subject = _read_profile(target, microbatches, weight_fraction, autocast, threads, costs)
-        default_links = NCCL_NODE if subject.device == "cuda" else GLOO_LOOPBACK
-        links = Links() if no_communication else choice.links or default_links
-
-        check_policy(policy, schedule, workers, subject.microbatches)
-        setting = Setting(
-            schedule, policy, subject.microbatches, links, choice.speeds, choice.memory, subject.optimizer_bytes
-        )
+            subject = _read_profile(target, options.microbatches or 1, weight_fraction)
+        setting = replace(options, microbatches=subject.microbatches).setting(subject.device, subject.optimizer_bytes)
         found: dict[str, Partition] = {}
         for profile, modes in subject.profiles(cuts or MODES):
             found.update(advised_partitions(profile, setting, workers, modes, say))
-        order = make(schedule, workers, subject.microbatches)
+        order = make(setting.schedule, workers, setting.microbatches)
         simulated = {}
         for mode, partition in found.items():
             say(f"{mode}: simulating")
@@ -112,7 +108,7 @@ def plan_command(
     if as_json:
         emit_json(_as_json(subject, found, simulated, cuts or MODES))
     else:
-        _print(subject, found, simulated, links, workers, cuts or MODES)
+        _print(subject, found, simulated, setting.links, workers, cuts or MODES)
     return 0
 
 
@@ -139,64 +135,36 @@ class PlanInput:
         return self.apart if mode == "three-way" else self.whole
 
 
-def _read_profile(
-    path: str,
-    microbatches: int | None,
-    weight_fraction: float,
-    autocast: str | None,
-    threads: int | None,
-    costs: CostOptions,
-) -> PlanInput:
+def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
+    if costs.device_spec or options.cost:
+        raise click.UsageError("--cost and --device-spec are for models; a profile has its own times")
+    if options.autocast or options.threads:
+        raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
+
+
+def _read_profile(path: str, microbatches: int, weight_fraction: float) -> PlanInput:
     from fxpipe.planner.pipedream import read_profile
     from fxpipe.planner.setting import MOMENTUM
 
-    if costs.device_spec or costs.cost:
-        raise click.UsageError("--cost and --device-spec are for models; a profile has its own times")
-    if autocast or threads:
-        raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
     profile = read_profile(path)
     if weight_fraction:
         profile = profile.split_backward(weight_fraction)
-    return PlanInput(profile, profile, microbatches or 1, None, MOMENTUM)
+    return PlanInput(profile, profile, microbatches, None, MOMENTUM)
 
 
 def _profile_model(
-    path: str,
-    workers: int,
-    microbatches: int | None,
-    schedule: str,
-    autocast: str | None,
-    threads: int | None,
-    choice: CostChoice,
-    three_way: bool,
-    meta: bool,
-    say: Callable[[str], None],
+    path: str, made: ModelOptions, options: CompileOptions, three_way: bool, say: Callable[[str], None]
 ) -> PlanInput:
     from fxpipe.lowering.model_profile import profile_model
-    from fxpipe.lowering.options import CompileOptions
     from fxpipe.runtime.process.allocator import reuse_freed_memory
-    from fxpipe.task.batch import default_microbatches
-    from fxpipe.task.meta import on_meta
     from fxpipe.task.model_file import load_task
-    from fxpipe.threads import threads_for
 
     reuse_freed_memory()
     task = load_task(path)
     for warning in task.warnings:
         warn(warning)
-    model = on_meta(task.model).model if meta else task.model()
-    batch = task.example()
-    if microbatches is None:
-        microbatches = 1 if schedule == "async" else default_microbatches(batch, workers)
-    options = CompileOptions(
-        microbatches=microbatches,
-        autocast=autocast,
-        optimizer=task.optimizer,
-        cost=choice.cost,
-        device=choice.device,
-        threads=threads_for(threads, workers),
-    )
-    found = profile_model(model, task.loss, batch, options, three_way=three_way, say=say)
+    model, batch = made.make(task)
+    found = profile_model(model, task.loss, batch, options.for_task(task, batch), three_way=three_way, say=say)
     for warning in found.warnings:
         warn(warning)
     return PlanInput(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, print_table, warn, working
-from fxpipe.cli.policy_option import check_policy
 
+from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ the build's own cuts.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable
@@ -13,25 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import BuildError, FxpipeError, near
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.options import changed
 from fxpipe.plan.build_folder import check_current, model_path, read_plan
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.cuts import Cuts
+from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.ir.program import Program
     from fxpipe.ir.transform import Applied
-    from fxpipe.task.model_file import Task
 
 CAPTURE = "capture"
 """The program before the first pass, by this name."""
 
 _MADE_BY = ", made by: "
+AS_MADE = ModelOptions()
+ASKED = CompileOptions(microbatches=None)
 
 
 def pass_names() -> tuple[str, ...]:
     """`capture`, then every pass in the order in which they run."""
     from fxpipe.passes import default_passes
-    from fxpipe.planner.cuts import Cuts
 
     return (CAPTURE, *(p.name for p in default_passes(Cuts((0, 1), (0, 1)), split_backward=True)))
 
@@ -54,45 +59,65 @@ def check_pass(name: str) -> None:
 def after(
     target: Path,
     pass_name: str,
+    made: ModelOptions = AS_MADE,
+    options: CompileOptions = ASKED,
     *,
-    workers: int = 2,
-    microbatches: int | None = None,
-    schedule: str = "async",
-    autocast: str | None = None,
-    seed: int = 0,
-    meta: bool = False,
     say: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] | None = None,
-    **options: Any,
+    **changes: Any,
 ) -> str:
     """The program as it is after a pass, one line a node; `capture` is the program before the first.
 
     Args:
-        target: a build directory, or a model file. Of a build, workers, microbatches, schedule, policy, autocast,
-            device and cuts are its own: all that follows is for a model file.
-        workers, microbatches, schedule, autocast, seed, meta: as for `fxpipe compile`.
+        target: a build directory, or a model file.
+        made, options, changes: of a model file, how its model is made and what its compile is asked; a build has its
+            own.
         say: is told what is being done.
         warn: is told what makes the text doubtful; on stderr by default.
-        options: more of `fxpipe.lowering.options.CompileOptions`: policy, forward_at, backward_at, cuts, cost, …
 
     Raises:
         FxpipeError: no pass has that name, or it does not run with these options; the model cannot be captured or cut.
         BuildError: the model file is not the one that the build was made from, or the build has none.
     """
+    from fxpipe.ir.printer import print_program
+    from fxpipe.task.batch import split
+    from fxpipe.task.model_file import load_task
+    from fxpipe.tracing.capture import capture
+
     check_pass(pass_name)
     warn = warn or _on_stderr
+    options = changed(options, changes)
+    plan = None
     if target.suffix == ".py":
-        given = (workers, microbatches, schedule, autocast, seed, meta)
-        return _of_model(target, pass_name, *given, say, warn, dict(options))
-    return _of_build(target, pass_name, say, warn)
+        task = load_task(target)
+        for warning in task.warnings:
+            warn(warning)
+    else:
+        plan = read_plan(target)
+        task = load_task(_model_of(plan, target, pass_name))
+        made, options = ModelOptions(plan.device, meta=plan.meta), _options_of(plan, target)
+    say("capturing")
+    model, example = made.make(task)
+    options = options.for_task(task, example)
+    program = capture(model, task.loss, split(example, options.microbatches or 1)[0], autocast=options.autocast)
+    if pass_name == CAPTURE:
+        return print_program(program)
+    names = pass_names()
+    if names.index(pass_name) < names.index("cut"):
+        options = dataclasses.replace(options, cost="analytic")  # nothing is chosen yet
+    say("running the passes")
+    watched = _Watched(pass_name, to_the_end=plan is not None)
+    build = watched.lower(program, options)
+    if plan is not None and build is not None and (others := _changed(plan, build)):
+        warn(
+            f"the passes now make {', '.join(others)} otherwise than they did for {target}: another torch, or a model "
+            "that is not the same every time; what follows is what they make now"
+        )
+    return watched.text
 
 
-def _of_build(folder: Path, pass_name: str, say: Callable[[str], None], warn: Callable[[str], None]) -> str:
-    from fxpipe.ir.printer import print_program
-    from fxpipe.planner.cuts import Cuts
-    from fxpipe.task.model_file import load_task
-
-    plan = read_plan(folder)
+def _model_of(plan: Plan, folder: Path, pass_name: str) -> Path:
+    """The model file of a build, which is as it was."""
     model = model_path(plan, folder)
     if model is None:
         raise BuildError(
@@ -101,92 +126,32 @@ def _of_build(folder: Path, pass_name: str, say: Callable[[str], None], warn: Ca
             hint="FXPIPE_DUMP=FOLDER makes the program that calls fxpipe.compile write it after every pass",
         )
     check_current(plan, folder)
+    return model
+
+
+def _options_of(plan: Plan, folder: Path) -> CompileOptions:
+    """What makes the same stages again."""
     mode, recompute = _chosen(folder)
     forward, backward, weights = (
         (*(bounds[0] for bounds in kind), kind[-1][1])
         for kind in zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
     )
-    say("capturing")
-    program = _captured(load_task(model), plan.microbatches, plan.autocast, plan.device, seed=0, meta=plan.meta)
-    if pass_name == CAPTURE:
-        return print_program(program)
-    say("running the passes")
-    watched = _Watched(pass_name, to_the_end=True)
-    build = watched.lower(
-        program,
+    return CompileOptions(
         workers=plan.workers,
         microbatches=plan.microbatches,
         schedule=plan.schedule,
         policy=plan.policy,
+        autocast=plan.autocast,
         cuts=Cuts(forward, backward, weights, recompute),
         split_backward=mode == "three-way" or (mode is None and weights != backward),
         cost="analytic",  # what nodes take decides nothing where the cuts are given, and the text does not say it
         command=_command(folder, plan),
     )
-    assert build is not None
-    changed = [s.file for s in plan.stages if hashlib.sha256(build.files[s.file].encode()).hexdigest() != s.digest]
-    if changed:
-        warn(
-            f"the passes now make {', '.join(changed)} otherwise than they did for {folder}: another torch, or a model "
-            "that is not the same every time; what follows is what they make now"
-        )
-    return watched.text
 
 
-def _of_model(
-    model: Path,
-    pass_name: str,
-    workers: int,
-    microbatches: int | None,
-    schedule: str,
-    autocast: str | None,
-    seed: int,
-    meta: bool,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
-    options: dict[str, Any],
-) -> str:
-    from fxpipe.ir.printer import print_program
-    from fxpipe.task.batch import default_microbatches
-    from fxpipe.task.model_file import load_task
-    from fxpipe.threads import threads_for
-
-    task = load_task(model)
-    for warning in task.warnings:
-        warn(warning)
-    if microbatches is None:
-        microbatches = 1 if schedule == "async" else default_microbatches(task.example(), workers)
-    say("capturing")
-    program = _captured(task, microbatches, autocast, None, seed, meta)
-    if pass_name == CAPTURE:
-        return print_program(program)
-    names = pass_names()
-    if names.index(pass_name) < names.index("cut"):
-        options["cost"] = "analytic"  # nothing is chosen yet
-    options.setdefault("optimizer", task.optimizer)
-    options["threads"] = threads_for(options.get("threads"), workers)
-    say("running the passes")
-    watched = _Watched(pass_name)
-    watched.lower(program, workers=workers, microbatches=microbatches, schedule=schedule, **options)
-    return watched.text
-
-
-def _captured(
-    task: Task, microbatches: int, autocast: str | None, device: str | None, seed: int, meta: bool
-) -> Program:
-    """The program of one microbatch."""
-    import torch
-
-    from fxpipe.task.batch import split
-    from fxpipe.task.meta import on_meta, to_device
-    from fxpipe.tracing.capture import capture
-
-    torch.manual_seed(seed)
-    made = on_meta(task.model).model if meta else task.model()
-    example = task.example()
-    if device is not None:
-        made, example = to_device(device, made, example)
-    return capture(made, task.loss, split(example, microbatches)[0], autocast=autocast)
+def _changed(plan: Plan, build: Build) -> list[str]:
+    """The files of stages that are not as the plan says."""
+    return [s.file for s in plan.stages if hashlib.sha256(build.files[s.file].encode()).hexdigest() != s.digest]
 
 
 class _Reached(Exception):
@@ -202,7 +167,7 @@ class _Watched:
         self.text = ""
         self.seen: list[str] = [CAPTURE]
 
-    def lower(self, program: Program, **options: Any) -> Build | None:
+    def lower(self, program: Program, options: CompileOptions) -> Build | None:
         """Lower the program; `text` then is what it was after the pass.
 
         Returns:
@@ -214,7 +179,7 @@ class _Watched:
         from fxpipe.lowering.lower import lower
 
         try:
-            build = lower(program, observers=(self._observe,), **options)
+            build = lower(program, options, observers=(self._observe,))
         except _Reached:
             return None
         if not self.text:

@@ -61,9 +61,9 @@ def compile(
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
-    options = changed(options, changes)
+    options = changed(options, changes).for_batch(batch)
     options.check()
-    program = capture(model, loss, split(batch, options.microbatches)[0], autocast=options.autocast)
+    program = capture(model, loss, split(batch, options.setting().microbatches)[0], autocast=options.autocast)
     evaluations = None if evaluation is None else capture_evaluations(model, *evaluation, program.device)
     return lower(program, options, evaluations=evaluations, say=say)
 

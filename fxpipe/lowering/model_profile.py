@@ -63,7 +63,8 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    captured = capture(model, loss, split(batch, options.microbatches)[0], autocast=options.autocast)
+    microbatches = options.for_batch(batch).setting().microbatches
+    captured = capture(model, loss, split(batch, microbatches)[0], autocast=options.autocast)
     program = run_passes(captured, front_passes())
     split_up = run_passes(captured, front_passes(split_backward=True)) if three_way else program
     say("costing the step")
@@ -75,11 +76,11 @@ def profile_model(
         again = step_costs(split_up, options, costs.optimizer)
         apart = profile_of(run_passes(split_up, [again.of_nodes]), rate)
     first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
-    samples = (first.shape[0] if first.shape else 1) * options.microbatches
+    samples = (first.shape[0] if first.shape else 1) * microbatches
     return ModelProfile(
         whole,
         apart,
-        options.microbatches,
+        microbatches,
         samples,
         costs.optimizer.state_bytes,
         program.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +21,7 @@ from fxpipe.schedule import SCHEDULES
 from fxpipe.schedule import make as make_schedule
 
 if TYPE_CHECKING:
-    from fxpipe.task.model_file import MakeOptimizer
+    from fxpipe.task.model_file import MakeOptimizer, Task
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
@@ -41,7 +41,8 @@ class CompileOptions:
             worker between two cuts at one place has nothing to do in that phase.
         schedule: 'async', '1f1b' or 'gpipe'.
         policy: the schedule's own default where None.
-        microbatches: how many make a minibatch. The step is captured on one of them.
+        microbatches: how many make a minibatch; the step is captured on one of them. None: 1 for async, else a divisor
+            of the batch near the number of workers.
         autocast: 'bf16' captures the step under torch.autocast; for a program that is captured already it says nothing.
         threads: CPU threads while measuring.
         backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
@@ -72,7 +73,7 @@ class CompileOptions:
     )
     schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
     policy: str | None = policy_option("by schedule")
-    microbatches: int = option(
+    microbatches: int | None = option(
         1,
         "--microbatches",
         on_command_line=None,
@@ -114,6 +115,21 @@ class CompileOptions:
         """Whether operators that make input and weight gradients in one call are to make them in two."""
         return self.split_backward or (self.planned and self.cuts == "three-way")
 
+    def for_batch(self, batch: Any) -> CompileOptions:
+        """With the number of microbatches decided, by the whole minibatch."""
+        from fxpipe.task.batch import default_microbatches
+
+        if self.microbatches is not None:
+            return self
+        return replace(self, microbatches=1 if self.schedule == "async" else default_microbatches(batch, self.workers))
+
+    def for_task(self, task: Task, batch: Any) -> CompileOptions:
+        """With what a model file, its first batch and this machine decide where nothing was asked."""
+        from fxpipe.threads import threads_for
+
+        threads = threads_for(self.threads, self.workers)
+        return replace(self.for_batch(batch), optimizer=self.optimizer or task.optimizer, threads=threads)
+
     def check(self) -> None:
         """Refuse what makes no sense for any model.
 
@@ -144,9 +160,10 @@ class CompileOptions:
         Raises:
             ScheduleError, PolicyError: as for `check`.
         """
-        schedule = make_schedule(self.schedule, self.workers, self.microbatches)
+        microbatches = 1 if self.microbatches is None else self.microbatches
+        schedule = make_schedule(self.schedule, self.workers, microbatches)
         policy = make_policy(self.policy or default_for(schedule))
         policy.check(schedule)
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
-        return Setting(schedule.name, str(policy), self.microbatches, links, speeds, memory, optimizer_bytes)
+        return Setting(schedule.name, str(policy), microbatches, links, speeds, memory, optimizer_bytes)

@@ -6,6 +6,8 @@ from typing import Any
 
 from fxpipe.options import option
 from fxpipe.policy import POLICIES, make
+from fxpipe.policy.base import Policy
+from fxpipe.schedule import make as make_schedule
 
 
 def policy_option(default: str) -> Any:
@@ -15,9 +17,27 @@ def policy_option(default: str) -> Any:
         "--policy",
         kind=_policy,
         metavar="NAME[+OPTION]",
-        help=f"Which weights a pass sees: {', '.join(sorted(POLICIES))}, or the model file's own; with switches behind "
-        f"it: pipeoptim+keep, spectrain+decay. [default: {default}]",
+        help=policy_help(default),
     )
+
+
+def policy_help(default: str) -> str:
+    """What `--help` says of it."""
+    return (
+        f"Which weights a pass sees: {', '.join(sorted(POLICIES))}, or the model file's own; with switches behind it: "
+        f"pipeoptim+keep, spectrain+decay. [default: {default}]"
+    )
+
+
+def check_policy(policy: str | Policy | None, schedule: str, workers: int, microbatches: int) -> None:
+    """Refuse before anything long begins what makes no sense. A name that only a model file may know is let through.
+
+    Raises:
+        ScheduleError, PolicyError: an unknown schedule or option, or a combination that makes no sense.
+    """
+    made = make_schedule(schedule, workers, microbatches)
+    if isinstance(policy, str) and policy.split("+")[0] in POLICIES:
+        make(policy).check(made)
 
 
 def _policy(text: str) -> str:

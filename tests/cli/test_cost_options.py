@@ -10,9 +10,11 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from fxpipe.cli.cost_options import CostChoice, CostOptions, cost_options
+from fxpipe.cli.cost_options import CostOptions, cost_options
+from fxpipe.cli.option_fields import option_fields
 
 from fxpipe.errors import ProfileError
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.planner.device import BUILT_IN
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
 
@@ -38,74 +40,77 @@ def write(folder: Path, text: str, name: str = "spec.toml") -> str:
     return str(path)
 
 
-def parsed(*arguments: str) -> CostOptions:
-    """What a command gets."""
-    got: list[Any] = []
+def parsed(*arguments: str, workers: int = 2, **more: Any) -> CompileOptions:
+    """What the options mean for a compile."""
+    got: list[CompileOptions] = []
 
     @click.command()
-    @click.option("-n", "--workers", default=2)
+    @option_fields(CompileOptions, "cost")
     @cost_options
-    def command(workers: int, costs: CostOptions) -> None:
-        got.append(costs)
+    def command(cost: Any, costs: CostOptions) -> None:
+        got.append(costs.applied(CompileOptions(workers=workers, cost=cost), **more))
 
     result = CliRunner().invoke(command, arguments, standalone_mode=False)
     if result.exception is not None:
         raise result.exception
-    assert isinstance(got[0], CostOptions)
     return got[0]
 
 
+def chosen(cost: Any, device: Any, links: Any, speeds: Any, memory: Any) -> CompileOptions:
+    return CompileOptions(len(speeds), cost=cost, device=device, links=links, speeds=speeds, memory=memory)
+
+
 def test_without_options() -> None:
-    assert parsed().choice(2) == CostChoice("measured", None, None, (1.0, 1.0), (INFINITE, INFINITE))
+    assert parsed() == chosen("measured", None, None, (1.0, 1.0), (INFINITE, INFINITE))
 
 
 def test_every_option_is_read() -> None:
     found = parsed(
         "--cost", "analytic", "--bandwidth", "10Gbit", "--latency", "1ms", "--speed", "1,0.5", "--memory", "8GB,1GiB"
-    ).choice(2)
-    assert found == CostChoice("analytic", None, Links(1.25e9, 1e-3, GLOO_LOOPBACK.copy), (1.0, 0.5), (8e9, 2.0**30))
+    )
+    assert found == chosen("analytic", None, Links(1.25e9, 1e-3, GLOO_LOOPBACK.copy), (1.0, 0.5), (8e9, 2.0**30))
 
 
 def test_a_device_is_computed_for() -> None:
-    found = parsed("--device-spec", "h200").choice(3)
-    assert found == CostChoice("analytic", BUILT_IN["h200"], NCCL_NODE, (1.0,) * 3, (141e9,) * 3)
-    assert parsed("--device-spec", "h200", "--cost", "analytic").choice(1).cost == "analytic"
+    found = parsed("--device-spec", "h200", workers=3)
+    assert found == chosen("analytic", BUILT_IN["h200"], NCCL_NODE, (1.0,) * 3, (141e9,) * 3)
+    assert parsed("--device-spec", "h200", "--cost", "analytic", workers=1).cost == "analytic"
     with pytest.raises(click.UsageError, match="leave --cost measured out"):
-        parsed("--device-spec", "h200", "--cost", "measured").choice(1)
+        parsed("--device-spec", "h200", "--cost", "measured", workers=1)
 
 
 def test_a_file_says_what_options_do_not(tmp_path: Path) -> None:
     path = write(tmp_path, FILE)
-    found = parsed("--device-spec", path).choice(2)
+    found = parsed("--device-spec", path)
     assert found.device is not None
     assert found.device.name == "spec"
     assert (found.cost, found.links, found.speeds, found.memory) == ("analytic", LINKS, (1.0, 0.5), (8e9, 8e9))
-    found = parsed("--device-spec", path, "--speed", "2,2", "--memory", "4GB", "--latency", "0s").choice(2)
+    found = parsed("--device-spec", path, "--speed", "2,2", "--memory", "4GB", "--latency", "0s")
     assert (found.links, found.speeds, found.memory) == (Links(1e9, 0.0, 1e-9), (2.0, 2.0), (4e9, 4e9))
 
 
 def test_a_file_without_a_device_leaves_costs_measured(tmp_path: Path) -> None:
-    found = parsed("--device-spec", write(tmp_path, "[workers]\nmemory = ['1GB']")).choice(2)
+    found = parsed("--device-spec", write(tmp_path, "[workers]\nmemory = ['1GB']"))
     assert (found.cost, found.device, found.memory) == ("measured", None, (1e9, 1e9))
 
 
 def test_links_come_from_their_own_file_first(tmp_path: Path) -> None:
     links = write(tmp_path, "[links]\nbandwidth = '2GB/s'", "links.toml")
-    assert parsed("--links", links, "--device-spec", write(tmp_path, FILE)).choice(2).links == Links(2e9)
-    assert parsed("--links", links, "--bandwidth", "3GB/s").choice(2).links == Links(3e9)
+    assert parsed("--links", links, "--device-spec", write(tmp_path, FILE)).links == Links(2e9)
+    assert parsed("--links", links, "--bandwidth", "3GB/s").links == Links(3e9)
     with pytest.raises(ProfileError, match=r"has no \[links\]"):
-        parsed("--links", write(tmp_path, "[workers]\nspeed = [1]", "other.toml")).choice(2)
+        parsed("--links", write(tmp_path, "[workers]\nspeed = [1]", "other.toml"))
 
 
 def test_one_part_of_the_links_changes_the_default() -> None:
-    assert parsed("--latency", "1ms").choice(2, NCCL_NODE).links == Links(NCCL_NODE.bandwidth, 1e-3, NCCL_NODE.copy)
+    assert parsed("--latency", "1ms", default_links=NCCL_NODE).links == Links(NCCL_NODE.bandwidth, 1e-3, NCCL_NODE.copy)
 
 
 def test_a_matrix_for_another_number_of_workers(tmp_path: Path) -> None:
     path = write(tmp_path, "[links]\nbandwidth = [[0, 1], [1, 0]]")
-    assert parsed("--links", path).choice(2).links is not None
+    assert parsed("--links", path).links is not None
     with pytest.raises(ProfileError, match="2×2, for 3 workers it must be 3×3"):
-        parsed("--links", path).choice(3)
+        parsed("--links", path, workers=3)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +129,13 @@ def test_a_matrix_for_another_number_of_workers(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_wrong_commands(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(click.UsageError) as caught:
-        parsed(*options).choice(2)
+        parsed(*options)
     assert message in str(caught.value)
 
 
 def test_a_file_for_another_number_of_workers(tmp_path: Path) -> None:
     with pytest.raises(click.UsageError, match=r"\[workers\] of the file, for --speed, gives 2 speeds for 3 workers"):
-        parsed("--device-spec", write(tmp_path, FILE)).choice(3)
+        parsed("--device-spec", write(tmp_path, FILE), workers=3)
 
 
 def test_they_import_nothing_heavy() -> None:
@@ -141,11 +146,11 @@ def test_they_import_nothing_heavy() -> None:
 @pytest.mark.parametrize(("option", "text"), [("--latency", "50"), ("--bandwidth", "10"), ("--memory", "80,80")])
 def test_a_number_without_its_unit_is_refused(option: str, text: str) -> None:
     with pytest.raises(click.UsageError, match="has no unit"):
-        parsed(option, text).choice(2)
-    assert parsed("--latency", "0").choice(2).links is not None
+        parsed(option, text)
+    assert parsed("--latency", "0").links is not None
 
 
 def test_a_links_file_may_say_what_the_workers_are(tmp_path: Path) -> None:
     path = write(tmp_path, FILE)
-    assert parsed("--links", path).choice(2).speeds == (1.0, 0.5)
-    assert parsed("--links", path, "--speed", "3,4").choice(2).speeds == (3.0, 4.0)
+    assert parsed("--links", path).speeds == (1.0, 0.5)
+    assert parsed("--links", path, "--speed", "3,4").speeds == (3.0, 4.0)

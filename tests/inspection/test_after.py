@@ -94,7 +94,7 @@ def test_a_pass_that_does_not_run_here(folder: Path) -> None:
     with pytest.raises(FxpipeError, match="split_backward does not run here") as caught:
         after(folder / "model.py", "split_backward", cost="analytic")
     assert "capture, fold, units, cost" in str(caught.value)
-    assert after(folder / "model.py", "split_backward", cost="analytic", cuts="three-way").startswith("# CAPTURED")
+    assert after(folder / "model.py", "split_backward", cost="analytic", cuts="three-way").startswith("# FOLDED")
 
 
 def test_a_stale_build_and_one_without_a_model(folder: Path, tmp_path: Path) -> None:

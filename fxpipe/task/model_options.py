@@ -1,0 +1,49 @@
+"""How the model of a model file is made, before there is a step to compile. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.options import option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxpipe.task.model_file import Task
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is made.
+
+    Attributes:
+        device: 'cpu' or 'cuda'; the model's own where None.
+        seed: of the initial weights.
+        meta: parameters get no values, for models larger than memory.
+    """
+
+    device: str | None = option(
+        None, "--device", choices=("cpu", "cuda"), help="Where the workers compute. [default: the model's]"
+    )
+    seed: int = option(0, "--seed", help="Seed of the initial weights.")
+    meta: bool = option(
+        False,
+        "--meta",
+        help="For models larger than memory: parameters get no values; `fxpipe run` reads or initialises them.",
+    )
+
+    def make(self, task: Task) -> tuple[nn.Module, Any]:
+        """The model, and the first batch of its training data.
+
+        Raises:
+            TaskError: a hook failed.
+        """
+        import torch
+
+        from fxpipe.task.meta import on_meta, to_device
+
+        torch.manual_seed(self.seed)
+        model = on_meta(task.model).model if self.meta else task.model()
+        example = task.example()
+        return (model, example) if self.device is None else to_device(self.device, model, example)
