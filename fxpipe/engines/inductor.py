@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.engines.engine import Compute, Engine
-from fxpipe.errors import BackendError
+from fxpipe.errors import BackendError, first_line
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_part import PurePart
@@ -41,7 +41,7 @@ _LOGGERS = ("torch._inductor", "torch._dynamo", "torch._functorch")
 class InductorEngine(Engine):
     """Compiles each part once, for its static shapes and the process's number of threads.
 
-    The cache is a folder: inductor's own (sources, libraries), and beside them the artifact that finds them.
+    The cache is a folder: inductor's own (sources, libraries), and the artifact that finds them.
     """
 
     name: ClassVar[str] = "inductor"
@@ -73,7 +73,7 @@ class InductorEngine(Engine):
         return _Compiled(function, layouts, results)
 
     def _situation(self, device: str) -> str:
-        """What compiled code is good for beside `version`."""
+        """What compiled code is good for, in addition to `version`."""
         index = torch.cuda.current_device() if torch.device(device).type == "cuda" else "cpu"
         return f"{self.version()}, {index}, {torch.get_num_threads()} threads"
 
@@ -243,9 +243,8 @@ def _quiet(device: str, folder: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: of a compiler's output its first error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    line = next((line for line in lines if "error:" in line), lines[0])
+    """One line: the first error of a compiler's output, else the first line."""
+    line = next((line.strip() for line in str(error).splitlines() if "error:" in line), first_line(error))
     return f"{type(error).__name__}: {line[:300]}"
 
 

@@ -18,7 +18,7 @@ from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import TensorSpec
-from fxpipe.stages.pure_part import Input, Output, PurePart
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class OrtEngine(Engine):
                 return Session(part, model)
         except BackendError:
             pass  # a file that was cut short: made anew
-        rows: tuple[Input | Output, ...] = (*part.inputs, *part.outputs)
+        rows: tuple[PartInput | PartOutput, ...] = (*part.inputs, *part.outputs)
         odd = [f"{r.kind} {r.name} is {r.tensor.dtype}" for r in rows if r.tensor.dtype not in _TYPES]
         if odd:
             raise BackendError(f"onnxruntime has no such type: {', '.join(odd[:5])}")
@@ -198,9 +198,10 @@ class Session:
         inputs, outputs = _names(part)
         known = {i.name for i in self._session.get_inputs()}
         self._inputs = [
-            _Port(name, row.tensor) if name in known else None for name, row in zip(inputs, part.inputs, strict=True)
+            _BoundTensor(name, row.tensor) if name in known else None
+            for name, row in zip(inputs, part.inputs, strict=True)
         ]
-        self._outputs = [_Port(name, row.tensor) for name, row in zip(outputs, part.outputs, strict=True)]
+        self._outputs = [_BoundTensor(name, row.tensor) for name, row in zip(outputs, part.outputs, strict=True)]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         made, _held = self.bind(inputs)  # what is bound must live until the session has run
@@ -232,7 +233,7 @@ class Session:
         return made, copies
 
 
-class _Port:
+class _BoundTensor:
     """An input or output as it is bound."""
 
     __slots__ = ("bound", "layout", "name", "physical", "stride", "type")

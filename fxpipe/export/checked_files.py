@@ -13,7 +13,7 @@ from torch import Tensor
 from fxpipe.errors import ExportError
 from fxpipe.onnx.check import run_file
 from fxpipe.onnx.model_file import WeightsForm, write
-from fxpipe.stages.compare import NAN, Difference, Expected, compare
+from fxpipe.stages.compare import NAN, Difference, Expected, compare, in_words
 
 Verdict = Literal["rounding", "unstable", "wrong"]
 """Why an output is off: by rounding alone, as far as the stage's own code moves by it, or by a mistake."""
@@ -76,7 +76,7 @@ class CheckedModel:
         wrong = [d for d in found if verdicts.get(d.output) == "wrong"]
         if wrong or len(self.model.graph.output) != len(self.expected):
             raise ExportError(
-                f"{path.name} does not compute what the stage's own code computes: {differences(wrong)}",
+                f"{path.name} does not compute what the stage's own code computes: {in_words(wrong)}",
                 where=self.source,
                 hint="nothing was written; look at the batch and at the initial weights"
                 if any(d.reason == NAN for d in wrong)
@@ -88,9 +88,3 @@ class CheckedModel:
         nodes = len(self.model.graph.node) + sum(len(f.node) for f in self.model.functions)
         file = ExportedFile(path.name, nodes, taken, worst.error, worst.output, seconds=0.0)
         return file, worst if verdicts.get(worst.output) == "unstable" else None
-
-
-def differences(wrong: list[Difference], most: int = 5) -> str:
-    """The first of them in words, and how many more there are."""
-    more = f"; and {len(wrong) - most} more outputs" if len(wrong) > most else ""
-    return "; ".join(map(str, wrong[:most])) + more

@@ -9,7 +9,7 @@ import onnx
 
 from fxpipe.onnx.model_file import WeightsForm, note
 from fxpipe.plan.spec import Plan
-from fxpipe.stages.pure_part import Input, Output, PurePart
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
 """Of outputs that have the names of weights and buffers."""
@@ -45,7 +45,7 @@ def names_of(part: PurePart) -> tuple[list[str], list[str]]:
     return inputs, [outputs[i] for i in range(len(part.outputs))]
 
 
-def row_of(plan: Plan, value: str, row: Input | Output) -> dict[str, Any]:
+def row_of(plan: Plan, value: str, row: PartInput | PartOutput) -> dict[str, Any]:
     """What the metadata says of an input or output, which the model calls `value`."""
     kind, name = row.kind, row.name
     made: dict[str, Any] = {"value": value, "kind": kind, "name": name}

@@ -13,12 +13,12 @@ import onnx
 from onnx import helper
 
 from fxpipe.export.names import Names
-from fxpipe.stages.pure_part import Input, Output, PurePart
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 DOMAIN = "fxpipe"
 """Of the functions."""
 
-Row = TypeVar("Row", Input, Output)
+Row = TypeVar("Row", PartInput, PartOutput)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class PipelineModel:
     """The model, and what its inputs and outputs are."""
 
     model: onnx.ModelProto
-    inputs: tuple[Entry[Input], ...]
-    outputs: tuple[Entry[Output], ...]
+    inputs: tuple[Entry[PartInput], ...]
+    outputs: tuple[Entry[PartOutput], ...]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class _MainGraph:
         self.infos: list[onnx.ValueInfoProto] = []
         self.results: list[onnx.ValueInfoProto] = []
         self.inner: list[onnx.ValueInfoProto] = []
-        self.inputs: list[Entry[Input]] = []
-        self.outputs: list[Entry[Output]] = []
+        self.inputs: list[Entry[PartInput]] = []
+        self.outputs: list[Entry[PartOutput]] = []
         self.known: dict[tuple[str, ...], str] = {}  # what is there already, by what it is
         self.names = Names()
 
@@ -122,7 +122,7 @@ class _MainGraph:
         node.metadata_props.add(key="fxpipe", value=converted.metadata)
         self.nodes.append(node)
 
-    def _input(self, part: PurePart, row: Input, info: onnx.ValueInfoProto) -> str:
+    def _input(self, part: PurePart, row: PartInput, info: onnx.ValueInfoProto) -> str:
         key = self._key(part, row)
         if key not in self.known:
             name = f"{part.name}.{row.name}" if row.kind == "mask" else row.name
@@ -131,7 +131,7 @@ class _MainGraph:
             self.infos.append(_renamed(info, self.known[key]))
         return self.known[key]
 
-    def _output(self, part: PurePart, row: Output, info: onnx.ValueInfoProto) -> str:
+    def _output(self, part: PurePart, row: PartOutput, info: onnx.ValueInfoProto) -> str:
         if row.kind in ("loss", "gradient", "update"):
             name = self.names.free(row.kind, row.name)
             self.outputs.append(Entry(name, part, row))
@@ -143,7 +143,7 @@ class _MainGraph:
             self.known[self._key(part, row)] = name  # a buffer's later readers see its new value
         return name
 
-    def _key(self, part: PurePart, row: Input | Output) -> tuple[str, ...]:
+    def _key(self, part: PurePart, row: PartInput | PartOutput) -> tuple[str, ...]:
         """The same for an output and for the inputs that it becomes."""
         if row.kind in ("sent", "received"):
             return "edge", row.name

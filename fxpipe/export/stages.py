@@ -31,7 +31,7 @@ from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.part_call import Function, PartCall, PartResult
 from fxpipe.stages.pure_function import in_float64
-from fxpipe.stages.pure_part import Input, Output, PurePart, trace_stage
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart, trace_stage
 from fxpipe.task.batch import Splitter
 
 OPSET = 20
@@ -259,12 +259,14 @@ class _Export:
         self.files.append(dataclasses.replace(file, seconds=time.perf_counter() - begun))
         return unstable
 
-    def _moved(self, outputs: Sequence[Entry[Output]], expected: Mapping[str, Expected]) -> dict[str, float]:
+    def _moved(self, outputs: Sequence[Entry[PartOutput]], expected: Mapping[str, Expected]) -> dict[str, float]:
         """How far a rounding error in every weight moves each output of the stages' own code."""
         found = {e.name: value for e, value in zip(outputs, self._again(outputs, rounded=True), strict=True)}
         return {d.output: d.error for d in compare(found, expected)}
 
-    def _again(self, outputs: Sequence[Entry[Output]], *, rounded: bool = False, exactly: bool = False) -> list[Tensor]:
+    def _again(
+        self, outputs: Sequence[Entry[PartOutput]], *, rounded: bool = False, exactly: bool = False
+    ) -> list[Tensor]:
         """The stages' own outputs once more: from weights that are off by their last digit, or in float64."""
         state = self._state()
         if rounded:
@@ -280,7 +282,7 @@ class _Export:
             made.update({(part.name, row.name): v for row, v in zip(part.outputs, result.flat(), strict=True)})
         return [made[e.part.name, e.row.name] for e in outputs]
 
-    def _weights(self, entries: Sequence[Entry[Input]]) -> dict[str, Tensor]:
+    def _weights(self, entries: Sequence[Entry[PartInput]]) -> dict[str, Tensor]:
         """The initial values that may be in the model: a backward reads the new values of buffers, not these."""
         return {
             e.name: self.tensors[e.row.name]
@@ -289,7 +291,7 @@ class _Export:
             or (e.row.kind == "buffer" and (e.part.phase == "F" or e.row.name not in self.updated))
         }
 
-    def _example_of(self, entry: Entry[Input]) -> Tensor:
+    def _example_of(self, entry: Entry[PartInput]) -> Tensor:
         if entry.row.kind == "batch":
             return self.batch[entry.row.name]
         if entry.row.kind == "weight":
@@ -311,5 +313,5 @@ def _rounded(weight: Tensor) -> Tensor:
     return weight * (1 + torch.finfo(weight.dtype).eps * torch.randn_like(weight).sign())
 
 
-def _expect(row: Output, value: Tensor) -> Expected:
+def _expect(row: PartOutput, value: Tensor) -> Expected:
     return Expected(value, peers=row.kind, summed=row.kind == "gradient")

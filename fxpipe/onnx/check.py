@@ -21,10 +21,10 @@ def run_file(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ExportError: the file is not a valid model, onnxruntime cannot run it, or it asks for an input not given.
     """
-    return Session(path).run(inputs)
+    return CheckedSession(path).run(inputs)
 
 
-class Session:
+class CheckedSession:
     """A model's file, checked and loaded into onnxruntime on the CPU, to be run more than once.
 
     Raises:

@@ -80,6 +80,12 @@ def compare(
     return made + [Difference(n, math.inf, "is an output that nobody expects") for n in found if n not in expected]
 
 
+def in_words(differences: Sequence[Difference], most: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(differences) - most} more outputs" if len(differences) > most else ""
+    return "; ".join(map(str, differences[:most])) + more
+
+
 def rounding_alone(
     difference: Difference,
     found: Mapping[str, Tensor],

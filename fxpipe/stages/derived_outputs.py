@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxpipe.ir.aten import is_getitem, is_random, is_view
 from fxpipe.ir.program import copy_graph
-from fxpipe.stages.pure_part import Output, PurePart
+from fxpipe.stages.pure_part import PartOutput, PurePart
 from fxpipe.task.batch import tensor_spec
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ def _is_free(node: fx.Node) -> bool:
     return node.op == "placeholder" or not (node.all_input_nodes or is_random(node))
 
 
-def _row(base: fx.Node, output: Output) -> Output:
+def _row(base: fx.Node, output: PartOutput) -> PartOutput:
     return replace(output, tensor=tensor_spec(base.meta["val"]))
 
 

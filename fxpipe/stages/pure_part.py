@@ -38,7 +38,7 @@ OutputKind = Literal["loss", "update", "saved", "gradient", "sent"]
 
 
 @dataclass(frozen=True)
-class Input:
+class PartInput:
     """One input of a pure part: what it is, its name there (of a parameter, a buffer, an edge, …), and its tensor."""
 
     kind: InputKind
@@ -47,7 +47,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Output:
+class PartOutput:
     """One output of a pure part."""
 
     kind: OutputKind
@@ -69,8 +69,8 @@ class PurePart:
     worker: int
     phase: Phase
     graph: fx.GraphModule
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    inputs: tuple[PartInput, ...]
+    outputs: tuple[PartOutput, ...]
     draws: tuple[Draw, ...]
     device: str
 
@@ -111,7 +111,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     """One pure part of a stage; a backward needs to know what its forward saves."""
     inputs = tuple(_inputs(plan, worker, phase, saved))
     spec = plan.stages[worker].part(phase)
-    kept: list[Output] = []
+    kept: list[PartOutput] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
         """The outputs of the stage's function; notes what they are."""
@@ -130,7 +130,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         named += [("saved", n, v) for n, v in zip(spec.saved if phase == "F" else (), result.saved, strict=True)]
         named += [("gradient", n, v) for n, v in zip(spec.gradients, result.gradients, strict=True)]
         named += [("sent", n, v) for n, v in result.sent.items()]
-        kept[:] = [Output(kind, name, tensor_spec(v)) for kind, name, v in named]
+        kept[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
         return [v for _, _, v in named]
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -151,27 +151,27 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     _check(module.graph)
     draws = hoist_draws(module.graph)
     module.recompile()
-    masks = tuple(Input("mask", f"mask_{i}", draw.tensor) for i, draw in enumerate(draws))
+    masks = tuple(PartInput("mask", f"mask_{i}", draw.tensor) for i, draw in enumerate(draws))
     return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device)
 
 
-def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[Input]:
+def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[PartInput]:
     spec = plan.stages[worker].part(phase)
     parameters = {name: p.tensor for p in plan.parameters for name in p.names}
     buffers = {name: b.tensor for b in plan.buffers for name in b.names}
     batch = {leaf.name: leaf.tensor for leaf in plan.batch}
     edges = {e.name: e.tensor for e in plan.edges}
-    yield from (Input("weight", name, parameters[name]) for name in spec.weights)
-    yield from (Input("buffer", name, buffers[name]) for name in spec.buffers)
+    yield from (PartInput("weight", name, parameters[name]) for name in spec.weights)
+    yield from (PartInput("buffer", name, buffers[name]) for name in spec.buffers)
     for name in spec.batch:
         tensor = batch[name]
         assert tensor is not None  # constants of the batch are written into the code
-        yield Input("batch", name, tensor)
+        yield PartInput("batch", name, tensor)
     if phase == "B":
-        yield from (Input("saved", name, tensor) for name, tensor in zip(spec.saved, saved, strict=True))
+        yield from (PartInput("saved", name, tensor) for name, tensor in zip(spec.saved, saved, strict=True))
     for name in spec.receives:
         layout = Layout(edges[name], name)  # as it comes off the wire
-        yield Input("received", name, TensorSpec(tuple(layout.shape), tuple(layout.stride), edges[name].dtype))
+        yield PartInput("received", name, TensorSpec(tuple(layout.shape), tuple(layout.stride), edges[name].dtype))
 
 
 def _fake(spec: TensorSpec, mode: FakeTensorMode, device: str) -> Tensor:

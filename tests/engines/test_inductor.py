@@ -20,7 +20,7 @@ from fxpipe.errors import BackendError
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
-from fxpipe.stages.pure_part import Input, Output, PurePart, trace_stage
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart, trace_stage
 from fxpipe.task.batch import tensor_spec
 
 ENGINE = InductorEngine()
@@ -31,8 +31,8 @@ def pure(function: Callable[..., Any], *examples: Tensor) -> PurePart:
     """A part of its own, traced from a function of tensors."""
     graph = make_fx(function, tracing_mode="fake")(*examples)
     results = function(*examples)
-    inputs = tuple(Input("saved", f"x{i}", tensor_spec(x)) for i, x in enumerate(examples))
-    outputs = tuple(Output("saved", f"y{i}", tensor_spec(y)) for i, y in enumerate(results))
+    inputs = tuple(PartInput("saved", f"x{i}", tensor_spec(x)) for i, x in enumerate(examples))
+    outputs = tuple(PartOutput("saved", f"y{i}", tensor_spec(y)) for i, y in enumerate(results))
     return PurePart(0, "F", graph, inputs, outputs, (), "cpu")
 
 

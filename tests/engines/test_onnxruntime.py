@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxpipe.engines.onnxruntime import OrtEngine
 from fxpipe.errors import BackendError
-from fxpipe.stages.pure_part import Input, Output, PurePart
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 from fxpipe.task.batch import tensor_spec
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -32,8 +32,8 @@ def part_of(function, *inputs: Tensor) -> PurePart:  # type: ignore[no-untyped-d
         0,
         "F",
         graph,
-        tuple(Input("saved", f"x{i}", tensor_spec(x)) for i, x in enumerate(inputs)),
-        tuple(Output("saved", f"y{i}", tensor_spec(y)) for i, y in enumerate(outputs)),
+        tuple(PartInput("saved", f"x{i}", tensor_spec(x)) for i, x in enumerate(inputs)),
+        tuple(PartOutput("saved", f"y{i}", tensor_spec(y)) for i, y in enumerate(outputs)),
         (),
         "cpu",
     )

@@ -34,7 +34,7 @@ from fxpipe.onnx import check, model_file
 from fxpipe.onnx.model_file import WeightsForm, write
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.stages.compare import Expected, compare, tolerance
-from fxpipe.stages.pure_part import Input, Output, PurePart
+from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 CASE = CASES["dict"]
 BATCH = CASE.batches(1)[0]
@@ -169,8 +169,8 @@ def part_of(inputs: list[tuple[Any, str]], outputs: list[tuple[Any, str]]) -> Pu
         0,
         "F",
         fx.GraphModule({}, fx.Graph()),
-        tuple(Input(kind, name, spec) for kind, name in inputs),
-        tuple(Output(kind, name, spec) for kind, name in outputs),
+        tuple(PartInput(kind, name, spec) for kind, name in inputs),
+        tuple(PartOutput(kind, name, spec) for kind, name in outputs),
         (),
         "cpu",
     )

@@ -14,7 +14,8 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx  # noqa: E402
 
 from fxpipe.errors import ExportError  # noqa: E402
-from fxpipe.onnx.convert import PLACE, convert, convert_exported  # noqa: E402
+from fxpipe.onnx.convert import convert, convert_exported  # noqa: E402
+from fxpipe.stages.random_inputs import PLACE  # noqa: E402
 
 aten = torch.ops.aten
 

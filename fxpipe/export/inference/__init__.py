@@ -1,13 +1,13 @@
 """The forward in eval mode, without the loss, as a chain of ONNX files: one for each worker, batch size left open.
 
-    model, example ─call─→ recorded call ─graph─→ eval graph ─cuts─→ a worker for each call of it
-                                                                      │
+    model, example ─call─→ recorded call ─eval_graph─→ eval graph ─placement─→ a worker for each call of it
+                                                                              │
     compared with the model ←─check─ files ←─stages─ what each stage reads, makes and passes on ←─chain─┘
 
-The training graph says where the cuts lie: the eval graph's calls are laid beside its own, by module and operator.
-That decides only where a value crosses, never whether the chain is right: any places that rise along the graph's order
-make a right chain. The inputs of a stage are exactly the outputs of the one before it, in the same order; a value that
-a later stage needs is passed on, as `x.1`, `x.2`, by those between.
+The plan says where each call belongs: where the forward reads the same weights in training. That decides only where a
+value crosses, never whether the chain is right: any workers that rise along the graph's order make a right chain. The
+inputs of a stage are exactly the outputs of the one before it, in the same order; a value that a later stage needs is
+passed on, as `x.1`, `x.2`, by those between.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.inference.call import Call, record
 from fxpipe.export.inference.chain import Port, make_chain
 from fxpipe.export.inference.check import check_chain
-from fxpipe.export.inference.cuts import Cuts, find_cuts
-from fxpipe.export.inference.graph import export_graph, in_a_line
+from fxpipe.export.inference.eval_graph import export_graph, in_a_line
+from fxpipe.export.inference.placement import check_plan, place_calls
 from fxpipe.export.inference.stages import InferenceStage, Writer
 from fxpipe.plan.spec import Plan
 from fxpipe.tracing.capture import Loss
@@ -70,16 +70,16 @@ def export_inference(
         model: on the CPU, with the weights to export; its modes, buffers and attributes are as before afterwards.
         loss, batch: `loss(model, batch)` shows how the model is called; `batch` is one whole minibatch.
         folder: exists and is empty; nothing is left in it where an error is raised.
-        plan: of a build of this model: its forward cuts are followed. One file for the whole model where None.
+        plan: of a build of this model: each stage computes what its weights are for. One file where None.
         opset: the version of ONNX's operators.
-        weights: 'external' puts them beside each file, as `stage_k.inference.onnx.data`. So does 'initializers' where
+        weights: 'external' puts them next to each file, as `stage_k.inference.onnx.data`. So does 'initializers' where
             a file would have more than 2 GB.
         model_file: name of the user's file, for the files' metadata.
 
     Raises:
         ExportError: the loss does not call the model exactly once; the forward cannot be one graph; ONNX has nothing
             for an operator; the plan is not of this model; or the files compute something else than the model.
-        CaptureError: the training step, captured to find the plan's cuts, cannot be captured.
+        CaptureError: the model holds what cannot be captured, such as lazy parameters.
     """
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         raise ExportError("the model is not on the CPU", hint="export before moving it: model.cpu()")
@@ -87,12 +87,13 @@ def export_inference(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own; the user's came out when the model was made
         try:
-            cuts = find_cuts(model, loss, batch, plan)  # first: it traces the model as training finds it
+            held = HeldTensors(model)
+            if plan is not None:
+                check_plan(plan, held)
             model.eval()
             with torch.no_grad():
-                held = HeldTensors(model)
                 call = record(held, loss, batch)
-                return _exported(held, call, cuts, Writer(folder, opset, weights, model_file))
+                return _exported(held, call, plan, Writer(folder, opset, weights, model_file))
         except BaseException:
             _clean(folder)
             raise
@@ -101,23 +102,24 @@ def export_inference(
                 module.training = mode
 
 
-def _exported(held: HeldTensors, call: Call, cuts: Cuts, writer: Writer) -> InferenceExport:
+def _exported(held: HeldTensors, call: Call, plan: Plan | None, writer: Writer) -> InferenceExport:
     """With an open batch size if that can be, else with the example's."""
     if call.size is None:
-        return _attempt(held, call, cuts, writer, dynamic=False)
+        return _attempt(held, call, plan, writer, dynamic=False)
     try:
-        return _attempt(held, call, cuts, writer, dynamic=True)
+        return _attempt(held, call, plan, writer, dynamic=True)
     except FxpipeError as error:
         _clean(writer.folder)
         first = in_a_line(error)
-    made = _attempt(held, call, cuts, writer, dynamic=False)
+    made = _attempt(held, call, plan, writer, dynamic=False)
     note = f"the batch size is fixed at {call.size}: with an open one, {first}"
     return dataclasses.replace(made, warnings=(note, *made.warnings))
 
 
-def _attempt(held: HeldTensors, call: Call, cuts: Cuts, writer: Writer, dynamic: bool) -> InferenceExport:
+def _attempt(held: HeldTensors, call: Call, plan: Plan | None, writer: Writer, dynamic: bool) -> InferenceExport:
     graph = export_graph(held, call, dynamic)
-    stages = tuple(writer.stage(graph, link) for link in make_chain(graph, cuts))
+    chain = make_chain(graph, place_calls(graph, plan), plan.workers if plan else 1)
+    stages = tuple(writer.stage(graph, stage) for stage in chain)
     error, batches = check_chain(held, call, graph, stages, writer.folder, dynamic)
     return InferenceExport(stages, dynamic, error, batches, (*call.notes, *graph.notes))
 

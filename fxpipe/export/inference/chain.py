@@ -9,10 +9,9 @@ from typing import Literal
 from torch import fx
 
 from fxpipe.export.inference.call import distinct
-from fxpipe.export.inference.cuts import Cuts, workers_of
-from fxpipe.export.inference.graph import Graph
+from fxpipe.export.inference.eval_graph import EvalGraph
 from fxpipe.export.inference.nodes import is_size, module_of
-from fxpipe.ir.aten import is_cheap
+from fxpipe.export.inference.placement import sources_of
 
 PortKind = Literal["input", "activation", "passed", "output"]
 
@@ -32,7 +31,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainStage:
     """One stage of the chain.
 
     Attributes:
@@ -52,19 +51,23 @@ class Link:
     sizes: Mapping[fx.Node, tuple[fx.Node, int]]
 
 
-def make_chain(graph: Graph, cuts: Cuts) -> list[Link]:
-    """The stages, found from the last one back: what it needs and does not make, the one before must give it."""
-    at = workers_of(graph, cuts)
-    sources = _sources(graph)
+def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[ChainStage]:
+    """The stages, found from the last one back: what it needs and does not make, the one before must give it.
+
+    Args:
+        at: the worker of every call, never before those of its inputs.
+        count: how many stages there are.
+    """
+    sources = sources_of(graph)
     order = {node: i for i, node in enumerate([*graph.inputs, *graph.calls])}
-    ports = _Ports(graph, at, cuts.workers)
-    chain: list[Link] = []
+    ports = _Ports(graph, at, count)
+    chain: list[ChainStage] = []
     wanted = tuple(node for _, node in graph.outputs)
-    for k in reversed(range(cuts.workers)):
+    for k in reversed(range(count)):
         arrives: set[fx.Node] = set()
         local: set[fx.Node] = set()
         sizes: set[fx.Node] = set()
-        stack = [*wanted, *(n for n in graph.calls if at[n] == k and n not in sources and not is_size(n))]
+        stack = [*wanted, *(n for n in graph.calls if at.get(n) == k)]
         while stack:
             node = stack.pop()
             if node in local or node in arrives or node in graph.held:
@@ -82,24 +85,13 @@ def make_chain(graph: Graph, cuts: Cuts) -> list[Link]:
         ordered = tuple(sorted(arrives, key=order.__getitem__))
         calls = tuple(n for n in graph.calls if n in local or (n in sizes and n not in substitutes))
         sides = ports.at(k, ordered), ports.at(k + 1, wanted)
-        chain.append(Link(k, cuts.workers, ordered, wanted, *sides, calls, substitutes))
+        chain.append(ChainStage(k, count, ordered, wanted, *sides, calls, substitutes))
         wanted = ordered
     return chain[::-1]
 
 
-def _sources(graph: Graph) -> set[fx.Node]:
-    """What is made cheaply from weights, sizes or nothing: every stage that reads it computes it."""
-    found: set[fx.Node] = set()
-    for node in graph.calls:
-        makes_tensor = not is_size(node) and not isinstance(node.meta.get("val"), (tuple, list))
-        from_sources = all(n in found or n in graph.held or is_size(n) for n in node.all_input_nodes)
-        if node.op == "get_attr" or (makes_tensor and from_sources and is_cheap(node)):
-            found.add(node)
-    return found
-
-
 def _resolve(
-    sizes: set[fx.Node], local: set[fx.Node], arrives: set[fx.Node], graph: Graph
+    sizes: set[fx.Node], local: set[fx.Node], arrives: set[fx.Node], graph: EvalGraph
 ) -> dict[fx.Node, tuple[fx.Node, int]]:
     """For every size that a stage reads, a tensor of its own to read it from; adds to `sizes` and `arrives`."""
     found: dict[fx.Node, tuple[fx.Node, int]] = {}
@@ -128,9 +120,9 @@ def _resolve(
 
 
 class _Ports:
-    """What the values at each boundary are called; boundary k lies before stage k."""
+    """What the values at each boundary are called; boundary k is before stage k."""
 
-    def __init__(self, graph: Graph, at: Mapping[fx.Node, int], workers: int) -> None:
+    def __init__(self, graph: EvalGraph, at: Mapping[fx.Node, int], workers: int) -> None:
         self.graph = graph
         self.made_at = at
         self.workers = workers

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fxpipe.errors import ExportError
 from fxpipe.export.inference.call import Call, untouched
-from fxpipe.export.inference.graph import Graph
+from fxpipe.export.inference.eval_graph import EvalGraph
 from fxpipe.export.inference.stages import InferenceStage
-from fxpipe.onnx.check import Session
-from fxpipe.stages.compare import Expected, compare, tolerance
+from fxpipe.onnx.check import CheckedSession
+from fxpipe.stages.compare import Expected, compare, in_words, tolerance
 from fxpipe.tracing.held_tensors import HeldTensors
 
 
@@ -27,7 +27,7 @@ class _Trial:
 
 
 def check_chain(
-    held: HeldTensors, call: Call, graph: Graph, stages: Sequence[InferenceStage], folder: Path, dynamic: bool
+    held: HeldTensors, call: Call, graph: EvalGraph, stages: Sequence[InferenceStage], folder: Path, dynamic: bool
 ) -> tuple[float, tuple[int, ...]]:
     """The largest relative error of an output, and the batch sizes that were compared.
 
@@ -36,7 +36,7 @@ def check_chain(
     """
     trials = _trials(held, call, graph, stages, dynamic)
     for stage in stages:
-        session = Session(folder / stage.files[0])  # one at a time is in memory
+        session = CheckedSession(folder / stage.files[0])  # one at a time is in memory
         for trial in trials:
             try:
                 trial.values = session.run(trial.values)
@@ -50,9 +50,8 @@ def check_chain(
         wrong = [d for d in found if not d.error <= limit]
         if wrong:
             raise ExportError(
-                f"what the exported stages give differs from the model's own (at most {limit:g} is right): "
-                + "; ".join(map(str, wrong[:5]))
-                + (f"; and {len(wrong) - 5} more outputs" if len(wrong) > 5 else ""),
+                "what the exported stages give differs from the model's own "
+                f"(at most {limit:g} is right): {in_words(wrong)}",
                 where=f"batch size {trial.rows}",
             )
         worst = max([worst, *(d.error for d in found)])
@@ -60,7 +59,7 @@ def check_chain(
 
 
 def _trials(
-    held: HeldTensors, call: Call, graph: Graph, stages: Sequence[InferenceStage], dynamic: bool
+    held: HeldTensors, call: Call, graph: EvalGraph, stages: Sequence[InferenceStage], dynamic: bool
 ) -> list[_Trial]:
     """The example; where the batch size is open, other sizes as well, if the model itself takes them."""
     sizes = [call.size]

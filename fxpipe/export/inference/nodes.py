@@ -1,8 +1,6 @@
-"""What a node of the eval graph is: arithmetic on sizes, a draw of random numbers; its module, operator and line."""
+"""What a node of the eval graph is: arithmetic on sizes, a draw of random numbers; its module and line."""
 
 from __future__ import annotations
-
-import re
 
 import torch
 from torch import fx
@@ -11,14 +9,6 @@ from fxpipe.ir.aten import is_random
 from fxpipe.tracing import origin
 
 aten = torch.ops.aten
-_SAME = {
-    "addmm": "linear",
-    "mm": "linear",
-    "bmm": "matmul",
-    "baddbmm": "matmul",
-    "convolution": "conv",
-    "conv_transpose": "conv",
-}
 
 
 def is_size(node: fx.Node) -> bool:
@@ -54,12 +44,3 @@ def module_of(node: fx.Node) -> str:
 def place_of(node: fx.Node) -> str | None:
     """`model.py:12: the line`, of the innermost frame of the user's; else the module."""
     return origin.user_stack(node.meta.get("stack_trace") or "") or module_of(node) or None
-
-
-def operator_of(node: fx.Node) -> str:
-    """One name for what training and eval call differently: `addmm` and `linear`, `convolution` and `conv2d`."""
-    name = str(node.target).removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_")
-    name = re.sub(r"(_legit.*|_with_indices|[123]d)+$", "", name)
-    if name.startswith("scaled_dot_product"):
-        return "attention"
-    return _SAME.get(name, name)

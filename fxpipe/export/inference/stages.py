@@ -23,8 +23,8 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ExportError, FxpipeError
-from fxpipe.export.inference.chain import Link, Port
-from fxpipe.export.inference.graph import Graph, in_a_line
+from fxpipe.export.inference.chain import ChainStage, Port
+from fxpipe.export.inference.eval_graph import EvalGraph, in_a_line
 from fxpipe.export.inference.nodes import place_of
 from fxpipe.onnx import model_file
 from fxpipe.onnx.convert import convert_exported
@@ -70,31 +70,31 @@ class Writer:
     form: Literal["initializers", "external"]
     source: str | None
 
-    def stage(self, graph: Graph, link: Link) -> InferenceStage:
+    def stage(self, graph: EvalGraph, stage: ChainStage) -> InferenceStage:
         """Write one stage.
 
         Raises:
             ExportError: ONNX has nothing for one of its operators.
         """
-        name = f"stage_{link.worker}.inference"
-        model, weights = self._converted(name, graph, link)
+        name = f"stage_{stage.worker}.inference"
+        model, weights = self._converted(name, graph, stage)
         size = sum(t.nbytes for t in weights.values())
         fits = size + model.ByteSize() + ROOM <= model_file.LIMIT
         path = self.folder / f"{name}.onnx"
         count = len(model.graph.node)
         beside = model_file.write(path, model, weights, self.form if fits else "external")
         files = (path.name,) if beside is None else (path.name, beside.name)
-        return InferenceStage(link.worker, files, link.inputs, link.outputs, count, tuple(weights), size)
+        return InferenceStage(stage.worker, files, stage.inputs, stage.outputs, count, tuple(weights), size)
 
-    def _converted(self, name: str, graph: Graph, link: Link) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-        program, weights = _program(graph, link)
-        ports = (*link.inputs, *link.outputs)
+    def _converted(self, name: str, graph: EvalGraph, stage: ChainStage) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
+        program, weights = _program(graph, stage)
+        ports = (*stage.inputs, *stage.outputs)
         dims = {p.name: {i: d for i, d in enumerate(p.shape) if isinstance(d, str)} for p in ports}
-        names = [*weights, *(p.name for p in link.inputs)]
+        names = [*weights, *(p.name for p in stage.inputs)]
         try:
-            model = convert_exported(program, names, [p.name for p in link.outputs], opset=self.opset, dynamic=dims)
+            model = convert_exported(program, names, [p.name for p in stage.outputs], opset=self.opset, dynamic=dims)
         except FxpipeError as error:
-            where = error.where or _places(link, error.what)
+            where = error.where or _places(stage, error.what)
             raise ExportError(f"{name}: {error.what}", where=where, hint=error.hint) from error
         except Exception as error:
             raise ExportError(f"{name} cannot be converted: {in_a_line(error)}") from error
@@ -103,26 +103,26 @@ class Writer:
                 if dimension.HasField("dim_param"):
                     dimension.dim_param = graph.dimension(dimension.dim_param)
         model = model_file.named(model, name, self.opset)
-        body: dict[str, Any] = {"phase": "inference", "stage": link.worker, "workers": link.count}
+        body: dict[str, Any] = {"phase": "inference", "stage": stage.worker, "workers": stage.count}
         body |= {"model": self.source} if self.source else {}
-        body["inputs"] = [{"value": p.name, "kind": p.kind} for p in link.inputs]
-        body["outputs"] = [{"value": p.name, "kind": p.kind} for p in link.outputs]
-        words = [*("weight" for _ in weights), *(p.kind for p in link.inputs)]
-        model_file.note(model, body, words, [p.kind for p in link.outputs])
+        body["inputs"] = [{"value": p.name, "kind": p.kind} for p in stage.inputs]
+        body["outputs"] = [{"value": p.name, "kind": p.kind} for p in stage.outputs]
+        words = [*("weight" for _ in weights), *(p.kind for p in stage.inputs)]
+        model_file.note(model, body, words, [p.kind for p in stage.outputs])
         return model, weights
 
 
-def _places(link: Link, said: str) -> str | None:
+def _places(stage: ChainStage, said: str) -> str | None:
     """The user's lines that make the operators named in an error; conversion itself no longer knows them.
 
     What is named may be a part of the user's operator: `prims.bessel_j0` of `aten.special_bessel_j0`.
     """
     parts = tuple(name.strip("_") for name in re.findall(r"\b(?:aten|prims)\.(\w+)\.\w+", said))
-    made = [n for n in link.calls if re.sub(r"^\w+\.|\.\w+$", "", str(n.target)).endswith(parts)]
+    made = [n for n in stage.calls if re.sub(r"^\w+\.|\.\w+$", "", str(n.target)).endswith(parts)]
     return "; ".join(dict.fromkeys(place for n in made if (place := place_of(n)))) or None
 
 
-def _program(graph: Graph, link: Link) -> tuple[ExportedProgram, dict[str, Tensor]]:
+def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict[str, Tensor]]:
     """A stage, with the weights as its first inputs; and these under their own names."""
     new = fx.Graph()
     root = nn.Module()
@@ -137,7 +137,7 @@ def _program(graph: Graph, link: Link) -> tuple[ExportedProgram, dict[str, Tenso
         target = made.name if kind == InputKind.CONSTANT_TENSOR else None
         specs.append(InputSpec(kind, TensorArgument(name=made.name), target))
 
-    read = {n for node in link.calls for n in node.all_input_nodes} | set(link.leaves)
+    read = {n for node in stage.calls for n in node.all_input_nodes} | set(stage.leaves)
     held = [n for n in graph.held if n in read]
     for node in held:
         if _is_folded(graph, node):
@@ -152,16 +152,16 @@ def _program(graph: Graph, link: Link) -> tuple[ExportedProgram, dict[str, Tenso
             placeholder(node, InputKind.USER_INPUT)
             first[name] = node
             weights[name] = graph.held[node]
-    for node in link.arrives:
+    for node in stage.arrives:
         placeholder(node, InputKind.USER_INPUT)
-    for node, (tensor, dimension) in link.sizes.items():
+    for node, (tensor, dimension) in stage.sizes.items():
         mapped[node] = new.call_function(torch.ops.aten.sym_size.int, (mapped[tensor], dimension))
         mapped[node].meta = {"val": node.meta["val"]}
-    for node in link.calls:
+    for node in stage.calls:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(graph.program.graph_module, str(node.target)))
         mapped[node] = new.node_copy(node, mapped.__getitem__)
-    results = [mapped[n] for n in link.leaves]
+    results = [mapped[n] for n in stage.leaves]
     new.output(tuple(results))
     inputs = sum(spec.kind == InputKind.USER_INPUT for spec in specs)
     _, in_spec = pytree.tree_flatten((tuple(range(inputs)), {}))
@@ -182,7 +182,7 @@ def _program(graph: Graph, link: Link) -> tuple[ExportedProgram, dict[str, Tenso
     return program, weights
 
 
-def _is_folded(graph: Graph, node: fx.Node) -> bool:
+def _is_folded(graph: EvalGraph, node: fx.Node) -> bool:
     """Whether it is a small constant that export found: no parameter and no buffer."""
     signature = graph.program.graph_signature
     return node.name in signature.inputs_to_lifted_tensor_constants and graph.held[node].numel() <= SMALL

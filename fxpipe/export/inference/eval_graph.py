@@ -26,7 +26,7 @@ BATCH = "batch"  # the open dimension's name
 
 
 @dataclass(frozen=True)
-class Graph:
+class EvalGraph:
     """The functional eval graph, live nodes alone.
 
     Attributes:
@@ -59,7 +59,7 @@ class Graph:
         return text if self.batch is None else re.sub(rf"\b{self.batch}\b", BATCH, text)
 
 
-def export_graph(held: HeldTensors, call: Call, dynamic: bool) -> Graph:
+def export_graph(held: HeldTensors, call: Call, dynamic: bool) -> EvalGraph:
     """The model's forward, for the recorded call's arguments; `dynamic` leaves the batch size open.
 
     Raises:
@@ -87,7 +87,7 @@ def export_graph(held: HeldTensors, call: Call, dynamic: bool) -> Graph:
     outputs = distinct(call.kept, list(names.values()))
     notes += [f"input {n} is not read by any output: left out" for i, n in enumerate(call.names) if i not in inputs]
     batch = next((str(n.meta["val"].shape[0]) for i, n in inputs.items() if call.batched[i]), None)
-    return Graph(
+    return EvalGraph(
         program=program,
         calls=calls,
         inputs=tuple(inputs.values()),

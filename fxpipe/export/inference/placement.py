@@ -1,0 +1,81 @@
+"""Which worker computes each call of the eval graph: the one whose forward reads the same weights in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from fxpipe.errors import ExportError, listed
+from fxpipe.export.inference.eval_graph import EvalGraph
+from fxpipe.export.inference.nodes import is_size
+from fxpipe.ir.aten import is_cheap, is_getitem
+from fxpipe.plan.spec import Plan
+from fxpipe.tracing.held_tensors import HeldTensors
+
+
+def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
+    """The worker of every call that makes a tensor, never before those of its inputs; 0 for all without a plan.
+
+    A call that reads a parameter or a buffer goes to the worker whose forward reads it. If several do, to the first of
+    them that is not before the call's other inputs. A call that reads neither goes with the values that it reads; if it
+    reads nothing but the model's inputs, with the first call that it feeds.
+    """
+    reads = {node: _forward_readers(plan, graph.names[node]) for node in graph.held}
+    sources = sources_of(graph)
+    calls = [node for node in graph.calls if not is_size(node) and node not in sources]
+    found: dict[fx.Node, int] = {}
+    for node in graph.calls:
+        if node in sources:  # its weights are read where it is read
+            reads[node] = sorted({worker for n in node.all_input_nodes for worker in reads.get(n, ())})
+    for node in calls:
+        arrive = [found[n] for n in node.all_input_nodes if n in found]
+        least = max(arrive, default=0)
+        weights = [_first_from(least, reads[n]) for n in node.all_input_nodes if reads.get(n)]
+        if arrive or weights:
+            found[node] = max([least, *weights])
+    for node in reversed(calls):
+        if node not in found:
+            found[node] = min((found[user] for user in node.users if user in found), default=0)
+    for node in calls:
+        if is_getitem(node):  # a tuple never crosses workers, its elements do
+            found[node] = found[node.all_input_nodes[0]]
+    return found
+
+
+def sources_of(graph: EvalGraph) -> set[fx.Node]:
+    """What is made cheaply from weights, sizes or nothing: every stage that reads it computes it."""
+    found: set[fx.Node] = set()
+    for node in graph.calls:
+        makes_tensor = not is_size(node) and not isinstance(node.meta.get("val"), (tuple, list))
+        from_sources = all(n in found or n in graph.held or is_size(n) for n in node.all_input_nodes)
+        if node.op == "get_attr" or (makes_tensor and from_sources and is_cheap(node)):
+            found.add(node)
+    return found
+
+
+def check_plan(plan: Plan, held: HeldTensors) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        ExportError: their parameters differ in names or shapes.
+    """
+    names = [row[0] for row in held.names[: held.parameters]]
+    own = {name: tuple(value.shape) for name, value in zip(names, held.values, strict=False)}
+    planned = {row.name: tuple(row.tensor.shape) for row in plan.tensors if row in plan.parameters or row.name in own}
+    if own != planned:
+        other = sorted(name for name in own.keys() | planned.keys() if own.get(name) != planned.get(name))
+        raise ExportError(
+            f"the build is not of this model: {listed(other, 8)} of one differ from the other's",
+            hint="compile it again, or give the model file that it was compiled from",
+        )
+
+
+def _forward_readers(plan: Plan | None, name: str) -> list[int]:
+    """The workers whose forward reads a parameter or buffer, in order."""
+    stages = plan.stages if plan else ()
+    return [k for k, stage in enumerate(stages) if name in (*stage.forward.weights, *stage.forward.buffers)]
+
+
+def _first_from(least: int, workers: Iterable[int]) -> int:
+    return min((worker for worker in workers if worker >= least), default=least)

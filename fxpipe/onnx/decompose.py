@@ -1,0 +1,148 @@
+"""A graph in operators that ONNX has, or a refusal that names every operator that it lacks and where it is called."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ExportError, first_line
+from fxpipe.onnx import decompositions
+from fxpipe.onnx.decompositions.strided_views import plain_view
+from fxpipe.stages.random_inputs import PLACE
+
+aten = torch.ops.aten
+_ORIGIN = "fxpipe_origin"  # the operator that a node decomposes
+_LIMIT = 12  # places named for one operator
+
+
+def decompose(
+    module: fx.GraphModule, examples: Sequence[torch.Tensor], table: Mapping[OpOverload, Callable[..., Any]]
+) -> fx.GraphModule:
+    """The module in operators that ONNX has; each node's place is that of the call it comes from."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        inputs = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device="cpu") for e in examples]
+    with torch.no_grad():
+        traced = make_fx(_OnCpu(module).run, decomposition_table=dict(table), tracing_mode="fake")(*inputs)
+        if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
+            # Some of torch's decompositions write in place.
+            pure = functionalize(_OnCpu(traced).run, remove="mutations")
+            trace = make_fx(pure, decomposition_table=dict(table), tracing_mode="fake", _allow_non_fake_inputs=True)
+            traced = trace(*inputs)
+    placeholders = {n for n in traced.graph.nodes if n.op == "placeholder"}
+    traced.graph.eliminate_dead_code(is_impure_node=lambda n: n in placeholders or n.op == "output")
+    traced.recompile()
+    return traced
+
+
+class _OnCpu(fx.Interpreter):
+    """Runs a module on the CPU whatever device it names, free of strides, and passes places on to what is traced."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._last: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except ExportError:
+            raise
+        except Exception as error:
+            raise ExportError(
+                f"{_name(n.target)} cannot be exported: {first_line(error)}",
+                where=n.meta.get(PLACE),
+            ) from error
+        finally:
+            self._mark(n)
+
+    def _mark(self, made_for: fx.Node) -> None:
+        notes = {PLACE: made_for.meta.get(PLACE), _ORIGIN: made_for.meta.get(_ORIGIN, _name(made_for.target))}
+        mode = get_proxy_mode()
+        if mode is None:
+            return
+        graph = mode.tracer.graph
+        last = newest = next(iter(reversed(graph.nodes)), None)
+        while newest is not None and newest is not self._last and newest.op != "root":
+            newest.meta.update({k: v for k, v in notes.items() if v is not None})
+            newest = newest.prev
+        self._last = last
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        if target in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
+            return aten.reshape.default(args[0], args[1])
+        if target is aten.as_strided.default:
+            return plain_view(*args, **kwargs)
+        if target is aten.clone.default:
+            return aten.clone.default(args[0])
+        return super().call_function(target, args, kwargs)
+
+
+@functools.cache
+def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
+    """Torch's decompositions of what torch.onnx lacks, and ours before them."""
+    table: dict[OpOverload, Callable[..., Any]] = {}
+    for overload, function in [
+        *torch.export.default_decompositions().items(),
+        *torch._decomp.decomposition_table.items(),
+    ]:
+        if isinstance(overload, OpOverload) and overload not in _known() and not overload._schema.is_mutable:
+            table.setdefault(overload, function)
+    return table | decompositions.table()
+
+
+_KNOWN: set[Any] = set()
+
+
+def _known() -> set[Any]:
+    """What torch.onnx translates."""
+    if not _KNOWN:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        for found in ONNXRegistry.from_torchlib().functions.values():
+            _KNOWN.add(found[0].fx_target)
+    return _KNOWN
+
+
+def check_operators(module: fx.GraphModule) -> None:
+    places: dict[str, list[str]] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target in _known() or node.target is operator.getitem:
+            continue
+        if isinstance(node.target, OpOverload) and node.target.namespace != "onnx_symbolic" and _tensors(node):
+            name, place = _name(node.target), node.meta.get(PLACE)
+            origin = node.meta.get(_ORIGIN, name)
+            places.setdefault(name if origin == name else f"{origin} (needs {name})", []).extend(
+                [place] if place else []
+            )
+    if places:
+        lines = []
+        for name, found in sorted(places.items()):
+            distinct = list(dict.fromkeys(found))
+            lines.append("\n  ".join([name + (":" if distinct else ""), *(f"  {p}" for p in distinct[:_LIMIT])]))
+            if len(distinct) > _LIMIT:
+                lines[-1] += f"\n    and {len(distinct) - _LIMIT} more"
+        raise ExportError(
+            "ONNX has nothing for these operators:\n  " + "\n  ".join(lines),
+            hint="write that part of the model with other operators, or keep its stage on PyTorch",
+        )
+
+
+def _tensors(node: fx.Node) -> bool:
+    """Whether the node makes tensors: arithmetic on sizes is torch.onnx's business."""
+    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
