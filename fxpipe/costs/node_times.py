@@ -1,4 +1,4 @@
-"""How long every node of a program takes where it stands: between the nodes before and behind it, in plain code.
+"""How long every node of a program takes in its place: between the nodes before and after it, in plain code.
 
 Forward and backward are each run twice: as they are, and with a clock's tick between every two nodes. A node has all
 the time between two ticks, the freeing of values that die with it included; nothing is interpreted. The ticks' own
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.costs.timer import Rounds
 from fxpipe.errors import CaptureError
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.printer import call_text, heading
@@ -27,13 +28,8 @@ from fxpipe.ir.program import Program, info
 from fxpipe.plan.spec import Phase
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
-BUDGET = 1.5
-"""Seconds that the repeats of a small program may take in all."""
-
-LONG = 20.0
-"""Seconds of one repeat, a plain run and one with ticks, from which on there is no other."""
-
-LEAST, MOST = 3, 100
+ROUNDS = Rounds(budget=1.5, least=3, most=100, long=20.0)
+"""Of a plain run and one with ticks: few of a long step, one of a very long one."""
 
 Times = tuple[dict[str, float], dict[str, float]]
 
@@ -46,7 +42,7 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
 
     Args:
         threads: CPU threads while measuring; as many as there are where None.
-        repeats: runs of each kind after the warm-up; where None, as many as `again` wants.
+        repeats: runs of each kind after the warm-up; where None, as `ROUNDS` says.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
@@ -59,8 +55,7 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
         _run(plain, feed)
         wholes: list[list[float]] = []
         nodes: list[list[list[float]]] = []
-        begin = perf_counter()
-        while len(nodes) < repeats if repeats is not None else again(len(nodes), perf_counter() - begin):
+        for _ in (ROUNDS if repeats is None else Rounds.exactly(repeats)).run():
             wholes.append([sum(times) for times in _run(plain, feed)])
             nodes.append(_run(ticking, feed))
     seconds: dict[str, float] = {}
@@ -71,13 +66,6 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
         ratios[phase] = min(run[i] for run in wholes) / total if total else 1.0
         seconds.update((n.name, m * ratios[phase]) for n, m in zip(code.nodes, medians, strict=True))
     return seconds, ratios
-
-
-def again(done: int, spent: float) -> bool:
-    """Whether `done` repeats in `spent` seconds are too few: 3 to 100 within the budget, one of a very long step."""
-    if done < LEAST:
-        return done == 0 or spent < done * LONG
-    return done < MOST and spent < BUDGET
 
 
 class _Code:

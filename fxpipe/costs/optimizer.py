@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import TaskError
 from fxpipe.task.model_file import MakeOptimizer
 
@@ -22,8 +22,7 @@ STATE_SAMPLE = 4 << 20
 TIME_SAMPLE = 16 << 20
 """Bytes of parameters on which a step is timed, at most: with gradients and state more than caches hold."""
 
-BUDGET = 0.5
-LEAST, MOST = 5, 100
+ROUNDS = Rounds(budget=0.5, least=5, most=100)
 STILL = 1e-6
 """What learning rates are multiplied by: the weights stay where they are, and nothing overflows or underflows."""
 
@@ -72,7 +71,7 @@ def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | N
 
     Args:
         parameters: names and tensors; only shapes and dtypes are looked at.
-        device: where the sample lies; the tensors' own where None.
+        device: where the sample is; the tensors' own where None.
 
     Raises:
         TaskError: the optimizer fails.
@@ -108,19 +107,10 @@ def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device:
     every = max(1, -(-bytes_wanted // TIME_SAMPLE))
     sample = _sample(parameters[::every], wanted[::every], device)
     made = _stepped(sample, optimizer)
-    taken: list[float] = []
-    begin = perf_counter()
-    while len(taken) < LEAST or (len(taken) < MOST and perf_counter() - begin < BUDGET):
-        before = _now(sample)
-        with _users():
-            made.step()
-        taken.append(_now(sample) - before)
+    clock = clock_of(sample[0][1].device.type)
+    with _users():
+        taken = [seconds_of(made.step, clock) for _ in ROUNDS.run()]
     return quartile(taken) / sum(p.nbytes for _, p in sample)
-
-
-def quartile(times: Sequence[float]) -> float:
-    """The lower quartile of times: not the luckiest, and not what the machine's other work has lengthened."""
-    return sorted(times)[len(times) // 4]
 
 
 def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> list[tuple[str, nn.Parameter]]:
@@ -175,9 +165,3 @@ def _tensors(state: Any) -> Iterator[Tensor]:
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from _tensors(value)
-
-
-def _now(sample: list[tuple[str, nn.Parameter]]) -> float:
-    if sample[0][1].device.type == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter()

@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe import engines as backends
+from fxpipe.costs.timer import Rounds, clock_of, seconds_of
 from fxpipe.engines import ENGINES
 from fxpipe.engines.attach import check_outputs
 from fxpipe.engines.engine import EnginePart
@@ -212,23 +214,14 @@ class _EngineTrial:
     def _measure(self, functions: Mapping[str, Function]) -> dict[str, list[float]]:
         """Seconds of every call, engines in turn; the first round warms up."""
         spans: dict[str, list[float]] = {name: [] for name in functions}
-        begin = perf_counter()
-        for turn in range(MOST + 1):
+        most = LEAST if len(functions) == 1 else MOST  # there is nothing to compare a lonely one with
+        clock = clock_of(self.part.device)
+        for measured in Rounds(self.budget, LEAST, most, warm=1).run():
             for name, function in functions.items():
-                before = self._now()
-                result = self.call.run(function)
-                span = self._now() - before
-                del result
-                if turn:
+                span = seconds_of(partial(self.call.run, function), clock)
+                if measured:
                     spans[name].append(span)
-            if turn >= LEAST and (len(functions) == 1 or perf_counter() - begin > self.budget):
-                break
         return spans
-
-    def _now(self) -> float:
-        if self.part.device == "cuda":
-            torch.cuda.synchronize()
-        return perf_counter()
 
 
 def _line(error: FxpipeError) -> str:

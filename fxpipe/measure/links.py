@@ -24,8 +24,10 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fxpipe.costs.timer import Rounds
 from fxpipe.errors import RunError
 from fxpipe.planner.links import Links, matrix
+from fxpipe.typed_json import read
 
 if TYPE_CHECKING:
     from fxpipe.runtime.wires.distributed import Wires
@@ -37,6 +39,9 @@ SMALL = 4 << 10
 
 SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 """Bytes of the messages that follow each other."""
+
+ROUNDS = Rounds.exactly(200, warm=20)
+"""Of small messages, there and back: both ends count alike."""
 
 AHEAD = 4
 """Receives that are posted ahead, and sends under way: as the runtime has them."""
@@ -139,8 +144,8 @@ def measure_links(
             for process in processes:
                 process.kill()
                 process.communicate()
-        rows = json.loads((Path(exchange) / "pairs.json").read_text())
-    pairs = tuple(PairTimes(**{**row, "bandwidth": tuple(row["bandwidth"])}) for row in rows)
+        hint = "the machine may be out of disk space: try again"
+        pairs = read(Path(exchange) / "pairs.json", tuple[PairTimes, ...], error=RunError, hint=hint)
     return LinkReport(transport, workers, pairs)
 
 
@@ -226,7 +231,7 @@ def main(request: dict[str, Any]) -> None:
 
 def _end_with_parent(exchange: str) -> None:
     sys.stdin.buffer.read()  # ends when the parent does
-    shutil.rmtree(exchange, ignore_errors=True)  # nobody else is left to do it
+    shutil.rmtree(exchange, ignore_errors=True)  # no one else is left to do it
     os._exit(1)
 
 
@@ -254,7 +259,7 @@ class _End:
         bandwidth = [statistics.median(column) for column in zip(*rates, strict=True)]
         return {"latency": latency, "bandwidth": bandwidth, "copy": busy / moved}
 
-    def _latency(self, rounds: int = 200, warm: int = 20) -> float:
+    def _latency(self) -> float:
         """Seconds one way: half of there and back, the receive posted before."""
         import torch
 
@@ -262,22 +267,23 @@ class _End:
         outward, inward = (self.there, self.back) if self.sends else (self.back, self.there)
         taken = []
         pending = self.wires.irecv(SMALL, torch.uint8, self.peer, inward)
-        for i in range(warm + rounds):
+        for i, measured in enumerate(ROUNDS.run(), start=1):
             if self.sends:
                 begin = time.perf_counter()
                 sent = self.wires.isend(message, self.peer, outward)
                 self._take(pending)
-                taken.append((time.perf_counter() - begin) / 2)
+                if measured:
+                    taken.append((time.perf_counter() - begin) / 2)
             else:
                 self._take(pending)
                 sent = self.wires.isend(message, self.peer, outward)
-            if i + 1 < warm + rounds:
+            if i < ROUNDS.warm + ROUNDS.most:
                 pending = self.wires.irecv(SMALL, torch.uint8, self.peer, inward)
             self.wires.finished(sent)
-        return statistics.median(taken[warm:]) if taken else 0.0
+        return statistics.median(taken) if taken else 0.0
 
     def _stream(self, size: int, count: int) -> tuple[float, float]:
-        """Messages one behind the other: bytes a second as they arrive, and this process's processor seconds."""
+        """Messages one after the other: bytes a second as they arrive, and this process's processor seconds."""
         import torch
 
         message = torch.zeros(size if self.sends else 0, dtype=torch.uint8, device=self.wires.device)

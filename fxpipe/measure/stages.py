@@ -2,7 +2,7 @@
 
 The node costs that chose the cuts come from the program before it was cut. What is measured here has what the runtime
 adds: predicted weights, kept copies, sums of gradients, the update, the packing of replicas. Messages are not in it:
-what a worker receives was computed once beforehand and lies ready, and what it sends goes nowhere.
+what a worker receives was computed once beforehand and is ready, and what it sends goes nowhere.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.costs.optimizer import STILL, quartile
+from fxpipe.costs.optimizer import STILL
+from fxpipe.costs.timer import Rounds, clock_of, quartile
 from fxpipe.plan.costs import StageTime
 from fxpipe.plan.packing import Layout, Pack
 from fxpipe.plan.spec import EdgeSpec, Phase, Plan
@@ -182,7 +182,7 @@ class _Worker:
         self.plan = plan
         self.recipe = recipe
         self.rank = rank
-        self.cuda = device.type == "cuda"
+        self.now = clock_of(device.type)
         self.executor = open_worker(plan, folder, rank, recipe, transport, ObjectTask(still), PipelineOptions(), device)
         self.updates: list[float] = []
         self._watch(self.executor.store)
@@ -192,7 +192,7 @@ class _Worker:
     ) -> StageTime:
         """Run its schedule, less the microbatches that others stand for, until enough is measured.
 
-        That is when the worker's share of the budget is used, and at least two minibatches behind the warm-up have
+        That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have
         been measured, by two microbatches each; where these are long, one minibatch by one.
         """
         microbatches, workers = self.plan.microbatches, self.plan.workers
@@ -206,7 +206,7 @@ class _Worker:
         updates: list[float] = []
         measuring = False
         self.executor.store.begin(0)
-        begin = perf_counter()
+        begin = self.now()
         for action in self.recipe.schedule.actions(self.rank):
             phase, minibatch = action.phase, action.minibatch
             if action.microbatch not in kept.setdefault(minibatch, _some(microbatches, count)):
@@ -220,21 +220,20 @@ class _Worker:
             last[phase] = seconds
             if phase == "F":
                 continue
-            step, used = sum(last.values()), perf_counter() - begin
+            step, used = sum(last.values()), self.now() - begin
             if repeats is not None:
-                least = most = repeats
-                count = microbatches
+                rounds, count = Rounds.exactly(repeats), microbatches
             elif step > LONG:
-                least = most = count = 1
+                rounds, count = Rounds.exactly(1), 1
             else:
-                least, most = 2, MOST
+                rounds = Rounds(share, 2, MOST)
                 count = max(2, int(share / (WANTED * step))) if step else microbatches
             if measuring:
                 updates.append(update)
-                if len(updates) >= (least if used > share else most):
+                if not rounds.more(len(updates), used):
                     break
             elif minibatch + 1 >= warm or (repeats is None and used > share / 2):
-                measuring, begin = True, perf_counter()
+                measuring, begin = True, self.now()
         spans: dict[Phase, list[float]] = {phase: [] for phase in PHASES}
         for (phase, minibatch), times in spent.items():
             if len(times) == len(kept[minibatch]):
@@ -248,9 +247,9 @@ class _Worker:
         executor.expect(action)
         first = self.rank == 0 and action.phase == "F"
         arriving = executor.watch.seconds("receive", "wait")
-        before = self._now()
+        before = self.now()
         executor.execute(action, leaves[action.microbatch] if first else None)
-        seconds = self._now() - before - (executor.watch.seconds("receive", "wait") - arriving)
+        seconds = self.now() - before - (executor.watch.seconds("receive", "wait") - arriving)
         update = self.updates.pop() if self.updates else 0.0
         return seconds - update, update
 
@@ -259,17 +258,11 @@ class _Worker:
         update = store.update
 
         def timed(minibatch: int) -> None:
-            before = self._now()
+            before = self.now()
             update(minibatch)
-            self.updates.append(self._now() - before)
+            self.updates.append(self.now() - before)
 
         store.update = timed  # type: ignore[method-assign]
-
-    def _now(self) -> float:
-        """Seconds, once the device has done what it was asked to."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        return perf_counter()
 
 
 def _some(microbatches: int, count: int) -> set[int]:

@@ -13,7 +13,7 @@ from fxpipe.schedule.check import in_flight
 from fxpipe.schedule.versions import Versions
 
 MOMENTUM = 1.0
-"""Bytes of optimizer state for each byte of weights, where nobody measured it: SGD with momentum."""
+"""Bytes of optimizer state for each byte of weights, where no one measured it: SGD with momentum."""
 
 
 @dataclass(frozen=True)

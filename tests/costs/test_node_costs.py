@@ -21,7 +21,7 @@ import fxpipe
 from fxpipe.costs import node_costs
 from fxpipe.costs import node_times as clock
 from fxpipe.costs.node_costs import node_costs as found
-from fxpipe.costs.node_times import again, measure
+from fxpipe.costs.node_times import measure
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
@@ -118,24 +118,6 @@ def test_a_slow_node_is_found() -> None:
     seconds, _ = measure(program, repeats=3)
     assert max(seconds, key=seconds.__getitem__) == node.name
     assert 0.04 < seconds[node.name] < 2.0
-
-
-@pytest.mark.parametrize(
-    ("done", "spent", "more"),
-    [
-        (0, 0.0, True),
-        (2, 5.0, True),
-        (3, 0.1, True),
-        (3, 1.6, False),
-        (99, 1.0, True),
-        (100, 1.0, False),
-        (1, 19.0, True),
-        (1, 21.0, False),
-        (2, 41.0, False),
-    ],
-)
-def test_how_often_a_step_is_run(done: int, spent: float, more: bool) -> None:
-    assert again(done, spent) is more
 
 
 def test_measuring_leaves_threads_random_numbers_and_values_alone() -> None:

@@ -149,8 +149,3 @@ def test_an_optimizer_that_fails_while_timed_is_doubted_too() -> None:
     assert (found.state_bytes, found.seconds_per_byte) == (0.0, pytest.approx(0.3))
     assert found.doubt is not None
     assert "RuntimeError: enough" in found.doubt
-
-
-def test_the_lower_quartile_forgets_disturbed_times() -> None:
-    assert fxpipe.costs.optimizer.quartile([9.0, 1.0, 2.0, 3.0, 8.0, 7.0, 6.0, 5.0]) == 3.0
-    assert fxpipe.costs.optimizer.quartile([4.0]) == 4.0

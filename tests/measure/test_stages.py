@@ -63,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which stages are measured: only sleep moves it."""
     clock = Clock()
     monkeypatch.setattr(time, "sleep", clock.sleep)
-    monkeypatch.setattr(stage_times, "perf_counter", clock)
+    monkeypatch.setattr(stage_times, "clock_of", lambda device: clock)
     monkeypatch.setattr(watch, "perf_counter_ns", lambda: round(1e9 * clock()))
     return clock
 

@@ -1,0 +1,75 @@
+"""The one timer: how often something is measured, and what time it is once a device has done what it was asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How many rounds are measured: as many as the budget allows, within bounds.
+
+    Attributes:
+        budget: seconds for all measured rounds together.
+        least, most: rounds, whatever the budget allows.
+        long: seconds of one round, from which on there is no other, not even up to `least`.
+        warm: rounds before those that are measured.
+    """
+
+    budget: float = float("inf")
+    least: int = 1
+    most: int = 100
+    long: float = float("inf")
+    warm: int = 0
+
+    @staticmethod
+    def exactly(count: int, warm: int = 0) -> Rounds:
+        """So many rounds, whatever they take."""
+        return Rounds(least=count, most=count, warm=warm)
+
+    def more(self, done: int, spent: float) -> bool:
+        """Whether `done` measured rounds that took `spent` seconds are too few."""
+        if done < self.least:
+            return done == 0 or spent < done * self.long
+        return done < self.most and spent < self.budget
+
+    def run(self, clock: Clock = perf_counter) -> Iterator[bool]:
+        """Whether the round that begins is measured: False while it warms up. Ends when enough are measured."""
+        for _ in range(self.warm):
+            yield False
+        done, begin = 0, clock()
+        while self.more(done, clock() - begin):
+            yield True
+            done += 1
+
+
+def clock_of(device: str) -> Clock:
+    """The clock for what runs on a device (`cpu`, `cuda`): it waits until the device has done what it was asked to."""
+    return _after_the_device if device.startswith("cuda") else perf_counter
+
+
+def _after_the_device() -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    return perf_counter()
+
+
+def seconds_of(call: Callable[[], Any], clock: Clock) -> float:
+    """How long one call takes; what it returns is freed afterwards."""
+    begin = clock()
+    result = call()
+    seconds = clock() - begin
+    del result
+    return seconds
+
+
+def quartile(times: Sequence[float]) -> float:
+    """The lower quartile of times: not the luckiest, and not what the machine's other work has lengthened."""
+    return sorted(times)[len(times) // 4]
