@@ -8,6 +8,7 @@ build/
     costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
                           same from compile to compile
     program.json          the program after its last pass, a row a node, for `fxpipe inspect`
+    passes.txt            what every pass made of the program: a line a pass
     profile.json          what every unit costs, for `fxpipe inspect` and `fxpipe plan`
     node_costs.json       what every node took when it was measured: compiling again takes it from here
     engines/              what engines other than eager make of the stages' parts; made anew where it is missing
@@ -34,7 +35,7 @@ from fxpipe.errors import BuildError, first_line
 from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.options import changed
-from fxpipe.plan.build_folder import COSTS, ENGINES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
+from fxpipe.plan.build_folder import COSTS, ENGINES, PASSES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
 from fxpipe.plan.costs import WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.build_costs import BuildCosts, read_costs
@@ -56,6 +57,7 @@ class Build:
         costs: what the workers cost, and how the cuts came about; empty for a loaded build without `costs.json`.
         profile: what every unit costs; None for a loaded build without `profile.json`.
         nodes: the program after its last pass; None for a loaded build without `program.json`.
+        passes: what every pass did, `fold  812 → 640 nodes`; empty for a loaded build without `passes.txt`.
         engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
         node_costs: what was measured, kept so that the next compile need not.
         folder: where it lies on disk, if it does.
@@ -68,6 +70,7 @@ class Build:
     costs: BuildCosts = field(default_factory=BuildCosts, repr=False)
     profile: Profile | None = field(default=None, repr=False)
     nodes: ProgramTable | None = field(default=None, repr=False)
+    passes: tuple[str, ...] = ()
     engine_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     node_costs: str | None = field(default=None, repr=False)
     folder: Path | None = None
@@ -109,6 +112,8 @@ class Build:
                 (fresh / PROFILE).write_text(self.profile.to_json(), encoding="utf-8")
             if self.nodes is not None:
                 (fresh / PROGRAM).write_text(self.nodes.to_json(), encoding="utf-8")
+            if self.passes:
+                (fresh / PASSES).write_text("\n".join(self.passes) + "\n", encoding="utf-8")
             for name, content in self.engine_files.items():
                 (fresh / ENGINES / name).parent.mkdir(parents=True, exist_ok=True)
                 (fresh / ENGINES / name).write_bytes(content)
@@ -221,9 +226,14 @@ def load(folder: str | Path) -> Build:
         costs=read_costs(folder) or BuildCosts(),
         profile=read_profile(folder),
         nodes=read_nodes(folder),
+        passes=_passes(folder / PASSES),
         node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
         folder=folder,
     )
+
+
+def _passes(path: Path) -> tuple[str, ...]:
+    return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.is_file() else ()
 
 
 def read_profile(folder: Path) -> Profile | None:

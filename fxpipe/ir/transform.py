@@ -110,20 +110,14 @@ def check_order(level: Level, passes: Sequence[Pass]) -> None:
 
 @dataclass(frozen=True)
 class PassLines:
-    """An observer that keeps a line for every pass: `fold  812 → 640 nodes`.
+    """An observer that keeps a line for every pass: `fold  812 → 640 nodes`."""
 
-    Attributes:
-        say: is told each line as soon as its pass has run.
-    """
-
-    say: Callable[[str], None] = lambda line: None
     lines: list[str] = field(default_factory=list)
 
     def __call__(self, applied: Applied) -> None:
         before, after = (len(program.graph.nodes) for program in (applied.before, applied.program))
         change = f"{before} → {after}" if before != after else f"{after}"
         self.lines.append(f"{applied.step.name:<18}{change} nodes")
-        self.say(self.lines[-1])
 
 
 def _dumping(prefix: str) -> tuple[Observer, ...]:

@@ -11,7 +11,7 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BackendError
 from fxpipe.ir.program import Buffer, Parameter, Program
 from fxpipe.ir.program_table import table_of
-from fxpipe.ir.transform import Observer, run_passes
+from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.choose_cuts import Choice, choose_cuts
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.make_plan import make_plan
@@ -96,6 +96,8 @@ def lower(
     options = changed(options, changes)
     options.check()
     _check_values(program, options)
+    lines = PassLines()
+    observers = (*observers, lines)
     front = front_passes(options.splits_backward)
     program = run_passes(program, front, observers)
     costs = step_costs(program, options)
@@ -104,7 +106,7 @@ def lower(
     setting = options.setting(program.device, costs.optimizer.state_bytes)
     choice = choose_cuts(program, profile, options, setting)
     program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
-    build = _build(program, costs, profile, setting, choice)
+    build = _build(program, costs, profile, setting, choice, lines)
     if evaluations is not None:
         build = with_evaluations(build, evaluations, options.command)
     return build if options.backend == "eager" else _on_engines(build, program, options, say)
@@ -124,7 +126,9 @@ def _check_values(program: Program, options: CompileOptions) -> None:
         )
 
 
-def _build(program: Program, costs: StepCosts, profile: Profile, setting: Setting, choice: Choice) -> Build:
+def _build(
+    program: Program, costs: StepCosts, profile: Profile, setting: Setting, choice: Choice, lines: PassLines
+) -> Build:
     """The build of an emitted program."""
     plan = make_plan(program, setting)
     schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
@@ -145,6 +149,7 @@ def _build(program: Program, costs: StepCosts, profile: Profile, setting: Settin
         ),
         profile=profile,
         nodes=table_of(program, plan),
+        passes=tuple(lines.lines),
         node_costs=None if costs.nodes is None else costs.nodes.to_json(),
         warnings=(*program.warnings, *costs.warnings, *(_idle(plan) if choice.partitions else ())),
     )

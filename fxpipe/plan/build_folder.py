@@ -15,10 +15,10 @@ from fxpipe.plan.spec import FORMAT, Plan, digest_of
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
-PROFILE, PROGRAM = "profile.json", "program.json"
+PROFILE, PROGRAM, PASSES = "profile.json", "program.json", "passes.txt"
 _OWN = re.compile(
     r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|evaluate_\d+(_\d+)?\.py|"
-    r"engines|__pycache__"
+    r"passes\.txt|engines|__pycache__"
 )
 
 

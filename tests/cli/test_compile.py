@@ -21,7 +21,16 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.costs import StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
 
-BUILD = {"plan.json", "stage_0.py", "stage_1.py", "weights.safetensors", "costs.json", "profile.json", "program.json"}
+BUILD = {
+    "plan.json",
+    "stage_0.py",
+    "stage_1.py",
+    "weights.safetensors",
+    "costs.json",
+    "profile.json",
+    "program.json",
+    "passes.txt",
+}
 DISTINCT = ("--fp-cut", "blocks.2", "--bp-cut", "blocks.1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,11 @@ def test_it_stands_in_the_folder_and_comes_back(build: fxpipe.Build, table: Prog
     loaded = fxpipe.load(tmp_path / "build")
     assert loaded.nodes == table
     assert loaded.profile == build.profile
+    assert loaded.passes == build.passes
+    assert [line.split()[0] for line in build.passes] == [
+        "fold", "units", "cost", "cut", "rematerialize", "comm", "split", "codegen"
+    ]  # fmt: skip
+    assert re.fullmatch(r"fold +\d+ → \d+ nodes", build.passes[0])
     assert loaded.costs.optimizer_bytes == build.costs.optimizer_bytes
     again = loaded.save(tmp_path / "again")
     assert (tmp_path / "again" / "program.json").read_text() == (tmp_path / "build" / "program.json").read_text()
@@ -85,9 +91,10 @@ def test_it_stands_in_the_folder_and_comes_back(build: fxpipe.Build, table: Prog
 
 def test_a_build_without_it_loads(build: fxpipe.Build, tmp_path: Path) -> None:
     build.save(tmp_path)
-    for name in ("program.json", "profile.json"):
+    for name in ("program.json", "profile.json", "passes.txt"):
         (tmp_path / name).unlink()
     loaded = fxpipe.load(tmp_path)
+    assert loaded.passes == ()
     assert loaded.nodes is None
     assert loaded.profile is None
     costs = json.loads((tmp_path / "costs.json").read_text())
