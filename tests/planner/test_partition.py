@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import naive_planner as naive
 import pytest
@@ -96,24 +97,6 @@ def check_consistent(found: Partition, profile: Profile, workers: Workers) -> No
     assert max(claimed) == pytest.approx(found.bottleneck_ms, rel=1e-7, abs=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
-@given(profiles(), settings_of_workers())
-def test_shared_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
-    check_against_brute_force(profile, workers, "same")
-
-
-@settings(max_examples=150, deadline=None)
-@given(profiles(), settings_of_workers())
-def test_independent_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
-    check_against_brute_force(profile, workers, "bidirectional")
-
-
-@settings(max_examples=100, deadline=None)
-@given(profiles(4), settings_of_workers())
-def test_three_way_cuts_equal_brute_force(profile: Profile, workers: Workers) -> None:
-    check_against_brute_force(profile, workers, "three-way")
-
-
 @st.composite
 def sparse_profiles(draw: st.DrawFn, most: int = 5) -> Profile:
     """Many units that cost nothing, so that cuts dominate each other, between some that save and move much."""
@@ -153,16 +136,22 @@ def odd_workers(draw: st.DrawFn) -> Workers:
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(sparse_profiles(), odd_workers(), st.sampled_from(["same", "bidirectional"]))
-def test_dropped_cuts_are_dominated(profile: Profile, workers: Workers, mode: str) -> None:
-    check_against_brute_force(profile, workers, mode)
+CASES: dict[str, tuple[Any, ...]] = {
+    "shared": (profiles(), settings_of_workers(), "same"),
+    "independent": (profiles(), settings_of_workers(), "bidirectional"),
+    "three-way": (profiles(4), settings_of_workers(), "three-way"),
+    "dominated cuts": (sparse_profiles(), odd_workers(), "same"),
+    "dominated independent cuts": (sparse_profiles(), odd_workers(), "bidirectional"),
+    "dominated three-way cuts": (sparse_profiles(4), odd_workers(), "three-way"),
+}
 
 
-@settings(max_examples=75, deadline=None)
-@given(sparse_profiles(4), odd_workers())
-def test_dropped_three_way_cuts_are_dominated(profile: Profile, workers: Workers) -> None:
-    check_against_brute_force(profile, workers, "three-way")
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_cuts_equal_brute_force(case: str, examples: int) -> None:
+    profile, workers, mode = CASES[case]
+    search = settings(max_examples=examples, deadline=None)
+    search(given(profile, workers, st.just(mode))(check_against_brute_force))()
 
 
 def simulated_over_planned(profile: Profile, workers: Workers, mode: str) -> float:
@@ -175,7 +164,7 @@ def simulated_over_planned(profile: Profile, workers: Workers, mode: str) -> flo
     return 1e3 * seconds / found.bottleneck_ms if found.bottleneck_ms else float(seconds > 1e-12)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(profiles(6), settings_of_workers(2), st.sampled_from(["same", "bidirectional", "three-way"]))
 def test_a_run_keeps_what_the_plan_promises(profile: Profile, workers: Workers, mode: str) -> None:
     """Simulated message by message, no run is slower than its plan.
@@ -186,7 +175,7 @@ def test_a_run_keeps_what_the_plan_promises(profile: Profile, workers: Workers, 
     assert simulated_over_planned(profile, workers, mode) <= 1 + 1e-6
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(profiles(6), settings_of_workers(4), st.sampled_from(["same", "bidirectional", "three-way"]))
 def test_what_travels_past_a_neighbour_may_take_a_little_longer(profile: Profile, workers: Workers, mode: str) -> None:
     assert simulated_over_planned(profile, workers, mode) <= 1.15
