@@ -193,6 +193,7 @@ def test_a_batch_unlike_the_captured_one(home: Path, wrong: str, message: str) -
     only_metrics(home / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_batch_unlike_the_captured_one_in_a_run_of_processes(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     short = '{"x": torch.randn(3, 6), "y": torch.randint(0, 3, (3,))}'
@@ -387,7 +388,7 @@ def test_a_metrics_file_that_cannot_be_written(home: Path, build: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker(home: Path, build: Path, victim: int) -> None:
     process = start_module("fxpipe", "run", "build", *ENDLESS, "--json", "--out", home / "out")
     try:

@@ -56,17 +56,11 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.py" for name in OPTIMIZERS}
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("schedule", "policy", "microbatches", "workers"),
-    [
-        ("gpipe", "latest", 4, 2),
-        pytest.param("gpipe", "latest", 4, 4, marks=pytest.mark.slow),
-        pytest.param("1f1b", "latest", 4, 2, marks=pytest.mark.slow),
-        ("1f1b", "latest", 4, 4),
-        ("async", "spectrain", 1, 2),
-        ("async", "spectrain", 1, 4),
-    ],
+    [("gpipe", "latest", 4, 4), ("1f1b", "latest", 4, 2), ("1f1b", "latest", 4, 4), ("async", "spectrain", 1, 4)],
 )
 def test_distributed_equals_local(
     model_files: dict[str, Path], tmp_path: Path, schedule: str, policy: str, microbatches: int, workers: int
@@ -102,7 +96,7 @@ FOUR = [
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("workers", "runs"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("workers", "runs"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_every_policy_distributed_equals_local(
     model_files: dict[str, Path], tmp_path: Path, workers: int, runs: list[tuple[int, int, str, str, dict[str, Any]]]
 ) -> None:
@@ -154,6 +148,7 @@ def same(runs: Sequence[tuple[Any, ...]], workers: int) -> int:
     return int(workers == 2 and {"vertical", "2bw"} <= both)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_three_kinds_of_cuts_and_empty_parts_too(model_files: dict[str, Path], tmp_path: Path) -> None:
     """Worker 0 reads the batch and has no forward; worker 2 has no backward, so a token keeps worker 1 behind it."""

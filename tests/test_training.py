@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured, cuts, lowered
+from covering import covering
 from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import Tensor, nn
@@ -44,17 +45,21 @@ def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     return ((found - expected).norm() / max(expected.norm().item(), scale, 1e-12)).item()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("workers", "shift"), [(2, 0), (2, 1), (2, -1), (3, 1), (3, -1), (4, 0), (4, 1)])
-@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
-def test_synchronous_schedules_equal_eager(name: str, workers: int, shift: int, schedule: str) -> None:
+NAMES = [n for n in CASES if n != "gpt-dropout"]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "where"),
+    covering(NAMES, ["gpipe", "1f1b"], [(2, 0), (2, 1), (2, -1), (3, 1), (3, -1), (4, 0), (4, 1)], strength=1),
+)
+def test_synchronous_schedules_equal_eager(name: str, schedule: str, where: tuple[int, int]) -> None:
+    workers, shift = where
     microbatches = 2 if workers < 4 else 4
-    where = cuts(CASES[name], workers, shift)
-    equals_eager(name, STEPS, lowered(name, microbatches, workers=workers, schedule=schedule, **where))
+    build = lowered(name, microbatches, workers=workers, schedule=schedule, **cuts(CASES[name], workers, shift))
+    equals_eager(name, STEPS, build)
 
 
-@pytest.mark.parametrize("mode", ["same", "bidirectional", "three-way"])
-@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
+@pytest.mark.parametrize(("name", "mode"), covering(NAMES, ["same", "bidirectional", "three-way"], strength=1))
 def test_planned_cuts_train_as_eager(name: str, mode: str) -> None:
     links = Links(bandwidth=1e12)  # fast ones: cuts that differ are worth their messages
     build = lowered(name, 2, workers=3, schedule="1f1b", cuts=mode, links=links)
@@ -62,8 +67,7 @@ def test_planned_cuts_train_as_eager(name: str, mode: str) -> None:
     equals_eager(name, STEPS, build)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt-dropout"])
+@pytest.mark.parametrize(("name", "workers"), covering(NAMES, [2, 3, 4], strength=1))
 def test_any_legal_cuts_train_as_eager(name: str, workers: int) -> None:
     """Forward, backward and weight gradients cut apart, parts empty, runs recomputed."""
     where = random_cuts(name, workers, seed=1)
@@ -94,8 +98,7 @@ def equals_eager(name: str, steps: int, build: Build) -> None:
     assert not all(torch.equal(tensor, model.state_dict()[k]) for k, tensor in state.items()), "nothing was trained"
 
 
-@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
-@pytest.mark.parametrize("name", ["gpt", "conv"])
+@pytest.mark.parametrize(("name", "policy"), [("gpt", "latest"), ("gpt", "spectrain"), ("conv", "stash")])
 def test_one_asynchronous_worker_is_plain_training(name: str, policy: str) -> None:
     case, model, _ = captured(name)
     batches = case.batches(STEPS)
@@ -108,9 +111,12 @@ def test_one_asynchronous_worker_is_plain_training(name: str, policy: str) -> No
     assert len(losses) == STEPS
 
 
-@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
-@pytest.mark.parametrize(("workers", "shift"), [(2, 0), (3, 1), (3, -1), (4, 1)])
-def test_with_a_zero_learning_rate_all_policies_agree(workers: int, shift: int, policy: str) -> None:
+POLICIES = ["latest", "stash", "spectrain"]
+
+
+@pytest.mark.parametrize(("policy", "where"), covering(POLICIES, [(3, 1), (3, -1), (4, 1)], strength=1))
+def test_with_a_zero_learning_rate_all_policies_agree(policy: str, where: tuple[int, int]) -> None:
+    workers, shift = where
     case, model, _ = captured("gpt")
     batches = case.batches(6)
     build = lowered("gpt", workers=workers, **cuts(case, workers, shift))
@@ -118,13 +124,12 @@ def test_with_a_zero_learning_rate_all_policies_agree(workers: int, shift: int, 
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0, momentum=0.9), policy=policy
     )
     losses = pipeline.run(batches)
-    expected = [case.loss(model, batch).item() for batch in batches]
-    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses == pytest.approx([case.loss(model, batch).item() for batch in batches], rel=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["latest", "stash", "spectrain"])
-@pytest.mark.parametrize(("workers", "shift"), [(2, 1), (3, -1), (4, 0)])
-def test_asynchronous_training_learns(workers: int, shift: int, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "where"), covering(POLICIES, [(2, 1), (3, -1), (4, 0)], strength=1))
+def test_asynchronous_training_learns(policy: str, where: tuple[int, int]) -> None:
+    workers, shift = where
     case, _, _ = captured("gpt-dropout")
     batch = case.batches(1)[0]
     build = lowered("gpt-dropout", workers=workers, **cuts(case, workers, shift))
@@ -140,10 +145,7 @@ def test_any_legal_cuts_run_under_every_policy(name: str, seed: int) -> None:
     assert where.weights != where.backward
     batches = captured(name)[0].batches(8)
     build = lowered(name, workers=3, cuts=where, split_backward=True)
-    losses = {
-        policy: build.local(optimizer=optimizer, policy=policy).run(batches)
-        for policy in ("latest", "stash", "spectrain")
-    }
+    losses = {policy: build.local(optimizer=optimizer, policy=policy).run(batches) for policy in POLICIES}
     assert all(math.isfinite(loss) for run in losses.values() for loss in run)
     assert losses["latest"] != losses["stash"]
     sent = lowered(name, workers=3, cuts=Cuts(where.forward, where.backward, where.weights), split_backward=True)

@@ -205,6 +205,7 @@ def test_a_stage_says_what_it_is(model: Path) -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "elsewhere" / "two"
     for folder in (one, two):

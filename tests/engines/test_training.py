@@ -50,7 +50,7 @@ def on_onnxruntime(name: str, microbatches: int, shift: int) -> Build:
     ("name", "microbatches", "schedule", "policy"),
     [
         ("gpt-dropout", 1, "async", "spectrain"),
-        ("gpt-dropout", 1, "1f1b", "latest"),
+        pytest.param("gpt-dropout", 1, "1f1b", "latest", marks=pytest.mark.slow),
         pytest.param("gpt-dropout", 1, "async", "pipeoptim+keep", marks=pytest.mark.slow),
         pytest.param("conv", 1, "async", "stash", marks=pytest.mark.slow),
         pytest.param("unet", 4, "async", "2bw", marks=pytest.mark.slow),

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from cached import captured, cuts, lowered
+from covering import covering
 from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import nn
@@ -17,10 +18,7 @@ from fxpipe.build.build import Build
 from fxpipe.lowering.agreement import Agreement, compare_with_eager, relative_error
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "workers", "shift", "microbatches"), covering(CASES, [2, 3, 4], [-1, 0, 1], [1, 2]))
 def test_stages_agree_with_eager(name: str, workers: int, shift: int, microbatches: int) -> None:
     case, model, _ = captured(name, microbatches)
     where = cuts(case, workers, shift)
@@ -32,8 +30,7 @@ def test_stages_agree_with_eager(name: str, workers: int, shift: int, microbatch
     assert agreement.largest < 1e-5, agreement
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "workers"), covering(CASES, [2, 3, 4], strength=1))
 def test_any_legal_cuts_compute_the_same_bits(name: str, workers: int) -> None:
     """Forward, backward and weight gradients cut apart, parts empty, runs recomputed: as on one worker."""
     microbatches = 1 if workers == 3 else 2

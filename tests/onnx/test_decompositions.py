@@ -658,7 +658,7 @@ grad_case("lstm", lstm, seeded(3, 2, 4), seeded(12, 4), seeded(12, 3))
 
 # One conversion has a price of its own, whatever it converts: cases share one, some dozens at a time.
 NAMES = sorted(CASES)
-GROUPS = [NAMES[i::10] for i in range(10)]
+GROUPS = [NAMES[i::16] for i in range(16)]
 
 
 @pytest.mark.parametrize("group", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(GROUPS)))])

@@ -17,7 +17,7 @@ from covering import covering
 from direct_policies import Batch, Layer, Rate, Rule
 from pipelines import pipeline_of
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.testing import assert_close
 
 import fxpipe
@@ -157,7 +157,7 @@ def agree(losses: list[float], layers: list[Layer], wanted_losses: list[float], 
     assert_close([list(x) for x in layers], [list(x) for x in wanted], rtol=0, atol=1e-10)
 
 
-# name: (torch's, the same by hand, learning rate)
+# name: (torch's, the same by hand, learning rate); all other rules of prediction are in test_predict
 OPTIMIZERS: dict[str, tuple[Kind, Callable[[], Rule], float]] = {
     "momentum": (partial(SGD, momentum=0.9), direct.Momentum, 0.05),
     "nesterov": (partial(SGD, momentum=0.9, nesterov=True), partial(direct.Momentum, nesterov=True), 0.05),
@@ -178,30 +178,10 @@ OPTIMIZERS: dict[str, tuple[Kind, Callable[[], Rule], float]] = {
         partial(direct.Adam, weight_decay=0.2, decoupled=True),
         0.02,
     ),
-    "rmsprop": (
-        partial(RMSprop, alpha=0.9, eps=1e-2, weight_decay=0.1),
-        partial(direct.RMSprop, weight_decay=0.1),
-        0.01,
-    ),
-    "rmsprop-centered": (
-        partial(RMSprop, alpha=0.9, eps=1e-2, centered=True),
-        partial(direct.RMSprop, centered=True),
-        0.01,
-    ),
-    "rmsprop-momentum": (
-        partial(RMSprop, alpha=0.9, eps=1e-2, momentum=0.7),
-        partial(direct.RMSprop, gamma=0.7),
-        0.01,
-    ),
-    "adagrad": (
-        partial(Adagrad, lr_decay=0.1, initial_accumulator_value=0.05, eps=1e-2),
-        partial(direct.Adagrad, 0.1, 0.05),
-        0.05,
-    ),
     "own": (Softsign, direct.Softsign, 0.01),
 }  # fmt: skip
 PREDICTING = ("spectrain", "pipeoptim", "lwp")
-WITH_MOMENTUM = ("momentum", "nesterov", "momentum-weight-decay", "dampening", "adam", "adamw", "rmsprop-momentum")
+WITH_MOMENTUM = ("momentum", "nesterov", "momentum-weight-decay", "dampening", "adam", "adamw")
 OPTIONS = (
     *(f"{name}+decay" for name in ("spectrain", "pipeoptim", "pipeoptim+keep", "xpipe")),
     *(f"{name}+sc" for name in direct.POLICIES),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
+from covering import covering
 from model_files import write_model
 from pipelines import pipeline_of
 from torch import Tensor, nn
@@ -120,9 +121,9 @@ def eager(name: str, microbatches: int, limit: float) -> tuple[list[float], list
     return losses, norms, model
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["dict", "gpt"])  # frozen, without a gradient; tied
+@pytest.mark.parametrize(  # frozen, without a gradient; tied
+    ("name", "workers", "microbatches"), covering(["dict", "gpt"], [1, 2, 3, 4], [1, 4], strength=1)
+)
 def test_with_a_flush_it_is_eager(name: str, workers: int, microbatches: int, seen: Seen) -> None:
     case, model, _ = captured(name, microbatches)
     _, free, _ = eager(name, microbatches, float("inf"))
@@ -380,6 +381,7 @@ def test_how_far_the_mixture_is_from_the_exact_norm(seen: Seen) -> None:
 # ── In processes, and on the command line ───────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "options",

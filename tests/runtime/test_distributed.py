@@ -52,6 +52,7 @@ def test_distributed_is_local_bit_for_bit(
     assert (out, err) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_soon(toy: Any, tmp_path: Path) -> None:
     suicide = ("loss = (", "import os\n    os.kill(os.getpid(), 9)\n    loss = (")
     folder = toy(spoil={1: suicide}).save(tmp_path / "build")
@@ -61,6 +62,7 @@ def test_a_killed_worker_is_named_soon(toy: Any, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 def test_the_first_error_is_the_one_reported(toy: Any, tmp_path: Path, capfd: Any) -> None:
     folder = toy(**MIXED, spoil={1: ("z = g2", "z = g2 @ g2[:2]")}).save(tmp_path / "build")
     with pytest.raises(RunError) as caught:
@@ -73,6 +75,7 @@ def test_the_first_error_is_the_one_reported(toy: Any, tmp_path: Path, capfd: An
     assert "was edited" in err
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_nothing_behind(toy: Any, tmp_path: Path) -> None:
     folder = toy().save(tmp_path / "build")
     (tmp_path / "tmp").mkdir()

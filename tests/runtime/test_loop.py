@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from pipelines import pipeline_of
 from strict_wires import run_in_threads
 
@@ -17,26 +18,25 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": "latest"},
-        {"policy": "stash"},
-        {"policy": "spectrain"},
-        {"policy": "vertical"},
-        {"policy": "pipeoptim+keep"},
-        {"policy": "lwp+sc"},
-        {"policy": "2bw", "microbatches": 2},
-        {"policy": "xpipe+decay+sc", "microbatches": 4},
-        {"policy": "stash", "microbatches": 4},
-        {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3), "policy": "vertical", "microbatches": 2},
-        {"schedule": "1f1b", "microbatches": 2},
-        {"schedule": "gpipe", "microbatches": 4},
-        {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3), "policy": "spectrain"},
-        {"forward": (0, 0), "backward": (0, 0), "tied": False},
-    ],
-)
+OPTIONS: list[dict[str, Any]] = [
+    {"policy": "latest"},
+    {"policy": "stash"},
+    {"policy": "spectrain"},
+    {"policy": "vertical"},
+    {"policy": "pipeoptim+keep"},
+    {"policy": "lwp+sc"},
+    {"policy": "2bw", "microbatches": 2},
+    {"policy": "xpipe+decay+sc", "microbatches": 4},
+    {"policy": "stash", "microbatches": 4},
+    {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3), "policy": "vertical", "microbatches": 2},
+    {"schedule": "1f1b", "microbatches": 2},
+    {"schedule": "gpipe", "microbatches": 4},
+    {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3), "policy": "spectrain"},
+    {"forward": (0, 0), "backward": (0, 0), "tied": False},
+]
+
+
+@pytest.mark.parametrize(("options", "by_channel"), covering(OPTIONS, [False, True], strength=1))
 def test_threads_are_the_local_run(
     toy: Any, batches: Any, tmp_path: Path, options: dict[str, Any], by_channel: bool
 ) -> None:

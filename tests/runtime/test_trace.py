@@ -58,6 +58,7 @@ def runs(request: pytest.FixtureRequest, toy: Any, tmp_path: Path) -> Callable[[
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_trace_says_what_the_summary_says(runs: Any, tmp_path: Path) -> None:
     summary, options = runs(launch)

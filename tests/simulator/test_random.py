@@ -166,13 +166,13 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     return make(name, workers, microbatches), scenario, draw(st.integers(1, 5))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(runs())
 def test_it_equals_the_event_queue(run: tuple[Schedule, Scenario, int]) -> None:
     assert ends(simulate(*run)) == Events(*run).ended
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs())
 def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> None:
     schedule, scenario, minibatches = run
@@ -191,7 +191,7 @@ def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> N
             assert all(a.end <= b.start for a, b in pairwise(carried))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs(), st.data())
 def test_what_costs_more_ends_no_sooner(run: tuple[Schedule, Scenario, int], data: st.DataObject) -> None:
     schedule, scenario, minibatches = run

@@ -126,68 +126,6 @@ class Adam:
 
 
 @dataclass
-class RMSprop:
-    """torch.optim.RMSprop."""
-
-    alpha: float = 0.9
-    eps: float = 1e-2
-    gamma: float = 0.0
-    weight_decay: float = 0.0
-    centered: bool = False
-    square: Tensor | float = 0.0
-    mean: Tensor | float = 0.0
-    buffer: Tensor | float = 0.0
-    gradient: Tensor | None = None
-
-    def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
-        self.gradient = g
-        g = g + self.weight_decay * w
-        self.square = self.alpha * self.square + (1 - self.alpha) * g * g
-        self.mean = self.alpha * self.mean + (1 - self.alpha) * g
-        self.buffer = self.gamma * self.buffer + g / self.scale()
-        return w - rate * self.buffer
-
-    def scale(self) -> Tensor:
-        variance = self.square - self.mean * self.mean if self.centered else self.square
-        return torch.as_tensor(variance).sqrt() + self.eps
-
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
-        assert self.gradient is not None
-        if decay:
-            assert self.gamma
-            return w - self.buffer * sum(rate * self.gamma**i for i, rate in enumerate(rates, 1))
-        step = self.buffer if self.gamma else (self.gradient + self.weight_decay * w) / self.scale()
-        return w - sum(rates) * step
-
-
-@dataclass
-class Adagrad:
-    """torch.optim.Adagrad; each update's rate has a decay of its own."""
-
-    lr_decay: float = 0.0
-    initial: float = 0.0
-    eps: float = 1e-2
-    updates: int = 0
-    total: Tensor | float = 0.0
-    gradient: Tensor | None = None
-
-    def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
-        self.gradient = g
-        self.total = (self.total if self.updates else self.initial) + g * g
-        w = w - rate / (1 + self.updates * self.lr_decay) * self.step()
-        self.updates += 1
-        return w
-
-    def step(self) -> Tensor:
-        assert self.gradient is not None
-        return self.gradient / (torch.as_tensor(self.total).sqrt() + self.eps)
-
-    def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
-        assert not decay
-        return w - sum(r / (1 + i * self.lr_decay) for i, r in enumerate(rates, self.updates)) * self.step()
-
-
-@dataclass
 class Softsign:
     """An optimizer that fxpipe does not know: it goes on as it last went, at the coming rates."""
 

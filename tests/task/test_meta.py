@@ -295,6 +295,7 @@ def test_from_a_checkpoint_the_run_is_that_of_the_ordinary_build(folder: Path) -
     assert _equal(usual[1], load_file(folder / "out" / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_without_one_model_gives_the_values_however_it_is_cut(folder: Path) -> None:
     losses, state = _trained(folder, "build", "own", "--local", "--steps", 40)
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])

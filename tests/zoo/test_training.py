@@ -21,22 +21,12 @@ from fxpipe.ir.program import Program
 from fxpipe.lowering.agreement import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 
-QUICK = (
-    "gcn",
-    "dlrm",
-    "capsnet",
-    "vq_vae",
-    "fourier_operator",
-    "conv_lstm",
-    "squeezenet1_1",
-    "timm_lcnet",
-    "gpt2",
-    "retinanet_resnet50_fpn",
-)
+QUICK = ("gcn", "vq_vae", "squeezenet1_1", "gpt2", "retinanet_resnet50_fpn")
+MORE = ("dlrm", "capsnet", "fourier_operator", "conv_lstm", "timm_lcnet")
 QUICK_CORE = ("gpt2", "unet")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_zoo(name: str) -> None:
     entry = ZOO[name]
     if reason := entry.missing():
