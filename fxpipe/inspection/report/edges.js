@@ -1,27 +1,11 @@
 // What crosses workers: a row for each worker with its F and its B, and a line for every edge between them.
 
-const SINGLE = 60; // more edges than this are drawn as bundles
-const DASHES = { input: "2 3", saved: "7 4", weights: "10 3 2 3", token: "1 5" };
-
 function edgeSection(host) {
   const { edges } = facts;
-  if (!edges.length) return put(host, absent(facts.build.workers === 1 ? "One worker: nothing crosses." : "Nothing crosses workers."));
-  const bundled = edges.length > SINGLE;
-  const lines = bundled ? bundles(edges) : edges.map((edge, i) => ({ ...edge, members: [i] }));
-  const drawing = h("div", { class: "chart" });
-  const kinds = [...new Set(edges.map((edge) => edge.kind))];
-  put(host, 
-    h("ul", { class: "key", "aria-label": "Kinds of edges" }, kinds.map((kind) => h("li", null,
-      g("svg", { width: 30, height: 8, "aria-hidden": "true" }, g("line", { x1: 0, x2: 30, y1: 4, y2: 4, stroke: "var(--soft)", "stroke-width": 2, "stroke-dasharray": DASHES[kind] })),
-      `${kind}, ${routes(edges.filter((e) => e.kind === kind))}: ${bytes(sum(edges.filter((e) => e.kind === kind).map((e) => e.bytes)))}`))),
-    bundled ? h("p", { class: "quiet" }, `${count(edges.length)} edges, bundled by kind, from and to into ${count(lines.length)} lines; the table has each.`) : null,
-    drawing,
-    fold(`All ${plural(edges.length, "edge")} as a table`, edgeTable, { id: "edge-table" }));
+  const lines = edges.length > Number(host.dataset.single) ? bundles(edges) : edges.map((edge, i) => ({ ...edge, members: [i] }));
   const size = sizes(lines);
-  return figure(drawing, (width) => drawEdges(drawing, width, lines, size), { height: size.height });
+  figure(host, (width) => drawEdges(host, width, lines, size), { height: size.height });
 }
-
-const routes = (edges) => [...new Set(edges.map((e) => `${e.src_phase} → ${e.dst_phase === "FB" ? "F and B" : e.dst_phase}`))].join(", ");
 
 const end = (phase, source) => (phase === "update" ? "B" : phase.includes("F") && !(source && phase === "FB") ? "F" : "B");
 
@@ -82,7 +66,7 @@ function drawEdges(host, width, lines, { tall, pitch, thick: thickest, height })
     return g("g", { class: "edge", role: "img", "aria-label": described.filter(Boolean).join(", "), "data-edges": JSON.stringify(line.members), "data-value": line.bytes,
       onpointermove: (event) => showTip(described, event.clientX, event.clientY), onpointerleave: hideTip },
       g("path", { class: "hit", d: path.d }),
-      g("path", { class: "wire", d: path.d, stroke: colour(line.src), "stroke-width": thick.toFixed(1), "stroke-dasharray": DASHES[line.kind], "stroke-opacity": 0.85 }),
+      g("path", { class: "wire", d: path.d, stroke: colour(line.src), "stroke-width": thick.toFixed(1), "stroke-dasharray": looks.dashes[line.kind], "stroke-opacity": 0.85 }),
       g("path", { d: path.head(Math.min(4, 1.5 + thickest / 2) + thick / 2), style: `fill:${colour(line.src)}` }));
   });
   const boxes = Array.from({ length: workers }, (_, w) => ["F", "B"].map((phase) => [
@@ -113,7 +97,7 @@ function ports(lines, tall) {
     for (const [which, worker, phase, other] of [["from", line.src, a, line.dst], ["to", line.dst, b, line.src]]) {
       const key = `${worker}${phase}${outer}`;
       const way = other - worker;
-      const far = way > 0 ? workers - way : -way; // arcs lie within each other: upwards the far ones below, downwards above
+      const far = way > 0 ? workers - way : -way; // arcs are within each other: upwards the far ones below, downwards above
       const rank = outer === "inner" ? way : way > 0 ? workers + far : far;
       sides.set(key, [...(sides.get(key) ?? []), { i, which, rank, kind: outer === "inner" ? line.kind : "", turn: outer === "outer" && way > 0 ? -found[i].turn : found[i].turn }]);
     }
@@ -144,15 +128,4 @@ function wire(line, [from, to], places, box, y, port, side, workers) {
 /** An arrow head that ends at a point, pointing right (1) or left (−1). */
 const triangle = (x, y, way, r) => `M${x} ${y}l${-way * (r + 5)} ${-r}v${2 * r}z`;
 
-function edgeTable() {
-  const columns = [{ label: "name" }, { label: "kind" }, { label: "from" }, { label: "to" }, { label: "shape" }, { label: "dtype" }, { label: "bytes", kind: "n" }, { label: "module" }, { label: "line" }];
-  return table("Edges", columns, facts.edges.length, (i) => {
-    const edge = facts.edges[i];
-    return [
-      h("td", { class: "name mono" }, edge.name), h("td", null, edge.kind),
-      h("td", { class: "nobreak" }, chip(edge.src), edge.src_phase), h("td", { class: "nobreak" }, chip(edge.dst), edge.dst_phase),
-      h("td", { class: "mono" }, edge.shape ? `[${edge.shape.join(", ")}]` : NONE), h("td", { class: "mono" }, edge.dtype ?? NONE),
-      shown("td", `edges.${i}.bytes`, bytes, { class: "n" }), h("td", { class: "name mono" }, edge.module ?? NONE),
-      h("td", { class: "name mono" }, edge.source ?? NONE)];
-  });
-}
+if (byId("wires")) edgeSection(byId("wires"));

@@ -5,7 +5,6 @@ const GAP = 34; // between lanes: here mismatches are marked
 
 function modelMap(host) {
   const { units } = facts;
-  if (!units.length) return put(host, absent("The build names no units."));
   const timed = units.some((u) => !missing(u.forward_ms));
   const three = units.some((u) => u.weights !== u.backward);
   const weight = units.map((u) => (timed ? sum([u.forward_ms, u.backward_ms, u.weight_ms]) : 1));
@@ -17,14 +16,7 @@ function modelMap(host) {
     { key: "backward", name: "backward", letter: "B", cut: "BP cut", times: three ? ["backward_ms"] : ["backward_ms", "weight_ms"] },
     three && { key: "weights", name: "weight gradients", letter: "W", cut: "W cut", times: ["weight_ms"] },
   ].filter(Boolean);
-  const drawing = h("div", { class: "chart keep" });
-  put(host, 
-    h("p", { class: "quiet" },
-      timed ? "A unit is as wide as its time, forward and backward together. "
-        : "Units are equally wide: their times are not known; compile again to have them. ",
-      "Hatched between the lanes: forward, backward and weight gradients not all on one worker."),
-    drawing);
-  figure(drawing, (width) => drawMap(drawing, width, { units, ends, lanes }), { first: true });
+  figure(host, (width) => drawMap(host, width, { units, ends, lanes }), { first: true });
 }
 
 /** Maximal runs of equal `of(i)` among the first `length` numbers, as [first, end, value]. */
@@ -111,7 +103,7 @@ function laneLabels(lanes, x) {
   return (worker, time, space) => [form(worker, ms(time)), [String(worker)]].find((lines) => fits(lines, space)) ?? [];
 }
 
-/** The units behind the last one that lies in a module are the loss function's. */
+/** The units after the last one that is in a module are the loss function's. */
 const lastInModule = facts.units.findLastIndex((unit) => unit.module);
 const isLoss = (u) => lastInModule >= 0 && u > lastInModule;
 const unitName = (u) => facts.units[u].module || (isLoss(u) ? "(loss)" : "(no module)");
@@ -208,8 +200,8 @@ const NAMED = 40; // pixels that a part needs, in the mean, for names to stand i
 const OWN = 0.25; // of a module's width may be outside of the modules in it, if those are to stand for it
 
 /**
- * Which modules lie where: the tree opened at its widest places until its parts get too narrow. A module has one name,
- * in the middle of all that lies in it; what an opened module does itself, between its parts, has none.
+ * Which modules are where: the tree opened at its widest places until its parts get too narrow. A module has one name,
+ * in the middle of all that is in it; what an opened module does itself, between its parts, has none.
  */
 function moduleStrip(units, x, top, width) {
   const { modules } = facts;
@@ -260,7 +252,7 @@ function stripNames(parts, x, width) {
   const taken = [];
   const free = (from, to) => taken.every(([a, b]) => to <= a || from >= b);
   return [...extents].flatMap(([m, [first, end]]) => {
-    const path = moduleName(facts.modules[m]);
+    const path = facts.modules[m].path || facts.modules[m].name;
     const name = facts.modules[m].name;
     const space = x(end) - x(first);
     const middle = x(first) + space / 2;
@@ -271,3 +263,5 @@ function stripNames(parts, x, width) {
     return [{ name: held, middle }];
   });
 }
+
+if (byId("map")) modelMap(byId("map"));

@@ -1,37 +1,40 @@
-"""Facts as one HTML page: its style, its script, Plotly's and the facts themselves are inside."""
+"""Facts as one HTML page: its style, its script, Plotly's and the facts themselves are inside.
+
+`page.html` is the page from top to bottom; what it calls is in the modules next to this one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
+from collections.abc import Iterable
+from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from fxpipe.errors import BuildError
+from fxpipe.inspection.report import charts, formats, overview, tables
+from fxpipe.inspection.report.grid import cells, example
+from fxpipe.inspection.report.marks import MARKS, chip, looks, stroke
+from fxpipe.inspection.report.tree import ModuleRows, milliseconds
 from fxpipe.typed_json import dumps
 
-SCRIPTS = (  # in the order in which they stand in the page; one scope
-    "dom.js",
-    "format.js",
-    "figures.js",
-    "tables.js",
-    "overview.js",
-    "map.js",
-    "tree.js",
-    "edges.js",
-    "marks.js",
-    "balance.js",
-    "timeline.js",
-    "memory.js",
-    "run.js",
-    "schedule.js",
-    "workers.js",
-    "main.js",
-)
+Json = dict[str, Any]
+
+SCRIPTS = ("page.js", "tree.js", "map.js", "edges.js", "timeline.js", "charts.js")
+"""In the order in which they stand in the page; one scope."""
+
+SINGLE = 60
+"""More edges than this are drawn as bundles."""
+
+_TIMES = ("F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate")
+_RUN = ("workers", "time_losses", "evaluation", "timeline")  # what a run that did not end lacks
 
 
 def check_plotly() -> None:
@@ -73,31 +76,123 @@ def _refused(path: Path, reason: str) -> BuildError:
     return BuildError(f"{path} cannot be written: {reason}", hint="choose another --html")
 
 
-def page(facts: dict[str, Any]) -> str:
+def page(facts: Json) -> str:
     """One self-contained page that shows `facts`, what `fxpipe inspect --json` prints.
 
-    The facts stand in `<script id="facts">`, and all that the page shows is made from them when it is opened.
+    Its texts, tables and the module tree are made here; the facts, in `<script id="facts">`, are for the scripts.
     """
     from plotly.offline import get_plotlyjs
 
-    parts = {
-        "style": _own("page.css"),
-        "facts": embedded(facts),
-        "script": "\n".join(_own(name) for name in SCRIPTS),
-        "plotly": get_plotlyjs(),
-    }
-    for name in ("style", "script", "plotly"):
-        if "</script" in parts[name].lower() or "<!--" in parts[name]:
+    run = facts["run"] and {**dict.fromkeys(_RUN), **facts["run"]}
+    parts = {"style": _own("page.css"), "script": "\n".join(map(_own, SCRIPTS)), "plotly": get_plotlyjs()}
+    for name, part in parts.items():
+        if "</script" in part.lower() or "<!--" in part:
             raise AssertionError(f"the page's {name} would end its element")
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _own("page.html"))
+    panels = _panels(facts)
+    memory = facts["timeline"] and facts["timeline"]["memory"]
+    logs = [log for log in (run or {}).get("staleness") or () if log["step"]]
+    edge_kinds: dict[str, list[Json]] = {}
+    for edge in facts["edges"]:
+        edge_kinds.setdefault(edge["kind"], []).append(edge)
+    workers = (run or {}).get("workers") or ()
+    waits = [wait | {"rank": w["rank"]} for w in workers for wait in w.get("waits") or ()]
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            {name: Markup(part) for name, part in parts.items()},
+            **facts | {"run": run},
+            facts=facts,
+            facts_json=Markup(embedded(facts)),
+            tree=ModuleRows(facts),
+            timed=any(unit["forward_ms"] is not None for unit in facts["units"]),
+            edge_kinds=edge_kinds,
+            balance_kinds=[
+                k for k, part in tables.PARTS.items() if any(w[part] for p in facts["partitions"] for w in p["workers"])
+            ],
+            panels=panels,
+            timeline_kinds=[kind for kind in _TIMES if any(span[1] == kind for p in panels for span in p["spans"])],
+            memory=memory,
+            example=example(facts["grid"]),
+            logs=logs,
+            waits=sorted(waits, key=lambda wait: -(wait.get("seconds") or 0)),
+            elsewhere=overview.elsewhere(facts),
+            charts={
+                "balance": charts.balance(facts["partitions"]),
+                "memory": charts.memory(facts["timeline"]) if memory else None,
+                "spent": charts.spent(workers) if workers else None,
+                "staleness": charts.staleness(logs),
+            },
+        )
+    )
 
 
-def embedded(facts: dict[str, Any]) -> str:
-    r"""The facts as JSON that may stand inside a script element.
+def embedded(value: Any) -> str:
+    r"""A value as JSON that may stand inside a script element.
 
     What `--json` prints, with `<` written as `\u003c`: JSON has it in strings only.
     """
-    return dumps(facts).replace("<", "\\u003c")
+    return dumps(value).replace("<", "\\u003c")
+
+
+def _panels(facts: Json) -> list[Json]:
+    """The simulated and the measured timeline, as far as there are spans, with a sentence on how far each goes."""
+    found = {"simulated": facts["timeline"], "measured": (facts["run"] or {}).get("timeline")}
+    shown = {name: timeline for name, timeline in found.items() if timeline and timeline["spans"]}
+    last = {name: max(span[5] for span in timeline["spans"]) for name, timeline in shown.items()}
+    return [
+        {"name": name, "spans": timeline["spans"], "words": _how_far(name, timeline, last[name], max(last.values()))}
+        for name, timeline in shown.items()
+    ]
+
+
+def _how_far(name: str, timeline: Json, last: float, end: float) -> str:
+    minibatches, spans = timeline["minibatches"], len(timeline["spans"])
+    words = f"{name.capitalize()}: {formats.plural(minibatches, 'minibatch', 'minibatches')}, "
+    words += f"{formats.plural(spans, 'span')}, until {formats.ms(1e3 * last)}"
+    words += "; its lanes are blank from there on." if last < end else "."
+    if (timeline.get("of") or 0) > minibatches:
+        words += f" Of {timeline['of']:,} minibatches only the first {minibatches:,} are shown."
+    return words
+
+
+def _route(edge: Json) -> str:
+    return f"{edge['src_phase']} → {'F and B' if edge['dst_phase'] == 'FB' else edge['dst_phase']}"
+
+
+def _total(values: Iterable[int | None]) -> int:
+    return sum(value or 0 for value in values)
+
+
+def _strokes(workers: Iterable[int]) -> list[tuple[str, dict[str, str]]]:
+    return [(f"worker {w}", stroke(w)) for w in workers]
+
+
+@cache
+def _templates() -> Environment:
+    """The templates; whatever they are given is escaped unless it is `Markup`."""
+    made = Environment(
+        loader=PackageLoader("fxpipe.inspection", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    forms = ("size", "listed", "text", "number", "count", "ms", "share")
+    made.filters.update({name: getattr(formats, name) for name in forms})
+    made.filters |= {
+        "json": lambda value: Markup(embedded(value)),
+        "route": _route,
+        "total": _total,
+        "strokes": _strokes,
+        "named": lambda trace: (trace["name"], trace["line"]),
+    }
+    made.globals |= {
+        "chip": chip, "marks": MARKS, "looks": looks(), "single": SINGLE, "plural": formats.plural, "cells": cells,
+        "tables": tables, "overview": overview, "milliseconds": milliseconds, "curve": charts.curve,
+        "is_long": charts.is_long, "spent_kinds": charts.spent_kinds,
+    }  # fmt: skip
+    return made
 
 
 def _own(name: str) -> str:

@@ -5,29 +5,12 @@ const LABELS = 300; // that are written into spans at once
 
 function timelineSection(host) {
   const panels = [
-    facts.timeline && { name: "simulated", path: "timeline", ...facts.timeline },
-    facts.run?.timeline && { name: "measured", path: "run.timeline", ...facts.run.timeline },
+    facts.timeline && { name: "simulated", ...facts.timeline },
+    facts.run?.timeline && { name: "measured", ...facts.run.timeline },
   ].filter((panel) => panel && panel.spans.length);
-  if (!facts.timeline) put(host, absent("There is no simulated timeline: the build does not say what its stages take. Compile again to have one."));
-  if (!facts.run) put(host, absent("There is no measured timeline: give a run with ", h("code", null, "--run DIR"), "; ", h("code", null, "fxpipe run --trace FILE"), " records it."));
-  else if (!facts.run.timeline) put(host, absent("The run left no trace: ", h("code", null, "fxpipe run --trace FILE"), " records one."));
-  if (!panels.length) return;
   for (const panel of panels) prepare(panel);
-  const end = Math.max(...panels.map((p) => p.last));
-  put(host, h("p", { class: "quiet" }, panels.map((p) => told(p, end)).join(" ")));
-  const used = KINDS.filter((kind) => panels.some((p) => p.spans.some((s) => s[1] === kind)));
-  const view = new Timeline(panels, used);
-  const kinds = key(["F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate"].filter((k) => used.includes(k)));
-  put(kinds, h("li", null, blank(), "blank (white, on a dark page black): time between actions"));
-  put(host, kinds, view.tools, view.host,
-    ...panels.map((p) => fold(`The ${p.name} spans as a table`, () => spanTable(p))));
-  figure(view.host, (width) => view.draw(width), { height: view.height, plotly: true });
-}
-
-/** What a panel shows, and until when: past it its lanes are blank, while those of another go on to `end`. */
-function told(p, end) {
-  const more = p.of > p.minibatches ? ` Of ${count(p.of)} minibatches only the first ${count(p.minibatches)} are shown.` : "";
-  return `${p.name[0].toUpperCase()}${p.name.slice(1)}: ${plural(p.minibatches, "minibatch", "minibatches")}, ${plural(p.spans.length, "span")}, until ${ms(p.last * 1e3)}${p.last < end ? "; its lanes are blank from there on" : ""}.${more}`;
+  const view = new Timeline(host, panels);
+  figure(host, (width) => view.draw(width), { height: view.height, plotly: true });
 }
 
 /** Each worker's spans by their start, so that the one at a time is found at once. */
@@ -58,27 +41,24 @@ function spanLines(panel, span) {
 }
 
 class Timeline {
-  constructor(panels, used) {
+  constructor(host, panels) {
+    this.host = host;
     this.panels = panels;
-    this.used = used;
     const workers = facts.build.workers;
     this.row = workers > 24 ? 13 : workers > 8 ? 18 : 28;
     this.height = panels.length * (workers * this.row + 34) + 44;
     this.all = Math.max(...panels.map((p) => p.last));
     this.first = Math.min(this.all, this.opening() * 1.02);
     this.at = null; // what the arrow keys are on: [panel, worker, place in its row]
-    this.host = h("div", { class: "chart timeline", tabindex: 0, role: "group", "aria-label":
-      "Timeline, a row for each worker. Left and right go from span to span, up and down from worker to worker, plus and minus zoom. The tables below have the numbers." });
-    const zoom = (label, title, act) => h("button", { type: "button", title, "aria-label": title, onclick: act }, label);
-    this.tools = h("div", { class: "bar" },
-      zoom("First minibatches", "Show the first minibatches", () => this.show(0, this.first)), zoom("All", "Show all of the time", () => this.show(0, this.all)),
-      zoom("+", "Zoom in", () => this.scale(0.5)), zoom("−", "Zoom out", () => this.scale(2)),
-      zoom("←", "Earlier", () => this.move(-0.5)), zoom("→", "Later", () => this.move(0.5)),
-      h("span", { class: "quiet" }, "Drag over a stretch of time to see it larger."));
-    this.host.addEventListener("pointermove", (event) => this.hover(event));
-    this.host.addEventListener("pointerleave", hideTip);
-    this.host.addEventListener("keydown", (event) => this.key(event));
-    this.host.addEventListener("blur", hideTip);
+    const acts = {
+      first: () => this.show(0, this.first), all: () => this.show(0, this.all),
+      in: () => this.scale(0.5), out: () => this.scale(2), earlier: () => this.move(-0.5), later: () => this.move(0.5),
+    };
+    byId("zoom").addEventListener("click", (event) => acts[event.target.dataset.do]?.());
+    host.addEventListener("pointermove", (event) => this.hover(event));
+    host.addEventListener("pointerleave", hideTip);
+    host.addEventListener("keydown", (event) => this.key(event));
+    host.addEventListener("blur", hideTip);
   }
 
   /** The time that the first minibatches take: what fits into a page without blurring. */
@@ -131,8 +111,8 @@ class Timeline {
     }
     return [...made.entries()].sort((a, b) => parseInt(a[0], 10) - parseInt(b[0], 10)).map(([, { kind, worker, x, y }]) => ({
       type: "scatter", mode: "lines", fill: "toself", x, y, xaxis: `x${suffix}`, yaxis: `y${suffix}`, meta: kind, hoverinfo: "skip",
-      fillcolor: tint(worker, kind === "wait" ? 0.5 : MARKS[kind].opacity), line: { width: kind === "wait" ? 0 : 0.6, simplify: false },
-      fillpattern: MARKS[kind].shape ? pattern(kind, worker) : undefined,
+      fillcolor: looks.fills[kind][worker % 8].color, line: { width: kind === "wait" ? 0 : 0.6, simplify: false },
+      fillpattern: looks.fills[kind][worker % 8].pattern.shape ? looks.fills[kind][worker % 8].pattern : undefined,
     }));
   }
 
@@ -281,10 +261,4 @@ class Timeline {
   }
 }
 
-function spanTable(panel) {
-  const columns = [{ label: "worker" }, { label: "what" }, { label: "minibatch", kind: "n" }, { label: "microbatch", kind: "n" }, { label: "start, s", kind: "n" }, { label: "end, s", kind: "n" }];
-  return table(`Spans, ${panel.name}`, columns, panel.spans.length, (i) => [
-    h("td", null, chip(panel.spans[i][0])), h("td", null, panel.spans[i][1]),
-    ...[2, 3].map((c) => shown("td", `${panel.path}.spans.${i}.${c}`, count, { class: "n" })),
-    ...[4, 5].map((c) => shown("td", `${panel.path}.spans.${i}.${c}`, (t) => t.toFixed(6), { class: "n" }))]);
-}
+if (byId("spans")) timelineSection(byId("spans"));

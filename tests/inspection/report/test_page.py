@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import tomllib
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fxpipe.cli.inspect import inspect_command
+from report_facts import made_facts
 from torch import nn
 
 import fxpipe
@@ -53,7 +53,7 @@ def keys(value: Any, path: str = "") -> set[str]:
     return {f"{path}.{key}" for key in value}.union(*(keys(inner, f"{path}.{key}") for key, inner in value.items()))
 
 
-def test_made_facts_have_the_keys_of_real_ones(made_facts: Callable[..., Any]) -> None:
+def test_made_facts_have_the_keys_of_real_ones() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     program = fxpipe.capture(model, lambda m, b: m(b).square().mean(), torch.randn(2, 4))
     real = facts_of(subject_of(fxpipe.lower(program, workers=2, cost="analytic")))
@@ -65,13 +65,15 @@ def test_made_facts_have_the_keys_of_real_ones(made_facts: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_any_characters_come_through(text: str, made_facts: Callable[..., Any]) -> None:
+def test_any_characters_come_through(
+    text: str,
+) -> None:
     facts = made_facts(workers=2, blocks=1, name=text)
     facts["modules"][1]["path"] = text
     assert inside(page(facts)) == facts
 
 
-def test_the_facts_are_what_json_prints(made_facts: Callable[..., Any]) -> None:
+def test_the_facts_are_what_json_prints() -> None:
     facts = made_facts(workers=2, blocks=1)
     assert embedded(facts) == json.dumps(facts), "nothing in them is in need of an escape"
     assert embedded({"a": "<b>"}) == '{"a": "\\u003cb>"}'
@@ -82,12 +84,13 @@ def test_what_json_lacks_becomes_null() -> None:
     assert json.loads(embedded(facts)) == {"loss": [1.0, None, None], "more": {"x": [None, 2]}}
 
 
-def test_every_script_is_in_the_page(made_facts: Callable[..., Any]) -> None:
+def test_every_script_is_in_the_page() -> None:
     folder = Path(__file__).parents[3] / "fxpipe" / "inspection" / "report"
     assert sorted(SCRIPTS) == sorted(file.name for file in folder.glob("*.js"))
     html = page(made_facts(workers=2, blocks=1))
     assert "{{" not in html.split("<script")[0]
-    assert html.count("<script") == html.count("</script") == 3
+    assert html.count("<script") == html.count("</script")
+    assert len(re.findall(r"<script>", html)) == 1
 
 
 def test_the_wheel_has_every_part_of_the_page() -> None:
@@ -101,7 +104,7 @@ def test_the_wheel_has_every_part_of_the_page() -> None:
     assert {name for name in parts if not any(fnmatch(name, p) for p in packed["fxpipe.inspection.report"])} == set()
 
 
-def test_the_page_loads_nothing(made_facts: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
     write_report(made_facts(workers=2, blocks=1), tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in html
@@ -110,7 +113,7 @@ def test_the_page_loads_nothing(made_facts: Callable[..., Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "/proc/x.html", "{}", "{}/none/report.html", "{}/file/report.html"])
-def test_a_page_that_cannot_be_written(place: str, made_facts: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     path = Path(place.format(tmp_path))
     with pytest.raises(BuildError, match=re.escape(f"{path} cannot be written: ")) as caught:
@@ -120,7 +123,7 @@ def test_a_page_that_cannot_be_written(place: str, made_facts: Callable[..., Any
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_page_without_room_leaves_the_old_one(made_facts: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_page_without_room_leaves_the_old_one(tmp_path: Path) -> None:
     facts, path = made_facts(workers=2, blocks=1), tmp_path / "report.html"
     path.write_text("the old page")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -133,7 +136,7 @@ def test_a_page_without_room_leaves_the_old_one(made_facts: Callable[..., Any], 
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"report.html": "the old page"}
 
 
-def test_a_page_takes_the_place_of_an_old_one(made_facts: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_page_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
     facts, path, link = made_facts(workers=2, blocks=1), tmp_path / "report.html", tmp_path / "link.html"
     path.write_text("the old page")
     link.symlink_to(path)

@@ -1,0 +1,45 @@
+"""The schedule as a grid: which action each worker does when, and which version of its weights it sees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fxpipe.inspection.report.formats import plural
+from fxpipe.inspection.report.marks import colour, text_on, tint
+
+_CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
+
+PAPER = 12
+"""Steps that a sheet of paper is wide."""
+
+
+def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
+    """Of each worker the steps of a range: action, what it sees, style; all empty where the worker waits."""
+    return [[_cell(w, row[i] if i < len(row) else "") for i in range(first, end)] for w, row in enumerate(rows)]
+
+
+def _cell(worker: int, label: str) -> tuple[str, str, str]:
+    if not _CELL.fullmatch(label):
+        return "", "", ""
+    action, at, seen = label.partition("@")
+    if label[0] == "B":
+        return action, at + seen, f"background:{colour(worker)};color:{text_on(worker)}"
+    return action, at + seen, f"background:{tint(worker, 0.28)}"
+
+
+def example(grid: dict[str, Any]) -> str:
+    """One sentence about a cell of this very grid, the most telling one."""
+    found = [cell for row in grid["rows"] for label in row if (cell := _CELL.fullmatch(label)) and cell[4]]
+    under = f"Under schedule {grid['schedule']} and policy {grid['policy']}, "
+    if not found:
+        return f"{under}each row is a worker and each column one step of the pipeline."
+    cell = max(found, key=lambda c: (bool(c[5]), bool(c[5]) and c[1] == "F" and int(c[4]) > 0, int(c[4]) > 0))
+    passes = "forward" if cell[1] == "F" else "backward"
+    microbatch = f", microbatch {cell[3]}," if cell[3] else ""
+    ahead = f", predicted {cell[5]} further" if cell[5] else ""
+    return (
+        f"{under}{cell[0]} is the {passes} of minibatch {cell[2]}{microbatch} with the worker's weights after "
+        f"{plural(int(cell[4]), 'update')}{ahead}; a dot is a step in which a worker waits."
+    )

@@ -1,0 +1,84 @@
+"""The head of the page: what was built, in words and in the numbers that matter, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fxpipe.inspection.report.formats import count, number, plural, share, size, text
+
+Json = dict[str, Any]
+
+
+def elsewhere(facts: Json) -> str:
+    """` under gpipe · latest` where what is shown is not of the build's own schedule and policy; else nothing."""
+    shown, build = facts["forecast"] or facts["grid"], facts["build"]
+    pair = shown["schedule"], shown["policy"]
+    return "" if pair == (build["schedule"], build["policy"]) else f" under {pair[0]} · {pair[1]}"
+
+
+def settings(build: Json) -> list[tuple[str, str]]:
+    """How it was compiled."""
+    names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "device", "costs", "torch"]
+    labels = {"samples": "samples a minibatch"}
+    return [(labels.get(name, name), text(build[name])) for name in names if name != "autocast" or build[name]]
+
+
+def run_settings(run: Json) -> list[tuple[str, str]]:
+    """How it was run, as far as the run says, and what came of it."""
+    forms = {
+        "folder": text, "steps": count, "samples": count, "seconds": number, "transport": text, "device": text,
+        "threads": count, "seed": text,
+    }  # fmt: skip
+    known = [(name, run.get(name), form) for name, form in forms.items()]
+    held_out = [(f"held out {name}", value, number) for name, value in (run.get("evaluation") or {}).items()]
+    labels = {"samples": "samples a step"}
+    return [(labels.get(name, name), form(value)) for name, value, form in known + held_out if value is not None]
+
+
+def key_figures(facts: Json) -> Iterator[tuple[str, str]]:
+    """The numbers that matter: what is forecast, what was measured, how even it is and what it takes."""
+    forecast, run, other = facts["forecast"], facts["run"] or {}, elsewhere(facts)
+    if forecast:
+        yield f"samples a second, forecast{other}", number(forecast["samples_per_second"])
+    if run.get("samples_per_second"):
+        yield "samples a second, measured", number(run["samples_per_second"])
+    if run.get("efficiency"):
+        yield "measured over forecast", share(run["efficiency"])
+    if forecast:
+        yield f"milliseconds a minibatch, forecast{other}", number(forecast["milliseconds"])
+        yield f"bubble, forecast{other}", share(forecast["bubble"])
+    if run.get("bubble") is not None:
+        yield "bubble, measured", share(run["bubble"])
+    for partition in facts["partitions"]:
+        if partition["chosen"]:
+            yield f"balance{other}: ideal over slowest worker", share(partition["efficiency"])
+    fullest = max((w["memory_bytes"] or 0 for w in facts["workers"]), default=0)
+    if fullest:
+        yield f"memory of the fullest worker{other}", size(fullest)
+    crossing = sum(edge["bytes"] or 0 for edge in facts["edges"] if edge["kind"] != "weights")
+    yield "crosses workers, a microbatch", size(crossing)
+
+
+def placement(units: list[Json]) -> str:
+    """One sentence on how many units are not run by one worker alone."""
+    apart = sum(bool(unit["apart"]) for unit in units)
+    if not apart:
+        return "Every unit runs forward and backward on the same worker."
+    of = f"{plural(apart, 'unit')} of {count(len(units))}"
+    if any(unit["weights"] != unit["backward"] for unit in units):
+        return (
+            f"{of} {'does' if apart == 1 else 'do'} not run forward, backward and weight gradients all on one worker."
+        )
+    return f"{of} {'runs' if apart == 1 else 'run'} forward on one worker and backward on another."
+
+
+def warnings(facts: Json) -> list[str]:
+    """What is wrong with the build and the run."""
+    build, run = facts["build"], facts["run"] or {}
+    return [
+        *(f"Edited: {file} is not as compile wrote it. What it does may differ from what is shown."
+          for file in build["edited"]),
+        *(f"Stale: since this was compiled, {what}." for what in build["stale"]),
+        *(f"Run: {problem}" for problem in run.get("problems", ())),
+    ]  # fmt: skip
