@@ -11,13 +11,6 @@ FOLDERS = ("fxpipe", "passes", "cli")
 FILES = {"held", "checks", "strides", "repeats", "unread", "sees", "equip", "trim", "link_test"}
 """File names that did not say what is inside."""
 
-SHARED_NAMES = {
-    "Comm": "runtime/wires, passes",
-    "Part": "runtime/worker, ir",
-    "Worker": "runtime/process, measure",
-}
-"""Class names that still mean several things, and the rooms that have them: to be emptied."""
-
 
 def test_a_class_name_means_one_thing() -> None:
     """A leading underscore makes no other name: who reads `_Worker` thinks of `Worker`."""
@@ -27,7 +20,7 @@ def test_a_class_name_means_one_thing() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
                     places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SHARED_NAMES} == {}
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_file_names_say_what_is_inside() -> None:

@@ -26,7 +26,7 @@ from fxpipe.ir.law import verify
 from fxpipe.ir.program import Output, info
 from fxpipe.lowering.evaluation import SHAPES, Metrics, capture_evaluations, one_of_each
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.runtime.worker.evaluator import moves
+from fxpipe.runtime.wires.moves import moves
 from fxpipe.tracing.capture import capture_evaluation
 
 

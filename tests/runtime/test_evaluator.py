@@ -23,10 +23,10 @@ from fxpipe.errors import BatchError, BuildError, RunError, TaskError
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch
 from fxpipe.runtime.process.local_run import run_local
-from fxpipe.runtime.wires.local_evaluation import LocalEvaluation
+from fxpipe.runtime.wires.moves import moves
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import means, moves
+from fxpipe.runtime.worker.evaluator import means
 from fxpipe.task.model_file import Task
 
 STEPS, EVERY = 7, 2
@@ -130,7 +130,7 @@ def test_strict_wires(still: tuple[Task, Build], by_channel: bool, schedule: str
     torch.manual_seed(0)
     pipeline = build.local(optimizer=task.optimizer, schedule=schedule)
     expected = []
-    pipeline.evaluate_while_training(
+    pipeline.evaluation.while_training(
         lambda version: version in (1, 2, 3),
         EvaluationData(build.plan, lambda: batches, 0),
         lambda step, metrics, seconds: expected.append((step, metrics)),
@@ -174,14 +174,13 @@ def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
     path = write_evaluated(tmp_path, ('"norm": model.scale.norm()', '"norm": torch.rand(()) + model.scale.norm()'))
     task, build = build_of(path)
     plan = build.save(tmp_path / "build", model_file=path).plan
-    evaluation = LocalEvaluation(plan, tmp_path / "build", 0)
-    states = [executor.state(0) for executor in build.local().executors]
+    evaluation = build.local().evaluation
     random_workers = [stage.part.random for stage in plan.evaluations[0].stages]
     assert any(random_workers)
     before = torch.get_rng_state()
-    found = evaluation.run(EvaluationData(plan, task.eval_data, 0), states)
+    found = evaluation.run(EvaluationData(plan, task.eval_data, 0), 0)
     assert torch.equal(torch.get_rng_state(), before)
-    assert found == evaluation.run(EvaluationData(plan, task.eval_data, 0), states)
+    assert found == evaluation.run(EvaluationData(plan, task.eval_data, 0), 0)
 
 
 def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> None:

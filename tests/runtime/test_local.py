@@ -143,7 +143,7 @@ def test_asynchronous_is_its_definition(
     assert not pipeline._mailbox.letters
     for executor in pipeline.executors:
         assert not executor._saved
-        assert not executor.store._predicted
+        assert not executor.store.predictions.made
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -152,7 +152,7 @@ def test_copies_do_not_pile_up(toy: Any, batches: Any, tmp_path: Path, policy: s
     most = 0
     for step in range(20):
         pipeline.step(batches[step % 6])
-        kept = sum(len(e.store._copies) + len(e.store._predicted) for e in pipeline.executors)
+        kept = sum(len(e.store._copies) + len(e.store.predictions.made) for e in pipeline.executors)
         most = max(most, kept) if step < 8 else most
         assert step < 8 or kept <= most
     assert len(pipeline._mailbox.letters) < 20

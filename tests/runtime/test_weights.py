@@ -46,9 +46,9 @@ def held(store: WeightStore) -> int:
     most = 0
     for name, live in store.trained.items():
         found = {id(copy[name]) for key, copy in store._copies.items() if key[0] == store.worker and name in copy}
-        found |= {id(predicted[name]) for predicted in store._predicted.values() if name in predicted}
+        found |= {id(predicted[name]) for predicted in store.predictions.made.values() if name in predicted}
         found.discard(id(live))
-        predictor = store.predictor
+        predictor = store.updater.predictor
         if predictor is not None:
             found |= {id(tensor) for tensor in predictor._spare[id(live)]}
             found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
@@ -71,7 +71,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
         monkeypatch.setattr(WeightStore, name, watching)
 
-    for name in ("read", "release", "_step", "_keep_past", "_predict"):
+    for name in ("read", "release", "_step", "_keep_past", "_take", "_pack"):
         watch(name)
     return found
 
@@ -95,7 +95,7 @@ def test_a_flush_takes_no_more_and_leaves_nothing(
     assert most == before
     for executor in pipeline.executors:
         assert not executor.store._copies
-        assert not executor.store._predicted
+        assert not executor.store.predictions.made
 
 
 @pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
@@ -128,12 +128,12 @@ def test_a_long_run_does_not_grow(
         sizes.append(
             (
                 *(len(store._copies) for store in stores),
-                *(len(store._predicted) for store in stores),
+                *(len(store.predictions.made) for store in stores),
                 *(sum(len(messages) for messages in store._unread._versions.values()) for store in stores),
                 *(
-                    sum(len(tensors) for tensors in store.predictor._spare.values())
+                    sum(len(tensors) for tensors in store.updater.predictor._spare.values())
                     for store in stores
-                    if store.predictor is not None
+                    if store.updater.predictor is not None
                 ),
                 len(pipeline._mailbox.letters),
             )

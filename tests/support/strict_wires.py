@@ -17,14 +17,13 @@ from torch import Tensor
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.loop import train
-from fxpipe.runtime.wires.distributed import DistTransport, first_free_tag
-from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import Evaluator
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule import check
 from fxpipe.task.batch import Splitter
 from fxpipe.task.hooks import ObjectTask
 
@@ -78,15 +77,17 @@ class StrictWires:
     def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Message:
         return self.hub.put(self.hub.sends, (self.worker, to, "numbers", tag), numbers)
 
-    def irecv_numbers(self, count: int, dtype: torch.dtype, source: int, tag: int) -> tuple[Message, Tensor]:
-        numbers = torch.empty(count, dtype=dtype)
-        return self.hub.put(self.hub.receives, (source, self.worker, "numbers", tag), numbers), numbers
+    def irecv_numbers(self, count: int, source: int, tag: int) -> Message:
+        numbers = torch.empty(count, dtype=torch.float64)
+        return self.hub.put(self.hub.receives, (source, self.worker, "numbers", tag), numbers)
 
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
         return (source, target, channel if self.ordered or tag is None else tag)
 
     def received(self, message: Message) -> Tensor:
         return message.flat
+
+    received_numbers = received
 
     def finished(self, message: Message) -> None:
         assert message.over.wait(10), "deadlock"
@@ -124,7 +125,7 @@ class _Evaluating:
             return
         self.last = version
         found = self.evaluation.run(self.executor.state(version))
-        assert not self.evaluation._posted
+        assert not self.evaluation._transport._posted
         if found is not None:
             self.run.evaluations.append((version, found))
 
@@ -171,17 +172,16 @@ def run_in_threads(
         except BaseException as error:
             run.failures.append(error)
 
-    in_flight = check(recipe.schedule, 10).in_flight[0]
+    addresses = Addresses(plan, recipe.demand)
     for worker in range(plan.workers):
         wires: Any = StrictWires(hub, worker, by_channel)
-        transport = DistTransport(plan, worker, wires, recipe.demand, in_flight)
+        transport = DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
         run.executors.append(open_worker(plan, folder, worker, recipe, transport, task, PipelineOptions()))
         evaluations.append(None)
         if evaluated is not None:
             run.executors[-1].evaluates = lambda version: 0 < version < len(data)
             source = EvaluationData(plan, lambda: evaluated, 0) if worker == 0 else None
-            tag = first_free_tag(plan, recipe.demand)
-            evaluation = DistributedEvaluation(plan, Evaluator(plan, worker, folder, 0), wires, tag, source)
+            evaluation = DistributedEvaluation(plan, str(folder), 0, wires, addresses, source)
             evaluations[-1] = _Evaluating(run, run.executors[-1], evaluation)
         run.executors[-1].store.begin(0, len(data))
         threads.append(threading.Thread(target=work, args=(worker,)))

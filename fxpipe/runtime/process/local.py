@@ -6,21 +6,20 @@ Gives the same bits as the distributed run: the same actions, versions, seeds an
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.observe.record import OnEvaluation, OnStep
+from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.wires.local_evaluation import LocalEvaluation
+from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
@@ -75,7 +74,7 @@ class LocalPipeline:
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches, self.device)
-        self._mailbox = Mailbox(self.plan)
+        self._mailbox = Mailbox(self.plan.edges)
         self._synchronous = self.recipe.schedule.synchronous
         keep = keep_gradients and self._synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
@@ -90,9 +89,6 @@ class LocalPipeline:
         self._rows: list[Iterator[Action]] = []
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
-        self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
-        self._evaluated = 0  # the newest version that was due and is evaluated
-        self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
     def edited(self) -> list[Path]:
@@ -154,24 +150,15 @@ class LocalPipeline:
         self._settled("evaluate")
         check_evaluation(self.plan, "evaluate()")
         if isinstance(batches, EvaluationData):
-            return self._evaluate(batches, self.fed)
+            return self.evaluation.run(batches, self.fed)
         given = batches
-        return self._evaluate(EvaluationData(self.plan, lambda: given, self.options.seed), self.fed)
-
-    def evaluate_while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
-        """From now on, evaluate after so many steps as are `due`, and `report` it.
-
-        Workers may be ahead by then: the weights that they had are kept until the last one has come so far.
-        """
-        self._while_training = (data, report)
-        for executor in self.executors:
-            executor.evaluates = due
+        return self.evaluation.run(EvaluationData(self.plan, lambda: given, self.options.seed), self.fed)
 
     @property
     def evaluation(self) -> LocalEvaluation:
         """What evaluates, loaded when it is first asked for."""
         if self._evaluation is None:
-            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed)
+            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors)
         return self._evaluation
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -252,7 +239,8 @@ class LocalPipeline:
         key = (action.minibatch, action.microbatch)
         leaves = self._leaves.pop(key) if worker == 0 and action.phase == "F" else None
         executor = self.executors[worker]
-        self._keep_evaluated(worker, action)
+        if self._evaluation is not None:
+            self._evaluation.before(worker, action)
         lr = executor.store.updater.lr
         loss = executor.execute(action, leaves)
         if loss is not None:
@@ -263,7 +251,8 @@ class LocalPipeline:
             reported = self._losses.pop(action.minibatch)
             if self.report:
                 self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
-        self._evaluate_due()
+        if self._evaluation is not None:
+            self._evaluation.after()
         return True
 
     def _settle(self, worker: int) -> bool:
@@ -272,41 +261,9 @@ class LocalPipeline:
         if not executor.can_settle:
             return False
         executor.settle()
-        self._evaluate_due()
+        if self._evaluation is not None:
+            self._evaluation.after()
         return True
-
-    def _keep_evaluated(self, worker: int, action: Action) -> None:
-        """Copy the weights that the action's update changes, if they have yet to be evaluated."""
-        executor = self.executors[worker]
-        version = executor.store.version
-        updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
-        if updates and version > self._evaluated and executor.evaluates(version):
-            trained = executor.store.trained
-            state = executor.state(version)
-            self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}
-
-    def _evaluate_due(self) -> None:
-        """Evaluate, once all workers have come to a version that is due."""
-        version = min(executor.store.version for executor in self.executors)
-        if self._while_training is None or version <= self._evaluated or not self.executors[0].evaluates(version):
-            return
-        self._evaluated = version
-        data, report = self._while_training
-        for executor in self.executors:
-            executor.watch.open("evaluate")
-        begin = perf_counter()
-        metrics = self._evaluate(data, version)
-        for executor in self.executors:
-            executor.watch.close()
-        report(version, metrics, perf_counter() - begin)
-
-    def _evaluate(self, data: EvaluationData, version: int) -> dict[str, float]:
-        states = [self._state(worker, version) for worker in range(self.plan.workers)]
-        return self.evaluation.run(data, states)
-
-    def _state(self, worker: int, version: int) -> dict[str, Tensor]:
-        passed = (worker, version) in self._passed
-        return self._passed.pop((worker, version)) if passed else self.executors[worker].state(version)
 
     def _ready(self, worker: int, action: Action) -> bool:
         if action.minibatch >= self.fed:

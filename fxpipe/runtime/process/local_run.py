@@ -63,7 +63,7 @@ def run_local(
                 for evaluator in pipeline.evaluation.evaluators:
                     for loaded in evaluator.loaded:
                         warn_if_edited(loaded)
-                pipeline.evaluate_while_training(every(options.eval_every, total), data, record.evaluated)
+                pipeline.evaluation.while_training(every(options.eval_every, total), data, record.evaluated)
             warn_of_staleness(pipeline.recipe, executors[0])
             for watch in watches:
                 watch.begin()

@@ -1,16 +1,11 @@
-"""What one process of a distributed run does: `python -m fxpipe.runtime.process.rank OPTIONS`, or under torchrun."""
+"""What one process of a distributed run does, whoever started it: `launch` or torchrun."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import shutil
-import signal
 import sys
-import threading
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.errors import PeerLost, RunError
 from fxpipe.observe.live import StoreBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import FINAL_WEIGHTS, Record, samples_of
@@ -31,17 +26,18 @@ from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.loop import train
 from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
+from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
-from fxpipe.runtime.wires.distributed import DistTransport, Wires, channels_of, first_free_tag, peer_errors
-from fxpipe.runtime.wires.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.wires.distributed import DistTransport, Wires, peer_errors
 from fxpipe.runtime.wires.trace import WorkerTrace, receive_trace, send_trace, write_trace
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import Evaluator, every
+from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import (
@@ -51,7 +47,6 @@ from fxpipe.runtime.worker.final_weights import (
     weights_are_safe,
     write_final_weights,
 )
-from fxpipe.schedule import check
 from fxpipe.schedule.action import Action
 from fxpipe.task.batch import Splitter
 from fxpipe.task.hooks import TrainingTask, task_of_build
@@ -96,7 +91,7 @@ def join(
     with peer_errors(rank):
         dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        return _Worker(options, plan, rank, task, device, progress).run()
+        return RankRun(options, plan, rank, task, device, progress).run()
     except PeerLost:
         time.sleep(LINGER)
         raise
@@ -105,8 +100,8 @@ def join(
             dist.destroy_process_group()
 
 
-class _Worker:
-    """The state of one worker's run. It ends before the process group does: its threads use the group's store."""
+class RankRun:
+    """One worker's run. It ends before the process group does: its threads use the group's store."""
 
     def __init__(
         self,
@@ -127,9 +122,9 @@ class _Worker:
         self.total = self._agree_total()
         evaluating = evaluates(plan, task, options.eval_every)
         self.backend = self._backend()
-        wires = Wires(rank, self.backend, channels_of(plan, recipe.demand), device)
-        in_flight = check(recipe.schedule, 2 * plan.workers + 2).in_flight[0]
-        self.transport = DistTransport(plan, rank, wires, recipe.demand, in_flight)
+        addresses = Addresses(plan, recipe.demand)
+        wires = Wires(rank, self.backend, addresses.channels, device)
+        self.transport = DistTransport.of_training(plan, rank, wires, addresses, recipe.schedule)
         self.executor: Executor = open_worker(
             plan, options.build, rank, recipe, self.transport, task, options, device, out=options.out
         )
@@ -137,10 +132,8 @@ class _Worker:
         self._evaluated = 0
         self.record: Record | None = None
         if evaluating:
-            evaluator = Evaluator(plan, rank, options.build, options.seed)
             data = EvaluationData(plan, task.eval_data, options.seed, task) if rank == 0 else None
-            tag = first_free_tag(plan, recipe.demand)
-            self.evaluation = DistributedEvaluation(plan, evaluator, wires, tag, data)
+            self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data)
             self.executor.evaluates = every(options.eval_every, self.total)
             self.executor.watch.refills = not recipe.schedule.synchronous
         if options.trace:
@@ -287,32 +280,6 @@ class _Worker:
         return value
 
 
-def main(text: str) -> NoReturn:
-    """A worker under `launch`: its error or its summary is left in the exchange folder."""
-    options = RunOptions.from_json(text)
-    assert options.exchange is not None
-    exchange = Path(options.exchange)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; no traceback of ours
-    threading.Thread(target=_die_with, args=(os.getppid(), exchange), daemon=True).start()
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    rank = os.environ["RANK"]
-    try:
-        summary = join(options)
-    except FxpipeError as error:
-        said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
-        _leave(exchange, rank, {"kind": type(error).__name__, **said})
-    except Exception as error:
-        trace = traceback.format_exc()
-        _leave(exchange, rank, {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace})
-    else:
-        if summary is not None:
-            (exchange / "summary.json").write_text(json.dumps(summary))
-        end_process(0)
-    end_process(1)
-
-
 def end_process(code: int) -> NoReturn:
     """End this process without tearing the interpreter down.
 
@@ -326,20 +293,6 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave(exchange: Path, rank: str, error: dict[str, Any]) -> None:
-    path = exchange / f"{rank}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**error, "rank": int(rank), "time": time.time()}))
-    os.replace(temporary, path)
-
-
-def _die_with(parent: int, exchange: Path) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    shutil.rmtree(exchange, ignore_errors=True)  # nobody else is left to do it
-    os._exit(1)
-
-
 def _device(name: str, local_workers: int) -> torch.device:
     if name != "cuda":
         return torch.device(name)
@@ -349,7 +302,3 @@ def _device(name: str, local_workers: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -11,7 +11,7 @@ A send is waited for when the schedule says that its receiver has taken it, so t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,14 +23,12 @@ from fxpipe.errors import PeerLost, RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
-from fxpipe.policy.demand import Demand
+from fxpipe.runtime.wires.addresses import Addresses, Channel
 from fxpipe.runtime.wires.transport import Note, Transport
-from fxpipe.runtime.worker.evaluator import moves
+from fxpipe.schedule import check
+from fxpipe.schedule.base import Schedule
 
 Work = Any
-Channel = tuple[Any, ...]
-NOTES = ("behind", "total", "before")
-"""Kinds of notes: each has a tag of its own."""
 
 
 @contextmanager
@@ -84,21 +82,23 @@ class Wires:
             return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
 
     def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
-        """Begin to send a few numbers that lie on the CPU: over gloo, whatever the backend."""
+        """Begin to send a few float64 numbers that are on the CPU: over gloo, whatever the backend."""
         with peer_errors(self.worker):
             return dist.isend(numbers, to, tag=tag), numbers
 
-    def irecv_numbers(
-        self, count: int, dtype: torch.dtype, source: int, tag: int
-    ) -> tuple[tuple[Work, Tensor], Tensor]:
-        """Begin to receive what `isend_numbers` sends; the numbers are there once the pair is `finished`."""
-        numbers = torch.empty(count, dtype=dtype)
+    def irecv_numbers(self, count: int, source: int, tag: int) -> tuple[Work, Tensor]:
+        """Begin to receive the float64 numbers that `isend_numbers` sends."""
+        numbers = torch.empty(count, dtype=torch.float64)
         with peer_errors(self.worker):
-            return (dist.irecv(numbers, source, tag=tag), numbers), numbers
+            return dist.irecv(numbers, source, tag=tag), numbers
 
     def received(self, pending: tuple[Work, Tensor]) -> Tensor:
         """The tensor of a finished receive, on the device."""
         return pending[1].to(self.device) if self.staged else pending[1]
+
+    def received_numbers(self, pending: tuple[Work, Tensor]) -> Tensor:
+        """The numbers of a finished receive, on the CPU."""
+        return pending[1]
 
     def finished(self, pending: tuple[Work, Tensor]) -> None:
         """Wait until a send has left or a receive has come."""
@@ -121,78 +121,74 @@ class Wires:
             torch.cuda.synchronize(self.device)
 
 
-def channels_of(plan: Plan, demand: Demand) -> list[Channel]:
-    """Every channel of a plan: of its edges, of replicas, of loss reports, of evaluations; the same everywhere."""
-    edges = sorted({edge_channel(edge) for edge in plan.edges})
-    weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
-    loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []
-    pairs = {(e.src, e.dst) for spec in plan.evaluations for e in spec.edges}
-    pairs |= {(move.source, move.reader) for move in moves(plan)}
-    return [*edges, *weights, *loss, *(evaluation_channel(*pair) for pair in sorted(pairs))]
-
-
-def evaluation_channel(source: int, reader: int) -> Channel:
-    """All that one worker sends another for evaluations: moved tensors, then batch after batch."""
-    return ("evaluate", source, reader)
-
-
-def first_free_tag(plan: Plan, demand: Demand) -> int:
-    """From here on no message of training has a tag."""
-    return 1 + len(channels_of(plan, demand)) + len(plan.edges) + len(NOTES)
-
-
-def edge_channel(edge: EdgeSpec) -> Channel:
-    """Messages of one channel keep one order: one phase at each end, since phases interleave differently."""
-    return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)
-
-
 class DistTransport(Transport):
-    """One process's end of all its messages.
+    """One process's end of the messages of training, or of those of evaluation.
 
     Args:
-        in_flight: how many microbatches the schedule lets worker 0 have in flight. When a worker ends an
-            action of microbatch q, everything of microbatch q − in_flight has been received everywhere.
+        edges: whose values it carries.
+        microbatches: of a minibatch; 1 for evaluation, whose minibatches are the batches.
+        in_flight: how many microbatches may be in flight. When a worker ends an action of microbatch q, everything of
+            microbatch q − in_flight has been received everywhere.
     """
 
-    def __init__(self, plan: Plan, worker: int, wires: Wires, demand: Demand, in_flight: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        wires: Wires,
+        addresses: Addresses,
+        edges: Sequence[EdgeSpec],
+        microbatches: int,
+        in_flight: int,
+    ) -> None:
         self.worker = worker
         self.wires = wires
-        self._microbatches = plan.microbatches
+        self.addresses = addresses
+        self._microbatches = microbatches
         self._in_flight = in_flight
-        self._layouts = {e.name: Layout(e.tensor, e.name) for e in plan.edges if worker in (e.src, e.dst)}
-        self._channels = {e.name: edge_channel(e) for e in plan.edges}
+        self._layouts = {e.name: Layout(e.tensor, e.name) for e in edges if worker in (e.src, e.dst)}
         self._order: dict[Channel, deque[str]] = {}
-        for edge in plan.edges:
-            if wires.ordered and edge.src == worker:
-                self._order.setdefault(edge_channel(edge), deque()).append(edge.name)
-        first = 1 + len(channels_of(plan, demand))
-        self._tags = {e.name: first + i for i, e in enumerate(plan.edges)}
-        self._note_tags = {kind: first + len(plan.edges) + i for i, kind in enumerate(NOTES)}
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
         self._sent: deque[tuple[int, tuple[Work, Tensor]]] = deque()
         self._sent_weights: deque[tuple[int, tuple[Work, Tensor]]] = deque()
-        self._slack = in_flight + plan.workers * plan.microbatches  # no reader's lag reaches further
+        self._slack = in_flight + plan.workers * microbatches  # no reader's lag reaches further
         self._now = 0
         self._loss_channel = ("loss", plan.loss_worker, 0)
         self._loss_worker = plan.loss_worker
 
+    @staticmethod
+    def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
+        """What carries a worker's messages of training."""
+        in_flight = check(schedule, 2 * plan.workers + 2).in_flight[0]
+        transport = DistTransport(plan, worker, wires, addresses, plan.edges, plan.microbatches, in_flight)
+        transport.set_order(plan.edges)
+        return transport
+
+    def set_order(self, edges: Sequence[EdgeSpec]) -> None:
+        """From now on this worker's values of these edges are sent in this order, time after time."""
+        self._order = {}
+        for edge in edges if self.wires.ordered else ():
+            if edge.src == self.worker:
+                self._order.setdefault(self.addresses.channel(edge), deque()).append(edge.name)
+
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
         layout = self._layouts[edge.name]
-        channel, tag = self._channels[edge.name], self._tags[edge.name]
-        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, tag)
+        channel = self.addresses.channel(edge)
+        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, self.addresses.tag(edge.name))
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        if order := self._order.get(self._channels[edge.name]):
+        channel = self.addresses.channel(edge)
+        if order := self._order.get(channel):
             if order[0] != edge.name:
                 raise RunError(
                     f"worker {self.worker} sends {edge.name} where {order[0]} is due",
-                    hint="over NCCL, an edited stage must keep the order of its sends",
+                    hint="over NCCL, an edited file must keep the order of its sends",
                 )
             order.rotate(-1)
         layout = self._layouts[edge.name]
         flat = layout.flat(layout(value))
-        self._keep(self.wires.isend(flat, edge.dst, self._channels[edge.name], self._tags[edge.name]))
+        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge.name)))
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._layouts[edge.name]
@@ -211,16 +207,14 @@ class DistTransport(Transport):
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
-        numbers = torch.empty(count, dtype=torch.float64)
-        with peer_errors(self.worker):
-            self._posted["note", source, what] = dist.irecv(numbers, source, tag=self._note_tags[what[0]]), numbers
+        self._posted["note", source, what] = self.wires.irecv_numbers(count, source, self.addresses.tag(what[0]))
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
-        with peer_errors(self.worker):
-            self._keep((dist.isend(numbers, to, tag=self._note_tags[what[0]]), numbers))
+        self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag(what[0])))
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        return self._wait(("note", source, what), Cause("norm", f"norm {what[0]}", source), on_device=False)
+        pending = self._finished(("note", source, what), Cause("norm", f"norm {what[0]}", source))
+        return self.wires.received_numbers(pending)
 
     def expect_loss(self, minibatch: int) -> None:
         """Worker 0, which is not the loss worker: the loss of `minibatch` will be received soon."""
@@ -244,14 +238,19 @@ class DistTransport(Transport):
     def finish(self) -> None:
         self._reap(self._sent, self._now + 1)
         self._reap(self._sent_weights, self._now + 1)
+        self._now = 0
 
-    def _wait(self, key: tuple[Any, ...], cause: Cause, on_device: bool = True) -> Tensor:
-        """What was received under a key: on the device, or where gloo left it."""
+    def _wait(self, key: tuple[Any, ...], cause: Cause) -> Tensor:
+        """What was received under a key, on the device."""
+        return self.wires.received(self._finished(key, cause))
+
+    def _finished(self, key: tuple[Any, ...], cause: Cause) -> tuple[Work, Tensor]:
+        """The receive that was posted under a key, once it is over."""
         pending = self._posted.pop(key)
         self.watch.open("wait", cause)
         self.wires.finished(pending)
         self.watch.close()
-        return self.wires.received(pending) if on_device else pending[1]
+        return pending
 
     def _reap(self, sent: deque[tuple[int, tuple[Work, Tensor]]], before: int) -> None:
         while sent and sent[0][0] < before:

@@ -1,22 +1,23 @@
-"""Messages between workers that live in one process."""
+"""Messages between workers in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.runtime.wires.transport import Note, Transport
 
 
 class Mailbox:
     """Everything sent and not yet received, by the key that both ends know."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, edges: Sequence[EdgeSpec]) -> None:
         self.letters: dict[tuple[Any, ...], Tensor] = {}
-        self.layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in plan.edges}
+        self.layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in edges}
 
 
 class LocalTransport(Transport):

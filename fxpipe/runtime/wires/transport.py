@@ -19,7 +19,7 @@ class Transport(ABC):
     receives then. `arrived…` is asked only by drivers that run several workers in turn.
 
     Attributes:
-        watch: the worker's own: opens a 'wait' wherever the worker stands still for another one.
+        watch: the worker's own: opens a 'wait' wherever the worker waits for another one.
     """
 
     watch: Watch
@@ -72,8 +72,8 @@ class Transport(ABC):
         """Wait until everything sent has been received."""
 
 
-class Comm:
-    """What stage code sends and receives with, set to one action at a time.
+class EdgeComm:
+    """The `comm` that emitted code sends and receives with, set to one action or one batch at a time.
 
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
@@ -90,7 +90,7 @@ class Comm:
         self.sent: set[int] = set()
 
     def bind(self, minibatch: int, microbatch: int) -> None:
-        """Begin an action."""
+        """Begin an action; of an evaluation, `minibatch` is the number of the batch."""
         self._minibatch = minibatch
         self._microbatch = microbatch
         self.sent.clear()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, Phase, Plan
-from fxpipe.runtime.wires.transport import Comm, Transport
+from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
-from fxpipe.stages.loaded import LoadedStage, stage_line
+from fxpipe.stages.loaded import LoadedStage
 
 
 class Executor:
@@ -61,7 +60,7 @@ class Executor:
             phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
         }
         mine = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
-        self._comm = Comm(mine, transport, self.watch)
+        self._comm = EdgeComm(mine, transport, self.watch)
         aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
         self._forward_buffers = [aliases[name] for name in spec.forward.buffers]
         self._backward_buffers = [aliases[name] for name in spec.backward.buffers]
@@ -146,7 +145,7 @@ class Executor:
         batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
         if part.random:
             self._reseed(action)
-        with self._explaining(action):
+        with self._explained(action):
             loss, new, saved = self.stage.forward(weights, buffers, batch, self._comm)
             self._check(len(new), len(part.updates), "new buffer values")
             self._check(len(saved), len(part.saved), "saved values")
@@ -165,7 +164,7 @@ class Executor:
         saved = self._saved.pop((action.minibatch, action.microbatch))
         if part.random:
             self._reseed(action)
-        with self._explaining(action):
+        with self._explained(action):
             gradients = self.stage.backward(weights, buffers, saved, self._comm)
             self._check(len(gradients), len(part.gradients), "gradients")
         del weights
@@ -184,43 +183,15 @@ class Executor:
         return total / (self._last + 1) if self._last else total
 
     def _reseed(self, action: Action) -> None:
-        seed = action_seed(self.seed, self.worker, action)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, action.microbatch)
+
+    def _explained(self, action: Action) -> AbstractContextManager[None]:
+        def what() -> str:
+            name = "forward" if action.phase == "F" else "backward"
+            return f"{name} of step {action.minibatch + 1} ({action})"
+
+        return explained(self.stage.path, self.worker, what, "use more workers, smaller batches or more microbatches")
 
     def _check(self, found: int, expected: int, what: str) -> None:
         if found != expected:
             raise ValueError(f"returned {found} {what}, the plan has {expected}")
-
-    @contextmanager
-    def _explaining(self, action: Action) -> Iterator[None]:
-        """Errors of the stage's code come out as RunError with their place; our own get their place."""
-        try:
-            yield
-        except PeerLost:
-            raise
-        except FxpipeError as error:
-            place = stage_line(error, self.stage.path)
-            error.where = error.where or f"{action} on worker {self.worker}" + (f", {place}" if place else "")
-            raise
-        except Exception as error:
-            raise self._explained(error, action) from error
-
-    def _explained(self, error: Exception, action: Action) -> RunError:
-        name = "forward" if action.phase == "F" else "backward"
-        hint = None
-        if isinstance(error, torch.OutOfMemoryError):
-            hint = "use more workers, smaller batches or more microbatches"
-        return RunError(
-            f"{name} of step {action.minibatch + 1} ({action}) failed on worker {self.worker}: "
-            f"{type(error).__name__}: {error}",
-            where=stage_line(error, self.stage.path) or str(self.stage.path),
-            hint=hint,
-        )
-
-
-def action_seed(seed: int, worker: int, action: Action) -> int:
-    """The seed of one action's random numbers: the same in every process and every run."""
-    text = f"{seed}/{worker}/{action.phase}/{action.minibatch}/{action.microbatch}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -16,6 +16,7 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
+from fxpipe.runtime.worker.predictions import Predictions
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.schedule.action import Action
@@ -23,14 +24,14 @@ from fxpipe.task.hooks import TrainingTask
 
 
 @dataclass
-class _Part:
-    """The `weights` argument of one phase: what never changes stands in `weights` already."""
+class _Argument:
+    """The `weights` argument of one phase: what never changes is in `weights` already."""
 
     weights: tuple[Any, ...]
     readings: list[WeightReads]
     keys: tuple[Key, ...] = ()  # what `argument` was made of
     argument: tuple[Any, ...] = field(default=())
-    storages: set[int] | None = None  # addresses of what an action reads, once somebody asks
+    storages: set[int] | None = None  # addresses of what an action reads, once they are asked for
 
 
 class WeightStore:
@@ -46,7 +47,8 @@ class WeightStore:
         parameters: the owned ones by name, live: the optimizer updates them in place.
         version: how many updates this worker has made.
         updater: makes them.
-        staleness: compares what forwards used with what their updates met; None unless somebody asks for it.
+        predictions: of the live version.
+        staleness: compares what forwards used with what their updates met; None unless it is asked for.
     """
 
     def __init__(
@@ -69,9 +71,9 @@ class WeightStore:
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
         }
         self.trained = {p.name: self.parameters[p.name] for p in plan.owned(worker) if p.trained}
-        self._index = {name: i for i, name in enumerate(self.trained)}
+        index = {name: i for i, name in enumerate(self.trained)}
         live = list(self.trained.values())
-        order = [self._index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
+        order = [index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
         self._sum = GradientSum(live, order)
         self.updater = Updater(
             worker=worker,
@@ -84,14 +86,13 @@ class WeightStore:
             clip=clip,
             keep_gradients=keep_gradients,
         )
-        self.predictor = self.updater.predictor
+        self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)
         self._packs: dict[tuple[str, ...], Pack] = {}
         self._copies: dict[Key, dict[str, Tensor]] = {}
-        self._predicted: dict[int, dict[str, Tensor]] = {}
         self._unread = Unread(demand, worker)
         own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
-        self._counts_own = self.predictor is not None or any(reading.past for reading in own)
+        self._counts_own = self.updater.predictor is not None or any(reading.past for reading in own)
         self._parts = {phase: self._part(plan, phase, initial) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
@@ -106,7 +107,7 @@ class WeightStore:
         self._unread.begin(start, stop)
         self._pending = None
         self._copies.clear()
-        self._forget_all()
+        self.predictions.forget_all()
         self._let_go()
         self._open_own()
         owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
@@ -121,8 +122,8 @@ class WeightStore:
             self._initial = {}
         if self.staleness is not None:
             self.staleness.begin()
-            self.staleness.live(start, start, stop, self._predict)
-            self._forget_all()
+            self.staleness.live(start, start, stop, self.predictions.look)
+            self.predictions.forget_all()
 
     def end(self, stop: int) -> None:
         """The segment's end has come in sight: forget what is kept for minibatches from `stop` on."""
@@ -226,15 +227,15 @@ class WeightStore:
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)
-        self._forget_all()
+        self.predictions.forget_all()
         self.version += 1
         self._open_own()
         self._send_replicas()
         if self.staleness is not None:
-            self.staleness.live(self.version, self._unread.start, self._unread.stop, self._predict)
-            self._forget_all()
+            self.staleness.live(self.version, self._unread.start, self._unread.stop, self.predictions.look)
+            self.predictions.forget_all()
 
-    def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Part:
+    def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Argument:
         names = plan.stages[self.worker].part(phase).weights
         specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
         weights = tuple(
@@ -245,7 +246,7 @@ class WeightStore:
             for reading in self.demand.readings(self.worker, phase)
             if reading.owner != self.worker or self._counts_own
         ]
-        return _Part(weights, readings)
+        return _Argument(weights, readings)
 
     def _key(self, reading: WeightReads, action: Action) -> Key:
         version = self.demand.version(reading, action, self._unread.start)
@@ -259,7 +260,7 @@ class WeightStore:
     def _take(self, key: Key, names: Sequence[str]) -> Mapping[str, Tensor]:
         owner, version, ahead = key
         if owner == self.worker and version == self.version:
-            return self._predict(names, ahead)
+            return self.predictions.look(names, ahead)
         if key not in self._copies:
             assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
             of_all = self._unread.of(owner, version)[ahead].message.names
@@ -270,38 +271,16 @@ class WeightStore:
             watch.close()
         return self._copies[key]
 
-    def _predict(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
-        """The live weights, or their prediction, computed once a version."""
-        if ahead == 0 or self.predictor is None:
-            return self.trained
-        found = self._predicted.setdefault(ahead, {})
-        missing = [name for name in names if name not in found]
-        if missing:
-            watch = self.transport.watch
-            watch.open("predict")
-            values = self.predictor.predict(ahead, [self._index[name] for name in missing])
-            found.update(zip(missing, values, strict=True))
-            watch.close()
-        return found
-
     def _forget(self, key: Key) -> None:
-        """Nobody reads these weights any more; a prediction's memory serves the next ones."""
+        """Nothing reads these weights any more; a prediction's memory serves the next ones."""
         owner, version, ahead = key
         copies = self._copies.pop(key, {})
-        if owner == self.worker:
+        if owner == self.worker and ahead:
             if version == self.version:
-                copies = self._predicted.pop(ahead, {})
-            if ahead:
-                self._give_back(copies)
+                self.predictions.forget(ahead)
+            else:
+                self.predictions.give_back(copies)
         self._let_go()
-
-    def _forget_all(self) -> None:
-        for ahead in list(self._predicted):
-            self._give_back(self._predicted.pop(ahead))
-
-    def _give_back(self, predicted: Mapping[str, Tensor]) -> None:
-        if predicted and self.predictor is not None:
-            self.predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])
 
     def _let_go(self) -> None:
         for part in self._parts.values():
@@ -312,26 +291,17 @@ class WeightStore:
         for reader in self._readers:
             start, stop = self._unread.start, self._unread.stop
             for message in self.demand.messages(self.worker, reader, self.version, start, stop):
-                tensors = self._predict(message.names, message.ahead)
+                tensors = self.predictions.look(message.names, message.ahead)
                 watch.open("send", Cause("weights", "weights", reader))
                 block = self._pack(message.names).pack([tensors[name] for name in message.names])
                 self.transport.send_weights(reader, message.version, message.ahead, block)
                 watch.close()
-        self._forget_all()
+        self.predictions.forget_all()
 
     def _keep_past(self) -> None:
-        """Before the live version goes: what own actions have yet to read of it.
-
-        A prediction lies in memory of its own and is kept as it is; of live weights, copies are made.
-        """
+        """Before the live version goes: keep what own actions have yet to read of it."""
         for ahead, unread in self._unread.kept(self.worker, self.version).items():
-            tensors = self._predict(unread.names, ahead)
-            found = self._predicted.get(ahead, {})
-            kept: dict[str, Tensor] = {}
-            for name in unread.names:
-                own = tensors[name] is not self.trained[name]
-                kept[name] = found.pop(name) if own else tensors[name].detach().clone()
-            self._copies[self.worker, self.version, ahead] = kept
+            self._copies[self.worker, self.version, ahead] = self.predictions.keep(unread.names, ahead)
         self._let_go()
 
     def _pack(self, names: tuple[str, ...]) -> Pack:

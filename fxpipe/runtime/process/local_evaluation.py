@@ -1,0 +1,95 @@
+"""Evaluation with all workers in one process, in turn: the same bits as over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+from torch import Tensor
+
+from fxpipe.observe.record import OnEvaluation
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.wires.moves import evaluation_edges, moves
+from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.evaluator import Evaluator, means
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.schedule.action import Action
+
+
+class LocalEvaluation:
+    """Evaluates what a pipeline's workers hold, one worker after the other for every batch.
+
+    Raises:
+        BuildError: as `Evaluator`.
+    """
+
+    def __init__(self, plan: Plan, folder: str | Path, seed: int, executors: Sequence[Executor]) -> None:
+        self.plan = plan
+        self._executors = executors
+        mailbox = Mailbox(evaluation_edges(plan))
+        self.evaluators = [
+            Evaluator(plan, worker, folder, seed, LocalTransport(mailbox, worker)) for worker in range(plan.workers)
+        ]
+        self._moves = moves(plan)
+        self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
+        self._evaluated = 0  # the newest version that was due and is evaluated
+        self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def run(self, data: EvaluationData, version: int) -> dict[str, float]:
+        """The mean of every metric after so many updates, which every worker has made.
+
+        Raises:
+            FxpipeError: the data, or what was made of them, failed.
+        """
+        states = [self._state(worker, version) for worker in range(self.plan.workers)]
+        held = [dict(state) for state in states]
+        for move in self._moves:
+            held[move.reader][move.name] = states[move.source][move.name]
+        shapes: list[int] = []
+        values: list[list[float]] = [[] for _ in held]
+        for number, (shape, leaves) in enumerate(data()):
+            for worker, evaluator in enumerate(self.evaluators):
+                found = evaluator.run(shape, number, held[worker], None if worker else leaves)
+                values[worker] += [float(value) for value in found]
+            shapes.append(shape)
+        return means(self.plan, shapes, values)
+
+    def while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
+        """From now on, evaluate after so many updates as are `due`, and `report` it.
+
+        Workers may be ahead by then: the weights that they had are kept until the last one has come so far.
+        """
+        self._while_training = (data, report)
+        for executor in self._executors:
+            executor.evaluates = due
+
+    def before(self, worker: int, action: Action) -> None:
+        """Copy the weights that the action's update changes, if they have yet to be evaluated."""
+        executor = self._executors[worker]
+        version = executor.store.version
+        updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
+        if updates and version > self._evaluated and executor.evaluates(version):
+            trained = executor.store.trained
+            state = executor.state(version)
+            self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}
+
+    def after(self) -> None:
+        """Evaluate, once all workers have come to a version that is due."""
+        version = min(executor.store.version for executor in self._executors)
+        if self._while_training is None or version <= self._evaluated or not self._executors[0].evaluates(version):
+            return
+        self._evaluated = version
+        data, report = self._while_training
+        for executor in self._executors:
+            executor.watch.open("evaluate")
+        begin = perf_counter()
+        metrics = self.run(data, version)
+        for executor in self._executors:
+            executor.watch.close()
+        report(version, metrics, perf_counter() - begin)
+
+    def _state(self, worker: int, version: int) -> dict[str, Tensor]:
+        passed = (worker, version) in self._passed
+        return self._passed.pop((worker, version)) if passed else self._executors[worker].state(version)

@@ -1,0 +1,46 @@
+"""Where every message of a plan travels: its channel and its tag, the same in every process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.policy.demand import Demand
+from fxpipe.runtime.wires.moves import evaluation_edges
+
+Channel = tuple[Any, ...]
+NOTES = ("behind", "total", "before", "shape", "metrics")
+"""Kinds of notes, those of clipping and those of evaluation: each has a tag of its own."""
+
+
+class Addresses:
+    """The channel and the tag of every message.
+
+    Attributes:
+        channels: all of them, the same list in every process: of edges, replicas, loss reports and evaluations.
+    """
+
+    def __init__(self, plan: Plan, demand: Demand) -> None:
+        evaluating = evaluation_edges(plan)
+        edges = {edge.name: _edge_channel(edge) for edge in plan.edges}
+        pairs = {(edge.src, edge.dst) for edge in evaluating}
+        weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
+        loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []
+        evaluations = [("evaluate", *pair) for pair in sorted(pairs)]
+        self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *loss, *evaluations]
+        # All that one worker sends another for evaluations is in one channel: moved tensors, then batch after batch.
+        self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
+        self._tags = {name: 1 + len(self.channels) + i for i, name in enumerate((*self._channels, *NOTES))}
+
+    def channel(self, edge: EdgeSpec) -> Channel:
+        """The channel of an edge's values."""
+        return self._channels[edge.name]
+
+    def tag(self, name: str) -> int:
+        """The tag of an edge's values, or of a kind of notes; no channel has it."""
+        return self._tags[name]
+
+
+def _edge_channel(edge: EdgeSpec) -> Channel:
+    """Messages of one channel keep one order: one phase at each end, since phases interleave differently."""
+    return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)

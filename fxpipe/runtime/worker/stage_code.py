@@ -1,0 +1,46 @@
+"""What surrounds a call of emitted code: the seed of its random numbers, and errors that say where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.stages.loaded import stage_line
+
+
+def reseed(device: torch.device, *place: object) -> None:
+    """Seed torch by the run's seed and the place of the call: the same in every process and every run."""
+    text = "/".join(map(str, place))
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def explained(path: Path, worker: int, what: Callable[[], str], out_of_memory: str) -> Iterator[None]:
+    """Errors of the emitted code in `path` come out as RunError with their place; our own get their place.
+
+    Args:
+        what: says what was done, if it fails.
+        out_of_memory: the hint where the device has no memory left.
+    """
+    try:
+        yield
+    except PeerLost:
+        raise
+    except FxpipeError as error:
+        place = stage_line(error, path)
+        error.where = error.where or f"{what()} on worker {worker}" + (f", {place}" if place else "")
+        raise
+    except Exception as error:
+        raise RunError(
+            f"{what()} failed on worker {worker}: {type(error).__name__}: {error}",
+            where=stage_line(error, path) or str(path),
+            hint=out_of_memory if isinstance(error, torch.OutOfMemoryError) else None,
+        ) from error
