@@ -136,7 +136,7 @@ def _speed(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < INFINITE:
-        raise ProfileError(f"{text!r} is no speed", hint="give numbers above zero with commas between them: 1,1,0.5")
+        raise ProfileError(f"{text!r} is not a speed", hint="give numbers above zero with commas between them: 1,1,0.5")
     return value
 
 

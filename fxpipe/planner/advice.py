@@ -1,4 +1,4 @@
-"""What would do, where a profile does not fit into the workers' memory."""
+"""Says what would be enough if a profile does not fit into the workers' memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
 
 _TRIED = (1, 2, 3, 4)
-"""How many workers more are tried, and how many times as many."""
+"""How many more workers to try, and how many times as many."""
 
 
 def advised_partitions(
@@ -23,10 +23,10 @@ def advised_partitions(
     say: Callable[[str], None] = lambda text: None,
     budget: int = BUDGET,
 ) -> dict[str, Partition]:
-    """As `partitions`, for `count` workers; if nothing fits, the error says what would do.
+    """Like `partitions`, for `count` workers; if nothing fits, the error says what would be enough.
 
     Raises:
-        TooLittleMemory: nothing fits; the hint has the memory and the number of workers that would do.
+        TooLittleMemory: nothing fits; the hint has the memory and the number of workers that would be enough.
     """
     workers = setting.workers(count)
     try:
@@ -47,13 +47,13 @@ def _enough_workers(
     count: int,
     say: Callable[[str], None],
 ) -> int | None:
-    """The least number of workers that fits, among the next few and a few larger ones."""
+    """The smallest number of workers that fits, among the next few and a few larger ones."""
     tried = sorted({count + more for more in _TRIED} | {count * times for times in _TRIED[1:]})
     for more in tried:
         say(f"does it fit {more} workers?")
         try:
             if fits(profile, setting.workers(more)):
                 return more
-        except (CutError, ProfileError):  # there are no links for so many
+        except (CutError, ProfileError):  # there are no links for that many
             return None
     return None

@@ -1,7 +1,7 @@
-"""Cuts that minimise the slowest worker's time; forward and backward together, or each on its own.
+"""Cuts that minimise the slowest worker's time, with shared or separate cuts for forward and backward.
 
-Model: worker k takes (ΣF of its forward units + ΣB of its backward units) / speed_k a microbatch, and communication
-is free. Both optima are exact for it: the bottleneck is found by bisection to the last bit that matters, and for one
+Model: worker k takes (ΣF of its forward units + ΣB of its backward units) / speed_k per microbatch, and communication
+is free. Both optima are exact for this model: bisection finds the bottleneck to the last bit that matters, and for one
 bottleneck the furthest reach of the first k workers decides.
 """
 
@@ -20,7 +20,7 @@ _TOLERANCE = 1e-10  # relative; far below what a clock can measure
 
 @dataclass(frozen=True)
 class BalancedCuts:
-    """Cuts, each with 0 in front and the number of units at its end, and the slowest worker's time."""
+    """Cuts, each with 0 at the start and the number of units at the end, and the slowest worker's time."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -30,7 +30,7 @@ class BalancedCuts:
 def worker_loads(
     forward: Sequence[float], backward: Sequence[float], balance: BalancedCuts, speeds: Sequence[float]
 ) -> list[float]:
-    """The time of every worker under these cuts."""
+    """The time of every worker with these cuts."""
     f, b = prefix(forward), prefix(backward)
     return [
         float(f[balance.forward[k + 1]] - f[balance.forward[k]] + b[balance.backward[k + 1]] - b[balance.backward[k]])
@@ -40,7 +40,7 @@ def worker_loads(
 
 
 def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> BalancedCuts:
-    """The best contiguous cuts that forward and backward share: what PipeDream does."""
+    """The best contiguous cuts that forward and backward share, as in PipeDream."""
     total = prefix([f + b for f, b in zip(forward, backward, strict=True)])
     _check(len(forward), speeds)
 
@@ -58,14 +58,14 @@ def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Seque
 
 
 def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> BalancedCuts:
-    """The best contiguous cuts, forward's and backward's independent of each other (Bi-Partition).
+    """The best contiguous cuts, independent for forward and backward (Bi-Partition).
 
-    For one bottleneck T let b_k(f) be the furthest backward cut the first k workers can reach with their forward cut
-    at f. Further is never worse for the workers behind, so b_k is all that need be known of the first k:
+    For one bottleneck T let b_k(f) be the furthest backward cut the first k workers can reach with their forward cut at
+    f. Further is never worse for the later workers, so b_k is all we need to know about the first k:
 
         b_k+1(f') = the furthest b with PB[b] ≤ max over f ≤ f', PF[f'] − PF[f] ≤ T of (PB[b_k(f)] + PF[f]) + T − PF[f']
 
-    a maximum over a sliding window, in O(U log U) a worker. T is feasible if b_N(U) = U.
+    a maximum over a sliding window, in O(U log U) per worker. T is feasible if b_N(U) = U.
 
     Time: O(N·U·log U) for each of about thirty bisection steps; 10,000 units and 64 workers take a few seconds.
     """
@@ -91,7 +91,7 @@ def _check(units: int, speeds: Sequence[float]) -> None:
 
 
 def _bisect(feasible: Callable[[float], bool], low: float, high: float) -> float:
-    """The least feasible bottleneck; `high` is feasible, below `low` nothing is."""
+    """The smallest feasible bottleneck; `high` is feasible, nothing below `low` is."""
     while high - low > _TOLERANCE * high:
         middle = (low + high) / 2
         if feasible(middle):
@@ -102,7 +102,8 @@ def _bisect(feasible: Callable[[float], bool], low: float, high: float) -> float
 
 
 def _reach(f: Floats, b: Floats, speeds: Sequence[float], limit: float) -> list[Places]:
-    """For 0 to N workers: by forward cut, the furthest backward cut they reach; −1 where they cannot be."""
+    """For 0 to N workers: by forward cut, the furthest backward cut they reach; −1 if that forward cut is
+    impossible."""
     places = np.arange(len(f))
     reach = np.full(len(f), -1)
     reach[0] = 0
@@ -119,7 +120,7 @@ def _reach(f: Floats, b: Floats, speeds: Sequence[float], limit: float) -> list[
 
 
 def _came_from(f: Floats, b: Floats, reach: Places, at: int, back: int, time: float) -> int:
-    """A forward cut from which one more worker, within `time`, gets forward to `at` and backward to `back`."""
+    """A forward cut from which one more worker gets forward to `at` and backward to `back` within `time`."""
     candidates = np.arange(at + 1)
     start = reach[: at + 1]
     load = f[at] - f[candidates] + np.maximum(b[back] - b[np.maximum(start, 0)], 0.0)

@@ -1,4 +1,4 @@
-"""Which cuts the search looks at: all that can matter, by dominance and by bounds, or windows around a plan."""
+"""The cuts that the search looks at: all that can matter (by dominance and bounds), or windows around a plan."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Positions:
 
     @property
     def shared(self) -> Places:
-        """Where all chains may be cut at once."""
+        """The positions where all chains may be cut at once."""
         return np.intersect1d(self.forward, self.backward)
 
 
 def positions(costs: CostModel, mode: str) -> Positions:
-    """All positions but the forbidden and the dominated ones.
+    """All positions except forbidden and dominated ones.
 
     A free unit (it computes, saves and owns nothing) can go to either side of a cut. The position on one side of it
-    dominates the one on the other, if every worker that begins or ends there would receive no more: the other is
-    dropped, and the best plan is still among the rest.
+    dominates the position on the other side if every worker that begins or ends there would receive no more. The
+    dominated position is dropped; the best plan is still among the rest.
     """
     count = costs.count
     every = np.arange(count + 1)
     free = np.array([u.free for u in costs.profile.units])
     forward = np.setdiff1d(every, np.array(sorted(costs.profile.uncut), dtype=np.int64))
     backward = every
-    if mode != "same":  # with shared cuts a position serves both chains: only what both drop could go
+    if mode != "same":  # with shared cuts a position serves both chains: only what both chains drop could go
         forward = np.setdiff1d(forward, _dominated(costs.activations, free, set(forward.tolist())))
         flipped = _dominated(costs.gradients, free[::-1], set(range(count + 1)))
         backward = np.setdiff1d(every, count - flipped)
@@ -50,32 +50,32 @@ def positions(costs: CostModel, mode: str) -> Positions:
 
 
 def _dominated(chain: Crossing, free: np.ndarray, allowed: set[int]) -> Places:
-    """Positions of a chain that the neighbour behind or in front of a free unit dominates."""
+    """Positions of a chain that the position on the other side of a free unit dominates."""
     dropped: set[int] = set()
     for unit in np.flatnonzero(free):
         p, q = int(unit), int(unit) + 1
         if not {p, q} <= allowed - dropped or p == 0 or q == chain.units:
             continue
         at_p, at_q = chain.open_at(p), chain.open_at(q)
-        read = at_p[chain.ends(at_p) == unit]  # what the unit itself reads from in front of it
+        read = at_p[chain.ends(at_p) == unit]  # what the unit itself reads of earlier units
         columns = np.unique(np.concatenate([chain.ends(at_p), chain.ends(at_q)])) + 1
         rows = chain.table(np.array([p, q]), np.append(columns[columns > q], q + 1))
         if (rows[1] <= rows[0]).all() and (chain.starts(read) >= p - 1).all():
-            dropped.add(p)  # behind the unit no more crosses, and who ends there receives nothing more
+            dropped.add(p)  # after the unit no more crosses, and a worker that ends there receives nothing more
         elif (rows[0] <= rows[1]).all():
             dropped.add(q)
     return np.array(sorted(dropped), dtype=np.int64)
 
 
 def _weight_positions(costs: CostModel) -> Places:
-    """W may be cut before every unit that has some; the positions between two of those are alike."""
+    """The positions of W cuts: before every unit that has W; those between two such units are equivalent."""
     return np.unique(costs.owning.following)
 
 
 def all_layers(costs: CostModel, where: Positions, mode: str, bound: float, budget: int) -> list[Places] | None:
-    """For every boundary all cuts that a plan within `bound` can have; None if they make more than `budget` pairs.
+    """For every boundary, all cuts that a plan within `bound` can have; None if they make more than `budget` pairs.
 
-    The workers in front of a cut need their share of the time for the work in front of it, those behind it likewise.
+    The workers before a cut need enough time for the work before it, and those after it for the work after it.
     """
     layers = [np.zeros((1, 4), dtype=np.int64)]
     speeds = np.array(costs.workers.speeds)
@@ -128,7 +128,7 @@ def _pairs(costs: CostModel, where: Positions, least: float, most: float, limit:
 
 
 def _grid(one: np.ndarray, other: np.ndarray, least: float, most: float, limit: int) -> tuple[Places, Places] | None:
-    """Indices of all pairs of two rising sequences whose sum lies between `least` and `most`."""
+    """Indices of all pairs of two rising sequences whose sum is between `least` and `most`."""
     first = np.searchsorted(other, least - one, side="left")
     last = np.searchsorted(other, most - one, side="right")
     counts = np.maximum(last - first, 0)
@@ -141,7 +141,7 @@ def _grid(one: np.ndarray, other: np.ndarray, least: float, most: float, limit: 
 
 
 def window(costs: CostModel, where: Positions, mode: str, cuts: Places, offsets: Sequence[int]) -> list[Places]:
-    """For every boundary the cuts whose positions lie `offsets` allowed positions away from a plan's, each its own."""
+    """For every boundary, the cuts whose positions are `offsets` allowed positions away from those of a plan."""
     layers = [cuts[:1]]
     for cut in cuts[1:-1]:
         if mode == "same":
@@ -164,7 +164,7 @@ def window(costs: CostModel, where: Positions, mode: str, cuts: Places, offsets:
 
 
 def _with_choices(costs: CostModel, cuts: Places) -> Places:
-    """Rows (f, b, w) as boundaries: each with its choice of recomputation, where there is something to choose."""
+    """Rows (f, b, w) as boundaries, with both choices of recomputation where there is something to choose."""
     sent = np.concatenate([cuts, np.zeros((len(cuts), 1), dtype=np.int64)], axis=1)
     if costs.workers.links.free and not np.isfinite(costs.workers.memory).any():
         return sent

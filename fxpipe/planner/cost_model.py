@@ -1,36 +1,36 @@
-"""The stated model: what one worker costs a microbatch, in time and memory, for the units that it runs.
+"""The cost model: what one worker costs per microbatch, in time and memory, for the units that it runs.
 
-A boundary between two workers is (f, b, w, r): where F, B and W are cut, and whether units whose F lies on one side and
-whose B or W on the other are computed again (r = 1) or their saved values sent (r = 0). Between the boundaries
-(f, b, w, r) and (f', b', w', r') a worker runs F of units [f, f'), B of [b, b') and W of [w, w'); w ≥ b, since W runs
-inside B's action and B's actions run from the last worker to the first. What it costs a microbatch in the steady state
-of one-forward-one-backward, in milliseconds:
+A boundary between two workers is (f, b, w, r): where F, B and W are cut, and whether units with F on one side and B or
+W on the other are computed again (r = 1) or their saved values are sent (r = 0). Between the boundaries (f, b, w, r)
+and (f', b', w', r'), a worker runs F of units [f, f'), B of [b, b') and W of [w, w'); w ≥ b, because W runs inside B's
+action and B's actions run from the last worker to the first. Its cost per microbatch, in the steady state of
+one-forward-one-backward, in milliseconds:
 
     busy = (F + B + W + recomputation)/speed + update/microbatches + copy · bytes
     waits = activations + gradients that it receives + what of the other messages does not hide
     wire = all that arrives over one of its two links, the busier one
     cost = max(busy + waits, wire)
 
-- **Activations and gradients** lie on the round trip; where none travel a token does, so latency is paid in any case.
-  Plain 1F1B holds worker k just N−1−k forwards ahead: round any
-  range i … j of workers there is a cycle of events that takes Σ busy and both ways' messages over the range's inner
-  boundaries, for j−i+1 microbatches. A period that covers each worker's busy time and what it receives covers every
-  cycle. Where a worker on the way has slack the schedule may do better; the simulator says by how much.
-- **Other messages** take a way of their own beside the round trip, and only what outlasts it counts:
-  saved values from in front hide behind the forward of the worker that receives them, those that go to a worker in
-  front behind the backward of the worker that sends them; replicas that go to a worker behind hide behind the owner's
-  next forward, those that come from behind, behind the reader's backward. Gradients that W reads of B elsewhere are
-  needed first of all and hide behind nothing. Replicas travel once a minibatch.
-- **Mismatch.** Of a run of units with F on one side and B or W on the other, B's worker receives the saved values, or
-  the activations that cross the start of the run together with its random values, and then runs its forward again. The
-  run begins and ends with units that save something.
-- **copy** (seconds a byte of the processor) is paid at both ends.
-- A message is priced on the link to the neighbour on its side, wherever it comes from or goes to: where runs reach past
-  a neighbour, the schedule may take a little longer than the slowest worker's cost, never so otherwise.
+- **Activations and gradients** are part of the round trip; where none travel a token does, so latency is always paid.
+  Plain 1F1B keeps worker k just N−1−k forwards ahead: around any range i … j of workers there is a cycle of events that
+  takes Σ busy plus the messages in both directions over the inner boundaries of the range, for j−i+1 microbatches. A
+  period that covers each worker's busy time and what it receives covers every cycle. If a worker on the way has slack,
+  the schedule may do better; the simulator says by how much.
+- **Other messages** travel in parallel to the round trip, and only what computation does not hide counts: the forward
+  of the receiver hides saved values from an earlier worker; the backward of the sender hides those to an earlier
+  worker; the owner's next forward hides replicas to a later worker; the reader's backward hides replicas from a later
+  worker. Nothing hides the gradients that W reads of B elsewhere, because they are needed first. Replicas travel once
+  per minibatch.
+- **Mismatch.** For a run of units with F on one side and B or W on the other, B's worker receives the saved values; or
+  it receives the activations that cross the start of the run and the random values of the run, and computes the forward
+  again. The run begins and ends with units that save something.
+- **copy** (processor seconds per byte) is paid at both ends.
+- A message is priced on the link to the neighbour in its direction, even if it travels further. Only if runs reach past
+  a neighbour can the schedule take a little longer than the slowest worker's cost.
 
 Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer state, what the policy keeps) + replicas
 and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
-temporaries. What comes from in front is in flight as long as there.
+temporaries. What comes from an earlier worker is in flight for as long as it is there.
 
 Everything here is arithmetic on arrays of cut positions: any number of candidate workers at once.
 """
@@ -51,12 +51,12 @@ from fxpipe.planner.workers import Workers
 
 @dataclass(frozen=True)
 class Costs:
-    """Arrays, one element a candidate worker. Times in milliseconds, memory in bytes.
+    """Arrays with one element per candidate worker. Times in milliseconds, memory in bytes.
 
     Attributes:
-        cost: max(busy + waits, wire); inf where the memory does not do.
+        cost: max(busy + waits, wire); inf if the memory is too small.
         busy, waits, wire: its parts.
-        memory: 0 where nobody asked for it.
+        memory: 0 if it was not asked for.
     """
 
     cost: Floats
@@ -105,17 +105,17 @@ class CostModel:
         self.gradients = Crossing(
             count, [(v.bytes, last - v.producer, [last - r for r in v.readers]) for v in profile.gradients]
         )
-        self._entering = self.activations.total()  # bytes that a run from here on reads of what is in front of it
+        self._entering = self.activations.total()  # bytes that a run from here on reads of earlier units
         self._leaving = self.gradients.total()[::-1]  # bytes of gradients that cross a position
         self._lookup: tuple[_Table, _Table] | None = None
 
     def load(self, states: Places) -> Floats:
-        """Work in front of boundaries, rows (f, b, w, …): milliseconds at speed 1."""
+        """Work before boundaries, rows (f, b, w, …): milliseconds at speed 1."""
         found: Floats = self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
         return found
 
     def floor(self, worker: int, begins: Places, ends: Places) -> Floats:
-        """A bound below `price`, sooner had: computation, and activations and gradients."""
+        """A lower bound of `price` that is quicker to compute: computation, activations and gradients."""
         busy, activation, gradient = self._round_trip(worker, begins, ends)
         before, behind = self._links(worker)
         return busy + before.occupied(activation) + behind.occupied(gradient) + before.latency + behind.latency
@@ -124,9 +124,9 @@ class CostModel:
         """The cost of `worker` between the boundaries in the rows of `begins` and those in the rows of `ends`.
 
         Args:
-            begins, ends: shape (n, 4), row by row; no position of an end lies in front of its begin. Only cuts that
-                `remember` was told of.
-            with_memory: count memory where there is no limit to it, too.
+            begins, ends: shape (n, 4), row by row; no position of an end is before that of its begin. Only cuts that
+                were given to `remember`.
+            with_memory: count memory even if it has no limit.
         """
         spans = _CandidateSpans.of(self, begins, ends)
         if self.workers.links.free:
@@ -141,7 +141,7 @@ class CostModel:
         return Costs(cost, busy, waits, wire, memory)
 
     def memory(self, worker: int, begins: Places, ends: Places) -> Floats:
-        """The bytes that worker needs; rows as in `price`."""
+        """The bytes that the worker needs; rows as in `price`."""
         return self._memory(worker, _CandidateSpans.of(self, begins, ends))
 
     def repeated(self, begin: Places, end: Places) -> list[tuple[int, int]]:
@@ -186,7 +186,7 @@ class CostModel:
         return busy, waits, wire
 
     def _links(self, worker: int) -> tuple[_LinkTimes, _LinkTimes]:
-        """The links to the neighbour in front and to the one behind."""
+        """The links to the previous and to the next worker."""
         links, last = self.workers.links, self.workers.count - 1
         found = []
         for there, other in ((worker > 0, worker - 1), (worker < last, worker + 1)):
@@ -195,7 +195,7 @@ class CostModel:
         return found[0], found[1]
 
     def _replicas(self, spans: _CandidateSpans, way: str, side: int) -> Floats:
-        """Parameter bytes read on one side of a boundary and owned on the other: side 0 in front, 1 behind.
+        """Parameter bytes read on one side of a boundary and owned on the other: side 0 before it, 1 after it.
 
         Coming in: F or B here, W on that side. Going out: W here, F or B on that side.
         """
@@ -209,7 +209,7 @@ class CostModel:
         return total(sums, forward) + total(sums, backward) - total(sums, both(forward, backward))
 
     def remember(self, begins: Places, ends: Places) -> None:
-        """Look up what crosses between all these cuts beforehand; `price` is then asked for no others."""
+        """Look up in advance what crosses between all these cuts; afterwards `price` may be called only for these."""
         starts, columns = np.unique(begins[:, 0]), np.unique(ends[:, 0])
         first, last = np.unique(self.count - ends[:, 1]), np.unique(self.count - begins[:, 1])
         self._lookup = (
@@ -224,7 +224,7 @@ class CostModel:
         return found
 
     def run(self, backward: Span, weight: Span, again: Places) -> MismatchedRuns:
-        """A run of units between two sides: B of some, W of some on the one, F of all on the other."""
+        """A run of units with B or W on one side of a boundary and F on the other."""
         saved = self._saved(backward, weight)
         first, end = hull(self._saving[0](backward), self._saving[1](weight))
         entering = np.where(end > first, self._entering[first] + total(self._fixed, (first, end)), 0.0)
@@ -251,7 +251,7 @@ class CostModel:
         temporary = np.maximum(
             self._temporary.over(forward), np.maximum(self._temporary.over(backward), self._temporary.over(weight))
         )
-        for run in (spans.from_front, spans.from_back):  # what was computed again is there at once, for one microbatch
+        for run in (spans.from_front, spans.from_back):  # what was computed again exists at once, for one microbatch
             temporary = temporary + np.where(run.again, run.saved, 0.0)
         owned = own.owned_factor[worker] * total(self._parameters, weight)
         return owned + own.replica_factor * replicas + frozen + kept + temporary
@@ -259,13 +259,13 @@ class CostModel:
 
 @dataclass(frozen=True)
 class _LinkTimes:
-    """One link, in milliseconds a byte and milliseconds."""
+    """One link: milliseconds per byte, and latency in milliseconds."""
 
     rate: float
     latency: float
 
     def occupied(self, size: Floats) -> Floats:
-        """How long so many bytes occupy the link."""
+        """How long that many bytes occupy the link."""
         return size * self.rate
 
 
@@ -291,11 +291,11 @@ class MismatchedRuns:
 
 @dataclass(frozen=True)
 class _CandidateSpans:
-    """What every candidate runs, and its runs of mismatched units by where their other half lies.
+    """What every candidate runs, and its runs of mismatched units by where their other half is.
 
     Attributes:
-        from_front, from_back: B or W here, F in front or behind.
-        to_front, to_back: F here, B or W in front or behind.
+        from_front, from_back: B or W here, F on an earlier or later worker.
+        to_front, to_back: F here, B or W on an earlier or later worker.
     """
 
     forward: Span

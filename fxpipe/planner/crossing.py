@@ -1,4 +1,4 @@
-"""What a worker receives along a chain of units, when values go straight from producers to the workers that read."""
+"""What a worker receives along a chain of units if values go straight from producers to the workers that read them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fxpipe.planner.spans import Floats, Places
 
 
 class Crossing:
-    """The bytes that a worker with units [p, q) of a chain receives: every outside value that a unit in it reads, once.
+    """The bytes that a worker with units [p, q) of a chain receives: every outside value that one of them reads, once.
 
     A value is a row of hops, from its producer to its first reader, on to its second, and so on. It arrives at [p, q)
-    if its first reader at or behind p lies in front of q: over the one hop lo → hi with lo < p ≤ hi < q.
+    if its first reader from p on is before q: over the one hop lo → hi with lo < p ≤ hi < q.
 
     Args:
         units: how many units the chain has.
-        values: (bytes, producer, readers behind it) of every value; positions in the direction of the chain.
+        values: (bytes, producer, readers after it) of every value; positions in the direction of the chain.
     """
 
     def __init__(self, units: int, values: Iterable[tuple[float, int, Iterable[int]]]) -> None:

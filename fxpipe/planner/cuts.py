@@ -1,4 +1,4 @@
-"""The cuts: which worker runs which units, forward, backward and weight gradients apart."""
+"""The cuts: which worker runs which units in forward, in backward and for weight gradients."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from fxpipe.plan.spec import Phase
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts: stage k runs F of units [forward[k], forward[k+1]), and so B by `backward` and W by `weights`.
+    """The cuts: stage k runs F of units [forward[k], forward[k+1]), and likewise B by `backward` and W by `weights`.
 
-    W are the backward's nodes that make weight gradients alone; an empty `weights` is the same as `backward`. Each
+    W are the backward nodes that only make weight gradients; an empty `weights` means the same as `backward`. Each
     starts with 0, never falls, and ends with the number of units; a stage with [n, n) does nothing of that kind.
 
     Attributes:
         recompute: (worker, first, end): that worker's backward computes forward units [first, end) again from what
-            enters them, instead of receiving what they saved. Units whose forward is its own are not meant.
+            enters them, instead of receiving what they saved. Units whose forward it runs itself do not count.
 
     Raises:
-        CutError: they are not so, or W of a unit lies on a later worker than its B. A worker's W runs inside its B
-            action, and B actions run from the last worker to the first: W would come before the gradient it reads.
+        CutError: the cuts break these rules, or W of a unit is on a later worker than its B. A worker's W runs inside
+            its B action, and B actions run from the last worker to the first: W would come before the gradient that it
+            reads.
     """
 
     forward: tuple[int, ...]
@@ -42,8 +43,8 @@ class Cuts:
         for k, (backward, weights) in enumerate(zip(self.backward, self.weights, strict=True)):
             if weights < backward:
                 raise CutError(
-                    f"weight gradients of unit {weights} lie on worker {k}, behind their backward on worker {k - 1}",
-                    hint="a cut of weight gradients stands at the backward's or at a later unit",
+                    f"weight gradients of unit {weights} are on worker {k}, after their backward on worker {k - 1}",
+                    hint="put a cut of weight gradients at the backward's cut or at a later unit",
                 )
         for worker, first, end in self.recompute:
             if not (0 <= worker < self.workers and 0 <= first <= end <= count):

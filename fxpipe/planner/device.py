@@ -1,16 +1,16 @@
 """Devices that need not be here: what they can do, built in under a name or read from a TOML file. No torch.
 
     [device]
-    name = "h200"                                   # a built-in's name lends what is left out
+    name = "h200"                                   # a built-in device supplies what is left out
     flops = {bfloat16 = "600T", float32 = "40T"}    # FLOP/s: a table by dtype, one quantity, or a number
     bandwidth = "3.8TB/s"                           # of its memory
     memory = "141GB"
-    launch = "5us"                                  # a node takes that at least
+    launch = "5us"                                  # the least time of a node
 
     [links]
-    bandwidth = "10Gbit"                            # or a matrix: a row a sender, a column a receiver
+    bandwidth = "10Gbit"                            # or a matrix: a row per sender, a column per receiver
     latency = "50us"                                # or a matrix likewise
-    copy = "0.3ns"                                  # a byte, of each end's processor
+    copy = "0.3ns"                                  # per byte, processor time at each end
 
     [workers]
     speed = [1, 1, 0.5]                             # relative to the device
@@ -32,7 +32,7 @@ from fxpipe.typed_json import convert, explained, parse_toml
 
 INFINITE = float("inf")
 LAUNCH = 5e-6
-"""Seconds a kernel takes at least, launched from Python, where a file does not say."""
+"""The least seconds that a kernel launched from Python takes, if a file does not say."""
 
 _DTYPES = {
     "float64": ("f64", "fp64", "double"),
@@ -40,7 +40,7 @@ _DTYPES = {
     "float16": ("f16", "fp16", "half"),
     "bfloat16": ("bf16",),
     "int8": ("i8",),
-}  # torch's names, and what else people call them
+}  # torch's names, and other common ones
 _KNOWN_DTYPES = {alias: name for name, aliases in _DTYPES.items() for alias in (name, *aliases)}
 
 
@@ -49,11 +49,10 @@ class Device:
     """What a device can do; a node takes max(FLOPs / flops, bytes / bandwidth) + launch seconds.
 
     Attributes:
-        flops: FLOP/s of matrix work, as it is achieved and not as it is advertised: one number, or by torch's name
-            of a dtype. A dtype that is not named has float32's rate, or else the least.
-        bandwidth: bytes a second to and from its memory.
-        memory: bytes; `inf` where no one said.
-        launch: seconds that every node takes at least.
+        flops: FLOP/s that matrix work achieves, not what is advertised: one number, or numbers by torch's dtype names.
+            A dtype that is not named has the rate of float32, or else the lowest one.
+        bandwidth: bytes per second to and from its memory. memory: bytes; `inf` where no one said. launch: the least
+        seconds that a node takes.
     """
 
     name: str
@@ -69,13 +68,13 @@ class Device:
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
-        """How long a node takes that makes so many FLOPs and moves so many bytes."""
+        """How long a node with this many FLOPs and bytes takes."""
         return max(flops / self.flops_of(dtype), moved / self.bandwidth) + self.launch
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What a name or a file says: the device and the links, or None; each worker's speed and bytes, or nothing."""
+    """The contents of a device file: device and links, or None; each worker's speed and memory, or nothing."""
 
     device: Device | None = None
     links: Links | None = None
@@ -91,13 +90,13 @@ def _gpu(name: str, half: float, brain: float, single: float, double: float, ban
 
 
 USED_FLOPS = 0.6
-"""The part of its peak FLOP/s that a device reaches in the matrix products of training."""
+"""The share of its peak FLOP/s that a device reaches in the matrix products of training."""
 
 USED_BANDWIDTH = 0.8
-"""The part of its peak memory bandwidth that a device reaches in pointwise work."""
+"""The share of its peak memory bandwidth that a device reaches in pointwise work."""
 
 CPU = Device("cpu", 50e9, 10e9, launch=2e-6)
-"""One core of a server; what `--cost analytic` computes with when it is told nothing else."""
+"""One core of a server: the default device of `--cost analytic`."""
 
 BUILT_IN = {
     d.name: d
@@ -119,7 +118,8 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
     """The built-in device of that name, else the file at that path (see the module's docstring).
 
     Raises:
-        ProfileError: neither; not TOML; an unknown table or key; a value that is no quantity. Names the place.
+        ProfileError: neither exists; not TOML; an unknown table or key; a value that is not a quantity. The error names
+            the place.
     """
     text = str(name_or_path)
     if text.lower() in BUILT_IN:
@@ -128,7 +128,7 @@ def read_device_spec(name_or_path: str | Path) -> DeviceSpec:
     if not path.exists() and not path.suffix and len(path.parts) == 1:
         raise ProfileError(
             f"there is no device {text!r}{near(text.lower(), BUILT_IN)}",
-            hint=f"built in are {', '.join(BUILT_IN)}; anything else is described in a TOML file",
+            hint=f"built in are {', '.join(BUILT_IN)}; describe any other device in a TOML file",
         )
     return _read(path)
 
@@ -189,7 +189,7 @@ def _read(path: Path) -> DeviceSpec:
     for speed in file.workers.speed:
         if not 0 < speed < INFINITE:
             hint = "1 is the device itself, 0.5 half as fast"
-            raise ProfileError(f"{speed:g} is no speed", where=f"{path}, [workers] speed", hint=hint)
+            raise ProfileError(f"{speed:g} is not a speed", where=f"{path}, [workers] speed", hint=hint)
     return DeviceSpec(
         None if file.device is None else _device(file.device, path),
         None if file.links is None else _links(file.links, f"{path}, [links]"),
@@ -244,18 +244,20 @@ def _links(table: _LinksTable, where: str) -> Links:
 def _link(
     given: _Quantity | tuple[tuple[_Quantity, ...], ...], read: Callable[[_Quantity], float], own: float, where: str
 ) -> float | tuple[tuple[float, ...], ...]:
-    """A number, or a square matrix; its diagonal, from a worker to itself, is `own`, whatever the file says there."""
+    """A number, or a square matrix; its diagonal, from a worker to itself, is always `own`."""
     if not isinstance(given, tuple):
         return _number(given, read, where)
     if not given or any(len(row) != len(given) for row in given):
-        raise ProfileError("the matrix is not square", where=where, hint="a row a sender, a column a receiver")
+        raise ProfileError(
+            "the matrix is not square", where=where, hint="write a row for each sender and a column for each receiver"
+        )
     return matrix(
         [[own if i == j else _number(v, read, where) for j, v in enumerate(row)] for i, row in enumerate(given)]
     )
 
 
 def _number(given: _Quantity, read: Callable[[_Quantity], float], where: str) -> float:
-    """A quantity of a file, read; its errors say where."""
+    """A quantity of a file; errors say where it is."""
     if given == INFINITE and read in (quantity.bandwidth, quantity.memory):
         return INFINITE
     try:

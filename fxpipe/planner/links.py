@@ -14,11 +14,11 @@ class Links:
     """The links between all pairs of workers. Each direction of a link carries one message at a time.
 
     Attributes:
-        bandwidth: bytes a second; one number for every link, or a matrix with a row for each sender and a column for
+        bandwidth: bytes per second; one number for all links, or a matrix with a row for each sender and a column for
             each receiver. `inf` costs nothing.
-        latency: seconds from a message's end at the sender to its arrival; a number or a matrix likewise.
-        copy: seconds a byte that the processor of each end is busy with a message (a GPU's copy engines: 0;
-            gloo on CPUs: about 0.3 ns).
+        latency: seconds from a message's end at the sender to its arrival; a number or a matrix likewise. copy: seconds
+        per byte for which a message keeps the processor at each end busy (a GPU's copy engines: 0; gloo on CPUs: about
+        0.3 ns).
     """
 
     bandwidth: float | tuple[tuple[float, ...], ...] = float("inf")
@@ -36,7 +36,7 @@ class Links:
         return self == Links()
 
     def bandwidth_of(self, source: int, target: int) -> float:
-        """Bytes a second from one worker to another."""
+        """Bytes per second from one worker to another."""
         return _entry(self.bandwidth, source, target)
 
     def latency_of(self, source: int, target: int) -> float:
@@ -79,7 +79,7 @@ def _written(value: float | tuple[tuple[float, ...], ...]) -> Any:
 
 
 GLOO_LOOPBACK = Links(bandwidth=3e9, latency=50e-6, copy=0.33e-9)
-"""Processes of one machine over gloo, where nothing was measured or given: 0.35 ms for 1 MiB."""
+"""The default for processes of one machine over gloo: 0.35 ms for 1 MiB."""
 
 NCCL_NODE = Links(bandwidth=20e9, latency=10e-6)
-"""CUDA devices of one machine where nothing was measured or given: what PCIe carries; NVLink is faster."""
+"""The default for CUDA devices of one machine: the rate of PCIe; NVLink is faster."""

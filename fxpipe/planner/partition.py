@@ -1,9 +1,9 @@
 """Partitions: the best cuts of a profile for given workers, by mode, with what each worker then costs.
 
-For times alone the shared and the independent optimum come from `balance`, exact at any size. Everywhere else every
-plan within the bound of a first one is searched (`search`), which is exact too, as long as there are not too many;
-otherwise windows around the best plan so far are searched until none of them holds a better one, and the partition says
-how far from the optimum it can be at most.
+If only times count, `balance` finds the best shared and the best independent cuts exactly, at any size. In all other
+cases, every plan within the bound of a first one is searched (`search`), which is exact too, as long as there are not
+too many. If there are, windows around the best plan so far are searched until none contains a better one, and the
+partition says how far from the optimum it can be at most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe.planner.spans import Places
 from fxpipe.planner.workers import Workers
 
 BUDGET = 100_000_000  # pairs of cuts that the exact search may look at
-MEMORY_BUDGET = 10_000_000  # likewise, where nothing seems to fit into memory
+MEMORY_BUDGET = 10_000_000  # likewise, if nothing seems to fit into memory
 _FINE = range(-4, 5)
 _FAR = (-55, -34, -21, -13, -8, -5, -3, -2, -1, 0, 1, 2, 3, 5, 8, 13, 21, 34, 55)
 _WIDE = (-377, -233, -144, -89, -34, -8, -1, 0, 1, 8, 34, 89, 144, 233, 377)
@@ -39,10 +39,10 @@ _WORTH = 2e-4  # an improvement below this is not worth another round
 
 @dataclass(frozen=True)
 class Load:
-    """What one worker costs a microbatch: milliseconds, and bytes of memory.
+    """What one worker costs per microbatch: milliseconds, and bytes of memory.
 
     Attributes:
-        forward, backward, weight, update: F, B, W and the update's share of a microbatch.
+        forward, backward, weight, update: F, B, W, and a microbatch's share of the update.
         recompute: forward that is computed again for mismatched units.
         exposed: what communication adds to them; see `cost_model`.
         total: their sum: the worker's cost.
@@ -60,15 +60,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Partition:
-    """Where a profile is cut, and what comes of it.
+    """Where a profile is cut, and what that costs.
 
     Attributes:
         mode: 'same', 'bidirectional' or 'three-way'.
-        forward, backward, weights: positions, each with 0 in front and the number of units at the end.
+        forward, backward, weights: positions, each with 0 at the start and the number of units at the end.
         recompute: (worker, first unit, end): mismatched units whose forward that worker's backward computes again.
         bottleneck_ms: the slowest worker's cost.
         ideal_ms: all work divided by the workers' speeds.
-        lower_bound_ms: no plan of this mode can be faster; equals the bottleneck where the search was exact.
+        lower_bound_ms: no plan of this mode can be faster; equals the bottleneck if the search was exact.
     """
 
     mode: str
@@ -99,15 +99,16 @@ def partition(
     say: Callable[[str], None] = lambda text: None,
     budget: int = BUDGET,
 ) -> Partition:
-    """The partition of least bottleneck under every worker's memory.
+    """The partition with the smallest bottleneck that fits into every worker's memory.
 
     Args:
         mode: 'same' (forward, backward and W cut at the same places), 'bidirectional' (W with B), 'three-way'.
-        say: is told what is being done, for a progress display.
+        say: is called with what is being done, for a progress display.
         budget: pairs of cuts that may be looked at for a proof; beyond it the result is bounded, not proved.
 
     Raises:
-        CutError: nothing fits into the memory; names the least that would do and the worker that is over.
+        CutError: nothing fits into the memory; the error names the least that would be enough, and the worker that is
+            over.
     """
     return partitions(profile, workers, (mode,), say, budget)[mode]
 
@@ -120,11 +121,11 @@ def partitions(
     budget: int = BUDGET,
     rounds: int = ROUNDS,
 ) -> dict[str, Partition]:
-    """The partitions of several modes; each search starts from what the narrower ones found.
+    """The partitions of several modes; each search starts from the results of the narrower ones.
 
     Args:
         budget: as for `partition`.
-        rounds: of improvement, at the most, where a plan is not proved to be the best.
+        rounds: the most rounds of improvement if a plan is not proved to be the best.
 
     Raises:
         TooLittleMemory: nothing fits, in the widest of the modes. Modes that do not fit while a wider one does are
@@ -156,10 +157,10 @@ def of_cuts(
     recompute: Sequence[tuple[int, int, int]] = (),
     mode: str = "pinned",
 ) -> Partition:
-    """What given cuts cost, as a partition: nothing is searched, so only the ideal bounds it.
+    """What given cuts cost, as a partition: there is no search, so only the ideal bounds it.
 
     Args:
-        forward, backward, weights, recompute: as `Partition` has them.
+        forward, backward, weights, recompute: as in `Partition`.
     """
     costs = CostModel(profile, workers)
     columns = [np.asarray(c, dtype=np.int64) for c in (forward, backward, weights)]
@@ -172,14 +173,14 @@ def of_cuts(
 
 
 def fits(profile: Profile, workers: Workers) -> bool:
-    """Whether shared cuts fit into every worker's memory; says nothing of time, nor of wider modes."""
+    """Whether shared cuts fit into every worker's memory; this says nothing about time or wider modes."""
     costs = CostModel(profile, workers)
     where = positions(costs, "same")
     return fullest(costs, roomy_shared_cuts(costs, where.shared))[0] <= 1 + EPSILON
 
 
 class TooLittleMemory(CutError):
-    """No plan fits; `share` is how many times its memory the fullest worker would need at the least."""
+    """No plan fits; `share` is the least multiple of its memory that the fullest worker would need."""
 
     def __init__(self, what: str, share: float = 1.0, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what, where=where, hint=hint)
@@ -187,7 +188,7 @@ class TooLittleMemory(CutError):
 
 
 class _PartitionSearch:
-    """Finds the best plan of one mode after the other."""
+    """Finds the best plan of one mode after another."""
 
     def __init__(self, costs: CostModel, say: Callable[[str], None], budget: int, rounds: int) -> None:
         self.costs = costs
@@ -215,10 +216,10 @@ class _PartitionSearch:
             best = self._improved(mode, where, best)
         self.say(f"{mode}: proving {best.bottleneck:.3f} ms")
         layers = all_layers(costs, where, mode, best.bottleneck, self.budget // (20 if proved else 1))
-        if layers is not None:  # if it is proved already, there may still be one with less traffic
+        if layers is not None:  # even if it is proved, there may be one with less traffic
             best = least_bottleneck(costs, layers, best.bottleneck) or best
             bound = best.bottleneck
-        for cuts in self.known:  # cuts of a narrower mode are simpler, where the wider one gains nothing
+        for cuts in self.known:  # cuts of a narrower mode are simpler, if the wider one gains nothing
             narrow = Path(cuts, bottleneck(costs, cuts))
             if narrow.bottleneck <= best.bottleneck * (1 + EPSILON):
                 best = narrow
@@ -227,7 +228,7 @@ class _PartitionSearch:
         return best, min(bound, best.bottleneck)
 
     def _starts(self, mode: str, where: Positions) -> list[Places]:
-        """Plans to begin with: those that are best for times alone."""
+        """The first plans: those that are best if only times count."""
         if mode == "same":
             at = _snapped(where.shared, self.same.forward)
             return [np.stack([at, at, at, 0 * at], axis=1)]
@@ -241,7 +242,7 @@ class _PartitionSearch:
         return starts
 
     def fitting(self, mode: str, where: Positions) -> Path:
-        """The best of the plans to begin with; if none fits into memory, one that needs least of it.
+        """The best of the first plans; if none fits into memory, one that needs the least.
 
         Raises:
             TooLittleMemory: even that one does not fit.
@@ -269,7 +270,7 @@ class _PartitionSearch:
             room = f"{size(share * memory, enough=True)} on worker {worker}, which has {size(memory)}"
             workers = f"{costs.workers.count} workers"
             if proved:
-                what = f"no {mode} plan for {workers} fits into memory: the least that would do is {room}"
+                what = f"no {mode} plan for {workers} fits into memory: the least that would be enough is {room}"
             else:
                 what = (
                     f"no {mode} plan for {workers} was found that fits into memory: the least that was found is {room}"
@@ -295,7 +296,8 @@ class _PartitionSearch:
 def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
     """Shared cuts that fit into memory; if there are none, those whose fullest worker is least full.
 
-    More units never need less memory, so for a given share of it the furthest reach of the first workers decides.
+    More units never need less memory, so for a given share of the memory the furthest reach of the first workers
+    decides.
     """
 
     def reach(share: float) -> Places | None:
@@ -306,7 +308,7 @@ def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
             begins = np.repeat(rows[-1][None], len(ends), axis=0)
             costs.remember(begins, ends)
             fits = costs.memory(k, begins, ends) <= share * costs.workers.memory[k] * (1 + EPSILON)
-            rows.append(ends[np.flatnonzero(fits)[-1]])  # no units need no memory: there always is one
+            rows.append(ends[np.flatnonzero(fits)[-1]])  # no units need no memory: there is always one
         return np.array(rows) if rows[-1][0] == costs.count else None
 
     low = high = 1.0

@@ -1,11 +1,12 @@
-"""PipeDream's published profiles, `graph.txt`: a line a node, then a line an edge, indented by a tab.
+"""PipeDream's published profiles, `graph.txt`: a line for each node, then a line for each edge, indented by a tab.
 
     node2 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=4096.0, parameter_size=8192.0
         node1 -- node2
 
 Times are milliseconds, sizes bytes. An activation of several tensors is a list, `[6291456.0; 131072.0]`: a reader
-`__getitem__(i)` takes one of them, any other reader all. An Input's time is the data loader's: no worker computes it,
-so it counts as nothing. Backward is one number: it counts as B (`Profile.split_backward` makes W of a part).
+`__getitem__(i)` takes one of them, any other reader takes all. The time of an Input is that of the data loader: no
+worker computes it, so it counts as 0. Backward is one number: it counts as B (`Profile.split_backward` turns a part of
+it into W).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _NODE_FORM = "a node is `node1 -- NAME -- forward_compute_time=…, …`; an edg
 def read_profile(path: str | Path) -> Profile:
     """A profile in either form, fxpipe's JSON or PipeDream's text.
 
-    Units of PipeDream's come in the order of their numbers as far as the edges allow.
+    Units of PipeDream come in the order of their numbers, if the edges allow it.
 
     Raises:
-        ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; names the line.
+        ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; the error names the line.
     """
     path = Path(path)
     try:

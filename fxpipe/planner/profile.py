@@ -6,10 +6,9 @@ fxpipe's own form is JSON (`fxpipe compile --save-profile`, `fxpipe plan`):
                 "output_bytes": 4096, "saved_bytes": 16384, "parameter_bytes": 8192}, ...],
      "edges": [["blocks.0", "blocks.1"], ...]}
 
-All costs are those of one microbatch. Only `name`, `forward_ms` and `backward_ms` must be there; what the others mean,
-and what they are when left out, says `Unit`. Without `edges` each unit feeds the next. A unit's output travels along
-its edges. Where it has several outputs with readers of their own, `activations` and `gradients` say so in place of
-`edges`:
+All costs are per microbatch. Only `name`, `forward_ms` and `backward_ms` are required; `Unit` says what the others mean
+and what their defaults are. Without `edges`, each unit feeds the next. A unit's output travels along its edges. If a
+unit has several outputs with different readers, use `activations` and `gradients` instead of `edges`:
 
     "activations": [{"unit": "blocks.0", "bytes": 4096, "readers": ["blocks.1", "head"]}, ...]
     "gradients":   [{"unit": "head", "bytes": 4096, "readers": ["blocks.1"]}, ...]
@@ -33,25 +32,25 @@ from fxpipe.errors import FxpipeError, ProfileError, near
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 MOST = 1e30
-"""No time and no size is larger: sums of them stay numbers."""
+"""The largest time or size: sums stay finite."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one unit costs a microbatch. Times are milliseconds, sizes bytes.
+    """What one unit costs per microbatch. Times are milliseconds, sizes bytes.
 
     Attributes:
         forward_ms: F.
-        backward_ms: B: the gradients of its inputs (and of its weights, where `weight_ms` is 0).
+        backward_ms: B: the gradients of its inputs (and of its weights, if `weight_ms` is 0).
         weight_ms: W: the gradients of its weights.
-        update_ms: the optimizer's update of its weights, once a minibatch.
-        output_bytes: what it hands on in forward.
-        gradient_bytes: the gradient of its output; as large as the output unless given.
-        saved_bytes: what its B and W read of forward; as large as the output unless given, 0 if it takes no time.
-        weight_saved_bytes: the part of `saved_bytes` that W alone reads.
+        update_ms: the optimizer's update of its weights, once per minibatch.
+        output_bytes: what it passes on in forward.
+        gradient_bytes: the gradient of its output; by default as large as the output.
+        saved_bytes: what its B and W read from forward; by default as large as the output, or 0 if it takes no time.
+        weight_saved_bytes: the part of `saved_bytes` that only W reads.
         fixed_bytes: the part of `saved_bytes` that cannot be computed again (random masks).
-        parameter_bytes: its weights; a worker that reads those of another is sent them after every update.
-        frozen_bytes: weights that are not trained: every worker that reads them has them from the start.
+        parameter_bytes: its weights; a worker that reads those of another receives them after every update.
+        frozen_bytes: weights that are not trained; every worker that reads them has them from the start.
         temporary_bytes: the most it holds while it runs, in addition to inputs and saved values.
     """
 
@@ -82,7 +81,7 @@ class Unit:
 
     @property
     def free(self) -> bool:
-        """Whether it may run anywhere: it takes no time and holds nothing; it only hands values on."""
+        """Whether it may run anywhere: it takes no time, holds nothing, and only passes values on."""
         names = {f.name for f in dataclasses.fields(self)} - {"name", "output_bytes", "gradient_bytes"}
         return not any(getattr(self, name) for name in names)
 
@@ -116,7 +115,7 @@ class Profile:
         return sum(u.forward_ms + u.backward_ms + u.weight_ms + u.update_ms / microbatches for u in self.units)
 
     def split_backward(self, fraction: float) -> Profile:
-        """The same with W a fraction of each backward that has parameters and no W yet."""
+        """The same profile with W as a fraction of each backward that has parameters but no W yet."""
         if not 0 <= fraction < 1:
             raise ProfileError(f"the fraction of W is {fraction}, it must be between 0 and 1")
         units = tuple(
@@ -187,7 +186,7 @@ def _check_numbers(body: Mapping[str, Any]) -> None:
         for i, row in enumerate(body.get(table) or ()):
             for key, value in row.items():
                 if isinstance(value, int | float) and not 0 <= value < MOST:
-                    raise Malformed(f"{value:g} is no time or size", f", $.{table}[{i}].{key}")
+                    raise Malformed(f"{value:g} is not a time or size", f", $.{table}[{i}].{key}")
 
 
 def _profile(file: _File) -> Profile:
@@ -235,7 +234,7 @@ Output = tuple[str, float, Sequence[str]]  # producer, bytes, readers; by name
 
 
 def values_of_edges(units: Mapping[str, Unit], edges: Sequence[tuple[str, str]]) -> list[Output]:
-    """One value a unit: its output, read along all its edges."""
+    """One value per unit: its output, read along all its edges."""
     readers: dict[str, list[str]] = {}
     for source, target in edges:
         readers.setdefault(source, []).append(target)
@@ -243,7 +242,7 @@ def values_of_edges(units: Mapping[str, Unit], edges: Sequence[tuple[str, str]])
 
 
 def backward_values(units: Sequence[Unit], activations: Sequence[Value]) -> tuple[Value, ...]:
-    """The gradients of activations: each reader's passes on to the reader before it, where they are added up."""
+    """The gradients of activations: each reader passes its own to the reader before it, where they are added up."""
     found = []
     for v in activations:
         whole = units[v.producer].output_bytes
@@ -254,7 +253,7 @@ def backward_values(units: Sequence[Unit], activations: Sequence[Value]) -> tupl
 
 
 def in_order(units: Mapping[str, Unit], outputs: Sequence[Output], rank: Mapping[str, Any]) -> dict[str, int]:
-    """Positions by name, in a topological order; of several units that could come next, the one of the least rank.
+    """Positions by name, in a topological order; among units that could come next, the one with the lowest rank.
 
     Kahn's algorithm. Raises Malformed for a cycle.
     """
@@ -276,7 +275,7 @@ def in_order(units: Mapping[str, Unit], outputs: Sequence[Output], rank: Mapping
                 heapq.heappush(ready, (rank[follower], follower))
     if len(order) < len(units):
         stuck = sorted(name for name, count in waiting.items() if count)
-        raise Malformed(f"the edges go round in a circle through {', '.join(stuck[:5])}")
+        raise Malformed(f"the edges form a circle through {', '.join(stuck[:5])}")
     return order
 
 
@@ -287,5 +286,5 @@ def located(outputs: Sequence[Output], order: Mapping[str, int]) -> list[Value]:
 
 
 def in_turn(values: Iterable[Value]) -> list[Value]:
-    """Values in the order in which a profile has them."""
+    """Values in the order of a profile."""
     return sorted(values, key=lambda v: (v.producer, v.readers, v.bytes))

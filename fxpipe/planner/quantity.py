@@ -16,7 +16,7 @@ _SECONDS = re.compile(_NUMBER + r"(?P<unit>ms|us|µs|ns|s|)\s*")
 
 
 def bandwidth(text: str | float) -> float:
-    """Bytes a second: `10Gbit` (1.25e9), `200GB/s`, `1.5GiB/s`, or a plain number of bytes."""
+    """Bytes per second: `10Gbit` (1.25e9), `200GB/s`, `1.5GiB/s`, or a plain number of bytes."""
     found = _parts(_SIZE, text, "a bandwidth", "10Gbit, 200GB/s")
     return _positive(_size(found) / (8 if found["unit"] == "bit" else 1), text)
 
@@ -25,7 +25,7 @@ def memory(text: str | float) -> float:
     """Bytes: `80GiB`, `16GB`, or a plain number."""
     found = _parts(_SIZE, text, "a size of memory", "80GiB, 16GB")
     if found["rate"] or found["unit"] == "bit":
-        raise ProfileError(f"{text!r} is no size of memory", hint="write it as 80GiB or 16GB")
+        raise ProfileError(f"{text!r} is not a size of memory", hint="write it as 80GiB or 16GB")
     return _positive(_size(found), text)
 
 
@@ -39,7 +39,7 @@ def rate(text: str | float) -> float:
     """A plain rate with a prefix: `400T` FLOP/s, or a number."""
     found = _parts(_SIZE, text, "a rate", "400T, 4e14")
     if found["unit"] or found["rate"]:
-        raise ProfileError(f"{text!r} is no rate", hint="write it as 400T or 4e14")
+        raise ProfileError(f"{text!r} is not a rate", hint="write it as 400T or 4e14")
     return _positive(_size(found), text)
 
 

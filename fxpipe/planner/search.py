@@ -1,8 +1,8 @@
-"""The least bottleneck over layers of cuts: exact for the cuts it is given.
+"""Finds the smallest bottleneck over layers of cuts; exact for the given cuts.
 
-Layer k holds the boundaries (f, b, w, r) that may lie between worker k−1 and worker k. A plan is a path through the
-layers; its bottleneck is the slowest worker on it. The least bottleneck comes from one sweep over the layers (a
-shortest path whose length is the largest edge); of all plans that reach it, a second sweep takes the one with the least
+Layer k holds the boundaries (f, b, w, r) that may be between worker k−1 and worker k. A plan is a path through the
+layers; its bottleneck is the slowest worker on it. One sweep over the layers finds the smallest bottleneck (a shortest
+path whose length is its largest edge); among all plans that reach it, a second sweep takes the one with the least
 traffic.
 """
 
@@ -42,7 +42,7 @@ def least_bottleneck(
 
     Args:
         layers: for each of the N + 1 boundaries the allowed rows (f, b, w, r), shape (n, 4).
-        bound: only plans at most so slow are looked for; the tighter, the faster the search.
+        bound: only plans that are at most this slow count; the tighter the bound, the faster the search.
         aim: 'memory' finds the plan whose fullest worker is least full, in units of its memory, regardless of
             time.
         calm: whether traffic matters.
@@ -69,7 +69,7 @@ def bottleneck(costs: CostModel, cuts: Places) -> float:
 
 
 def fullest(costs: CostModel, cuts: Places) -> tuple[float, int]:
-    """The fullest worker of a plan: how full in units of its memory, and which it is."""
+    """The fullest worker of a plan: how full it is, in units of its memory, and its number."""
     shares = []
     for k in range(len(cuts) - 1):
         begin, end = cuts[k : k + 1], cuts[k + 1 : k + 2]
@@ -88,9 +88,11 @@ def _total(so_far: Floats, cost: Floats, traffic: Floats) -> Floats:
 
 
 def _sweep(costs: CostModel, layers: Sequence[Places], bound: float, aim: Aim, join: Join) -> Path | None:
-    """The path of least value, where `join` adds a worker to a value; workers over the bound do not count."""
+    """The path with the smallest value; `join` adds a worker to a value; workers over the bound do not count."""
     value = np.zeros(len(layers[0]))
-    came_from: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # per layer: reached cuts, and from which
+    came_from: list[
+        tuple[NDArray[np.int64], NDArray[np.int64]]
+    ] = []  # per layer: the cuts that are reached, and from which
     reached = layers[0]
     for k in range(len(layers) - 1):
         begins, ends = reached, layers[k + 1]
@@ -146,7 +148,7 @@ def _possible(
 
 
 def _priced(costs: CostModel, worker: int, begins: Places, ends: Places, aim: Aim) -> tuple[Floats, Floats]:
-    """Cost and traffic (milliseconds on the wires, and as good as nothing for each mismatched unit) of workers."""
+    """Cost and traffic (milliseconds on the wires, and next to nothing for each mismatched unit) of workers."""
     if aim == "memory":
         memory = costs.memory(worker, begins, ends) / costs.workers.memory[worker]
         return memory, memory

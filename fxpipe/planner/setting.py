@@ -1,4 +1,4 @@
-"""The workers that a schedule and a policy make of devices: microbatches in flight, and memory a byte of weights."""
+"""What a schedule and a policy ask of devices: microbatches in flight, and memory per byte of weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fxpipe.schedule.check import in_flight
 from fxpipe.schedule.versions import Versions
 
 MOMENTUM = 1.0
-"""Bytes of optimizer state for each byte of weights, where no one measured it: SGD with momentum."""
+"""The default bytes of optimizer state for each byte of weights: SGD with momentum."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a profile is planned for, whatever the number of workers.
+    """What a profile is planned for, with any number of workers.
 
     Attributes:
-        schedule, policy, microbatches: say what each worker holds; the schedule's own policy where None.
-        links: free ones where nothing is said.
-        speeds, memory: of each worker; equal and without limit where empty.
+        schedule, policy, microbatches: decide what each worker holds; None means the schedule's default policy.
+        links: None means that messages are free.
+        speeds, memory: of each worker; empty means equal and without limit.
         optimizer_bytes: of the optimizer's state, for each byte of weights.
     """
 
@@ -36,10 +36,11 @@ class Setting:
     optimizer_bytes: float = MOMENTUM
 
     def workers(self, count: int, versions: Versions | None = None) -> Workers:
-        """So many of them. Another number than there are speeds and memories is possible only if all are equal.
+        """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
+        equal.
 
         Args:
-            versions: of this schedule for so many workers, where they are known already.
+            versions: of this schedule for that many workers, if they are already known.
 
         Raises:
             ScheduleError, PolicyError: an unknown name.
@@ -61,5 +62,5 @@ class Setting:
 
 
 def _for(count: int, values: tuple[float, ...]) -> tuple[float, ...]:
-    """The values themselves if they are so many; else as many of the one that they all are."""
+    """The values themselves if there are that many; else that many copies of the one value they all have."""
     return values[:1] * count if len(set(values)) == 1 else values

@@ -25,12 +25,12 @@ def total(sums: Floats, span: Span) -> Floats:
 
 
 def both(one: Span, other: Span) -> Span:
-    """What lies in one span and in the other."""
+    """The part that two spans share."""
     return np.maximum(one[0], other[0]), np.minimum(one[1], other[1])
 
 
 def front(span: Span, limit: Places) -> Span:
-    """The part of a span in front of a position."""
+    """The part of a span before a position."""
     return span[0], np.minimum(span[1], limit)
 
 
@@ -48,22 +48,22 @@ def hull(one: Span, other: Span) -> Span:
 
 
 class Trim:
-    """Cuts off the ends of spans, up to the first and the last unit of a kind.
+    """Shortens spans to the range from the first to the last unit of a kind.
 
     Args:
-        kind: which units are of it.
+        kind: which units are of the kind.
     """
 
     def __init__(self, kind: Sequence[bool]) -> None:
         self.following, self._ended = _neighbours(kind)
 
     def __call__(self, span: Span) -> Span:
-        """From the first unit of the kind to the last; empty where there is none."""
+        """From the first unit of the kind to the last; empty if there is none."""
         return self.following[span[0]], self._ended[np.maximum(span[1], 0)]
 
 
 def _neighbours(owns: Sequence[bool]) -> tuple[Places, Places]:
-    """For every position the first unit from there on that is of a kind, and the end of the last one before it."""
+    """For every position, the first unit of a kind from there on, and the end of the last one before it."""
     count = len(owns)
     following, ended = np.full(count + 1, count), np.zeros(count + 1, dtype=np.int64)
     for p in range(count - 1, -1, -1):

@@ -10,15 +10,15 @@ from fxpipe.planner.links import Links
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers a profile is planned for; what is left out is plain `async` on equal workers without limits.
+    """The workers that a profile is planned for; by default plain `async` on equal workers without limits.
 
     Attributes:
         count: how many.
         speeds: relative to the device that was measured.
-        memory: bytes each has; inf for no limit.
+        memory: bytes of each; inf for no limit.
         links: between them.
-        microbatches: of a minibatch: updates and replicas come once for so many.
-        in_flight: microbatches each worker holds at most; N−k where None (1F1B).
+        microbatches: per minibatch; updates and replicas come once for all of them.
+        in_flight: the most microbatches that each worker holds; None means N−k (1F1B).
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
         replica_factor: bytes of memory for each byte of a replica.
     """

@@ -1,8 +1,7 @@
-"""How long a schedule takes on given workers and links, without running anything. Pure Python: no torch.
+"""How long a schedule takes on given workers and links; nothing is computed. Pure Python: no torch.
 
-model (the inputs) → simulate (the run) → result (what came out) → timeline (as a picture and for Perfetto). From a
-build: `timings` records where in a stage its messages are sent and awaited, `of_build` makes the inputs; these two
-know torch and are not imported here.
+model (the inputs) → simulate (the run) → result → timeline (as a picture and for Perfetto). `of_build` and
+`of_partition` make the inputs from a build or a partition; they are not imported here.
 """
 
 from __future__ import annotations

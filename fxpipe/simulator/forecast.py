@@ -1,4 +1,4 @@
-"""What a build will do when it runs, by all that its compile knew."""
+"""Forecasts a run of a build from all that its compile knew."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fxpipe.simulator.simulate import simulate, steady_minibatches
 def forecast(
     plan: Plan, costs: BuildCosts, *, schedule: str | None = None, policy: str | None = None, links: Links | None = None
 ) -> Simulation:
-    """Simulate a build: with its stages' measured times where it has them, on the links it was planned for.
+    """Simulate a build, with the measured times of its stages if it has them, on the links it was planned for.
 
     Args:
-        schedule, policy: the build's own where None.
-        links: others than it was planned for.
+        schedule, policy: None means the build's own.
+        links: instead of those that it was planned for.
 
     Raises:
-        BuildError: the costs are empty: those of a loaded build without `costs.json`.
+        BuildError: the costs are empty, as in a loaded build without `costs.json`.
     """
     return expect(plan, dataclasses.replace(costs, links=links or costs.links), choose(plan, schedule, policy))[1]
 
 
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
-    """What `forecast` simulates, and the simulation, of a build that is run by a recipe.
+    """What `forecast` simulates, and the simulation, for a build and a recipe.
 
     Raises:
-        BuildError: as `forecast`.
+        BuildError: like `forecast`.
     """
     scenario = scenario_of(plan, costs, recipe.demand)
     return scenario, simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))

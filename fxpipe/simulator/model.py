@@ -18,10 +18,10 @@ class WorkerCost:
 
     Attributes:
         forward, backward: of one microbatch, without messages.
-        update: once a minibatch, at the end of its last backward, before new weights are sent.
+        update: once per minibatch, at the end of its last backward, before new weights are sent.
         static_bytes: held all the time.
         saved_bytes: kept by each microbatch between its forward and its backward.
-        temporary_bytes: held besides while an action runs.
+        temporary_bytes: held in addition while an action runs.
     """
 
     forward: float
@@ -34,11 +34,11 @@ class WorkerCost:
 
 @dataclass(frozen=True)
 class Message:
-    """A value that is sent once a microbatch.
+    """A value that is sent once per microbatch.
 
     Attributes:
-        made: the share of the source action's own compute after which it is sent.
-        needed: the share of the destination action's own compute before which it is waited for.
+        made: after which share of the source action's own compute it is sent.
+        needed: after which share of the destination action's own compute it is waited for.
     """
 
     src: int
@@ -55,8 +55,8 @@ class Replica:
     """Weights that their owner sends to one reader after each of its updates, as one message.
 
     Attributes:
-        reads: (phase, lag) pairs: that phase of minibatch m begins once the reader has version max(0, m − lag).
-            Version v is the weights after v updates; everybody has version 0 from the start.
+        reads: (phase, lag) pairs: that phase of minibatch m begins once the reader has version max(0, m − lag). Version
+            v is the weights after v updates; every worker has version 0 from the start.
     """
 
     owner: int
@@ -69,11 +69,11 @@ class Replica:
 class Scenario:
     """Workers, what they send each other, and the links between them.
 
-    Messages that are sent, or awaited, at one point of an action are so in the order given here.
+    Messages that are sent, or awaited, at the same point of an action keep the order given here.
 
     Raises:
-        ProfileError: costs below zero, workers that are not there, messages against the pipeline's direction, links
-            that carry nothing; all problems are listed.
+        ProfileError: costs below zero, workers that do not exist, messages against the pipeline's direction, links that
+            carry nothing; all problems are listed.
     """
 
     workers: tuple[WorkerCost, ...]
@@ -86,7 +86,7 @@ class Scenario:
             raise ProfileError("a simulation needs at least one worker")
         self.links.check(len(self.workers))
         problems = [*self._of_workers(), *self._of_messages(), *self._of_replicas()]
-        problems = problems or list(self._of_links())  # which read the links of workers that are there
+        problems = problems or list(self._of_links())  # these read the links of existing workers
         if problems:
             raise ProfileError(f"this cannot be simulated: {'; '.join(problems)}")
 

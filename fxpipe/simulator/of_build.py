@@ -18,13 +18,13 @@ _AGAIN = "compile the model again"
 def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     """What a build does on the links it was planned for, for `simulate(choose(plan, …).schedule, …)`.
 
-    Memory is the table's of `fxpipe compile`: weights, gradients, replicas, and saved values for each microbatch in
-    flight. Stashed and predicted copies, the optimizer's state and temporaries are not in it. All times are divided by
-    the speeds that the build was planned for.
+    Memory is that of the table of `fxpipe compile`: weights, gradients, replicas, and saved values for each microbatch
+    in flight. It does not include stashed and predicted copies, the optimizer's state and temporaries. All times are
+    divided by the speeds that the build was planned for.
 
     Args:
         costs: an edge that `timings` does not name is made at the end of its action and needed at the start; measured
-            `times` count instead of the compiler's estimates.
+            `times` replace the compiler's estimates.
         demand: who needs which version of which weights.
 
     Raises:
@@ -63,8 +63,8 @@ def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
 
 
 def _replicas(demand: Demand, owner: int) -> Iterator[Replica]:
-    """What an owner sends after an update: one message for each reader and distance of prediction."""
-    version = 1  # all are alike but the first, which serves the whole warm-up and is never sent
+    """What an owner sends after an update: one message for each reader and prediction distance."""
+    version = 1  # all are alike except the first, which serves the whole warm-up and is never sent
     for reader in demand.readers(owner):
         reads: dict[int, dict[tuple[Phase, int], None]] = {}
         for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):

@@ -17,14 +17,14 @@ from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
 
 _Key = tuple[int, Phase, int, Phase]
 PARTS = 8
-"""Into how many messages, by when they are made, the values between two workers are summed up."""
+"""Into how many messages the values between two workers are combined, by when they are made."""
 
 
 def scenario_of_partition(profile: Profile, partition: Partition, workers: Workers, schedule: Schedule) -> Scenario:
     """What the partition costs on these workers, for `simulate(schedule, …)`.
 
-    Values between two workers that are made at about the same time count as one message, sent when the last of them is
-    made and waited for when the first of them is needed. Peak memory is the planner's own.
+    Values between two workers that are made at about the same time count as one message. It is sent when the last of
+    them is made, and waited for when the first of them is needed. Peak memory is that of the planner.
     """
     return Scenario(
         workers=tuple(_cost(profile, partition, workers, k) for k in range(workers.count)),
@@ -42,7 +42,7 @@ def _cost(profile: Profile, partition: Partition, workers: Workers, k: int) -> W
 
 
 class _Messages:
-    """Sums up what travels between each two workers, by phases and by when it is made."""
+    """Combines what travels between each two workers, by phases and by when it is made."""
 
     def __init__(self, profile: Profile, partition: Partition) -> None:
         self.profile = profile
@@ -53,7 +53,7 @@ class _Messages:
         self.found: dict[tuple[_Key, int], tuple[float, float, float]] = {}
 
     def all(self) -> Iterator[Message]:
-        """Every message; activations and gradients stand in front of saved values on the same way."""
+        """Every message; on the same link, activations and gradients come before saved values."""
         for value in self.profile.activations:
             self._value(value, "F", True)
         for value in self.profile.gradients:
@@ -77,7 +77,7 @@ class _Messages:
         return float(np.clip((self.forward[unit] - self.forward[first]) / whole, 0.0, 1.0)) if whole else 0.0
 
     def _save(self, source: int, target: int, size: float, made: float) -> None:
-        """Bytes that a forward saves for a backward elsewhere; to a worker behind they leave after the activations."""
+        """Bytes that a forward saves for a backward elsewhere; to a later worker they leave after the activations."""
         self._add((source, "F", target, "B"), size, 1.0 if source < target else made)
 
     def _add(self, key: _Key, size: float, made: float = 1.0, needed: float = 0.0) -> None:
@@ -97,7 +97,7 @@ class _Messages:
             self._add((source, chain, target, chain), value.bytes, made, needed)
 
     def _saved(self) -> None:
-        """Saved values, what is computed again needs, and gradients that W reads of B elsewhere."""
+        """Saved values, what recomputation needs, and gradients that W reads of B elsewhere."""
         again = {(k, unit) for k, first, end in self.recompute for unit in range(first, end)}
         for i, unit in enumerate(self.profile.units):
             source = self._worker(i, "F")
@@ -119,7 +119,7 @@ class _Messages:
             self._entering(k, first)
 
     def _entering(self, k: int, first: int) -> None:
-        """The activations that cross the start of a run which worker k computes again."""
+        """The activations that cross the start of a run that worker k computes again."""
         for value in self.profile.activations:
             if value.producer < first <= max(value.readers):
                 source = self._worker(value.producer, "F")

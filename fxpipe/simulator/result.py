@@ -1,4 +1,4 @@
-"""What a simulation tells. Times are seconds from the start of the run."""
+"""The result of a simulation. Times are seconds from the start of the run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Kind = Literal["F", "B", "update"]
 
 
 class Span(NamedTuple):  # a tuple: a run has tens of thousands
-    """A worker busy without a break: an action between two waits, or the update at the end of one.
+    """A time in which a worker is busy without a break: an action between two waits, or the update at its end.
 
-    The last span of an action ends with it, and is of no length where the action ends with a wait.
+    The last span of an action ends with it, and has no length if the action ends with a wait.
     """
 
     kind: Kind
@@ -45,9 +45,10 @@ class Simulation:
         transfers: every message, in order within each direction of a link.
         finished: when worker 0 ended each minibatch.
         seconds: the whole run.
-        seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, of
-            one repetition where they repeat themselves. Without a flush those behind which the pipeline empties do
-            not count; where fewer than two are left, as of workers + 1 for `async`, it is the mean of the whole run.
+        seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, or
+            over one repetition if they repeat. Without a flush, the last minibatches, during which the pipeline
+            empties, do not count; if fewer than two are left, as with workers + 1 minibatches for `async`, it is the
+            mean of the whole run.
         busy: each worker's seconds of compute, updates and copying.
         waited: each worker's seconds of waiting before and between its actions and within them.
         bubble: the share of the workers' time in the steady state in which they are not busy.
@@ -70,6 +71,6 @@ class Simulation:
         return len(self.spans)
 
     def samples_per_second(self, samples_per_minibatch: float) -> float:
-        """The throughput of the steady state; `inf` where nothing costs anything."""
+        """The throughput of the steady state; `inf` if nothing costs anything."""
         seconds = self.seconds_per_minibatch
         return samples_per_minibatch / seconds if seconds else float("inf")

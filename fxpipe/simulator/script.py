@@ -26,7 +26,7 @@ class Point(NamedTuple):  # a tuple: read millions of times
 
 
 class Outgoing(NamedTuple):
-    """Weights that a worker sends after its updates, up to the last version that anybody will read."""
+    """Weights that a worker sends after its updates, up to the last version that any worker will read."""
 
     channel: Channel
     last: int
@@ -34,7 +34,7 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """One worker's part: its two actions, the update's seconds and what it sends after it."""
+    """What one worker does: its two actions, the seconds of its update, and what it sends after that."""
 
     forward: tuple[Point, ...]
     backward: tuple[Point, ...]
@@ -73,7 +73,7 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
 
 
 def tokens(scenario: Scenario) -> Iterator[Message]:
-    """Messages of no bytes where neighbours exchange nothing that would keep the pipeline's order."""
+    """Empty messages between neighbours that exchange nothing that would keep the pipeline's order."""
     ordered = {(m.src, m.dst) for m in scenario.messages if m.src_phase == m.dst_phase}
     for before, behind in pairwise(range(len(scenario.workers))):
         if (before, behind) not in ordered:
@@ -88,7 +88,7 @@ class _ScriptStep(NamedTuple):
 
 
 def _walk(steps: list[_ScriptStep], seconds: float) -> Iterator[Point]:
-    """The points in order. Where a value is sent and another awaited, the other may be what it is made of."""
+    """The points in order; at the same share, waiting comes before sending, because one may be made from the other."""
     done = 0.0
     for share, point in sorted(steps, key=lambda step: (step.share, step.point.sends)):
         yield point._replace(seconds=(share - done) * seconds)

@@ -1,8 +1,8 @@
-"""Runs a schedule's rows against costs and links, each worker on a clock of its own.
+"""Runs a schedule's rows with costs and links; each worker has its own clock.
 
 What a worker does depends on others only through the arrival of messages, and each direction of a link carries the
 messages of one worker in that worker's own order. So no clock is shared and no event queue is needed: a worker runs
-until it wants what nobody has sent yet, and is taken up again once that is sent, as in `schedule.order.play`.
+until it needs what has not been sent yet, and continues once that is sent, as in `schedule.order.play`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fxpipe.simulator.script import Script, scripts
 def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simulation:
     """Run `minibatches` minibatches, as the real runtime would. Linear in actions and messages.
 
-    Each worker runs its row strictly in order. An action computes up to the point where a message is needed, waits
-    for it, computes on, and sends what is made without waiting for anybody. A message leaves once its direction of
-    the link is free, occupies it for bytes ÷ bandwidth, and arrives the latency later. The processor of each end is
-    busy copying it: the sender's where it is sent; the receiver's where it is needed, or, if the receiver waits, in
-    the last part of that wait, while the message is on its way. Weights are waited for when an action begins.
+    Each worker runs its row strictly in order. An action computes up to the point where a message is needed, waits for
+    it, goes on computing, and sends what it makes without waiting. A message leaves once its direction of the link is
+    free, occupies it for bytes ÷ bandwidth, and arrives the latency later. The processor of each end is busy copying
+    it: the sender's when it is sent; the receiver's when it is needed or, if the receiver waits, in the last part of
+    that wait, while the message is on its way. An action waits for weights when it begins.
 
-    Where no message runs from a worker's forward to its neighbour's, nor from a backward to the one before, a message
-    of no bytes keeps the pipeline's order.
+    If no message goes from a worker's forward to its neighbour's, or from a backward to the previous worker's, an empty
+    message keeps the pipeline's order.
 
     Raises:
         ScheduleError: the schedule is unlawful, deadlocks, or is for another number of workers.
@@ -77,7 +77,7 @@ class _Simulator:
     """One simulation under way.
 
     Attributes:
-        ends: by worker, when it has come to the end of its row.
+        ends: by worker, when it has finished its row.
     """
 
     def __init__(self, parts: Sequence[Script], microbatches: int) -> None:
@@ -96,7 +96,7 @@ class _Simulator:
             next(walks[self._awake.pop()], None)
 
     def _walk(self, worker: int, row: Sequence[Action]) -> Iterator[None]:
-        """A worker's way through its row; stops where it waits for what has not been sent."""
+        """A worker's way through its row; pauses where it waits for what has not been sent."""
         part, spans = self.parts[worker], self.spans[worker]
         clock = 0.0
         for action in row:
@@ -124,13 +124,13 @@ class _Simulator:
                     self.waited[worker] += begin - clock
                     clock = begin
                 clock += copy
-            spans.append(Span(action.phase, action, begin, clock))  # of no length too: every action has its end
+            spans.append(Span(action.phase, action, begin, clock))  # even without length: every action has its end
             if action.phase == "B" and action.microbatch == self.microbatches - 1:
                 clock = self._update(worker, action, clock)
         self.ends[worker] = clock
 
     def _update(self, worker: int, action: Action, begin: float) -> float:
-        """The update that ends a minibatch, and its weights on their way: when it is over."""
+        """The update that ends a minibatch, and sending its weights; returns when it is over."""
         clock = begin + self.parts[worker].update
         for weights in self.parts[worker].outgoing:
             if action.minibatch < weights.last:
@@ -140,7 +140,7 @@ class _Simulator:
         return clock
 
     def _send(self, channel: Channel, number: int, clock: float, action: Action) -> float:
-        """Send a message, wake its receiver; when the sender can go on."""
+        """Send a message and wake its receiver; returns when the sender can go on."""
         start, end = channel.send(number, clock)
         if channel.bytes:
             self.transfers.append(Transfer(channel.src, channel.dst, channel.bytes, start, end, action))
@@ -151,7 +151,7 @@ class _Simulator:
 
 
 def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) -> Iterator[Event]:
-    """Whole actions that an action waits for, besides the pipeline's own order."""
+    """Whole actions that an action waits for, in addition to the pipeline's own order."""
     for m in scenario.messages:
         if (m.dst, m.dst_phase) == (worker, action.phase):
             yield m.src, Action(m.src_phase, action.minibatch, action.microbatch)
@@ -164,12 +164,12 @@ def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) 
 def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float], seconds: float) -> float:
     """`Simulation.seconds_per_minibatch`, from worker 0's row and its minibatches' ends."""
     last = len(finished) - 1
-    if not schedule.synchronous:  # once nothing enters the pipeline, what is in it goes faster or slower
+    if not schedule.synchronous:  # once nothing enters the pipeline, the rest goes faster or slower
         entered = max(place for place, action in enumerate(row) if action.phase == "F")
         final = schedule.microbatches - 1
         last = sum(action.phase == "B" and action.microbatch == final for action in row[:entered]) - 1
     gaps = [b - a for a, b in pairwise(finished[last // 2 : last + 1])] if last > 0 else [seconds / len(finished)]
-    for length in range(1, len(gaps) // 2 + 1):  # a cycle over several workers comes round once in as many minibatches
+    for length in range(1, len(gaps) // 2 + 1):  # a cycle over several workers repeats after that many minibatches
         if all(isclose(a, b, rel_tol=1e-6) for a, b in zip(gaps, gaps[length:], strict=False)):
             return sum(gaps[:length]) / length
     return sum(gaps) / len(gaps)

@@ -1,4 +1,4 @@
-"""A simulation as something to look at: in Perfetto, or on a terminal."""
+"""Shows a simulation on a terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def picture(simulation: Simulation, width: int = 100, begin: float = 0.0, end: f
         worker 0: 01...aabb
         worker 1: .0aa1bb
 
-    A column shows what the worker does in the middle of its time: a digit is a forward, a letter a backward, of the
-    microbatch with that number's last digit (a: 0); `*` is an update, `.` waits. The last line says so.
+    A column shows what the worker does in the middle of that time: a digit is a forward, a letter a backward, of the
+    microbatch whose number ends in that digit (a: 0); `*` is an update, `.` waits. The last line is a legend.
     """
     end = simulation.seconds if end is None else end
     column = (end - begin) / width

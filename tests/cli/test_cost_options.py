@@ -117,9 +117,9 @@ def test_a_matrix_for_another_number_of_workers(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--speed", "1"), "--speed gives 1 speeds for 2 workers"),
-        (("--speed", "1,x"), "--speed: 'x' is no speed; give numbers above zero with commas"),
-        (("--speed", "1,-1"), "--speed: '-1' is no speed"),
-        (("--speed", "1,inf"), "--speed: 'inf' is no speed"),
+        (("--speed", "1,x"), "--speed: 'x' is not a speed; give numbers above zero with commas"),
+        (("--speed", "1,-1"), "--speed: '-1' is not a speed"),
+        (("--speed", "1,inf"), "--speed: 'inf' is not a speed"),
         (("--memory", "1GB,1GB,1GB"), "--memory gives 3 sizes for 2 workers"),
         (("--memory", "much"), "--memory: 'much' is not a size of memory; write it as 80GiB"),
         (("--bandwidth", "fast"), "--bandwidth: 'fast' is not a bandwidth"),

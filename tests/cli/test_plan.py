@@ -64,7 +64,7 @@ def test_table_and_speeds(profile: Path) -> None:
 def test_what_does_not_fit_says_what_would(profile: Path) -> None:
     result = fxpipe("plan", profile, "-n", "2", "--memory", "1kB")
     assert result.code == 1
-    assert "no three-way plan for 2 workers fits into memory: the least that would do is" in result.err
+    assert "no three-way plan for 2 workers fits into memory: the least that would be enough is" in result.err
     assert "hint: give every worker" in result.err
     one = fxpipe("plan", profile, "-n", "2", "--cuts", "same", "--memory", "5kB")
     assert "or use -n 3" in one.err

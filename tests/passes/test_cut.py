@@ -30,7 +30,7 @@ from fxpipe.planner.cuts import Cuts
         ({"forward": (0, 5, 3, 9), "backward": (0, 3, 5, 9)}, "forward cuts .* never fall"),
         (
             {"forward": (0, 3, 9), "backward": (0, 4, 9), "weights": (0, 3, 9)},
-            "weight gradients of unit 3 lie on worker 1, behind their backward on worker 0",
+            "weight gradients of unit 3 are on worker 1, after their backward on worker 0",
         ),
         ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((2, 3, 4),)}, "recomputed on worker 2"),
         ({"forward": (0, 3, 9), "backward": (0, 4, 9), "recompute": ((1, 3, 10),)}, "there are 2 workers and 9 units"),

@@ -104,9 +104,9 @@ def test_a_file_may_leave_out_what_it_does_not_know(tmp_path: Path) -> None:
         ("[links]\nlatency = [[0, 'x'], [1, 0]]", "spec.toml, [links] latency", "'x' is not a time"),
         ("[links]\ncopy = [1]", "spec.toml, $.links.copy", "got array"),
         ("[workers]\nspeed = 1", "spec.toml, $.workers.speed", "expected array, got int"),
-        ("[workers]\nspeed = [0]", "spec.toml, [workers] speed", "0 is no speed"),
+        ("[workers]\nspeed = [0]", "spec.toml, [workers] speed", "0 is not a speed"),
         ("[workers]\nspeed = ['fast']", "spec.toml, $.workers.speed[0]", "expected float, got str"),
-        ("[workers]\nmemory = ['80Gbit']", "spec.toml, [workers] memory", "'80Gbit' is no size of memory"),
+        ("[workers]\nmemory = ['80Gbit']", "spec.toml, [workers] memory", "'80Gbit' is not a size of memory"),
     ],
 )
 def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, where: str, what: str) -> None:

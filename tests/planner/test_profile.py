@@ -93,7 +93,7 @@ def test_json_comes_back_as_it_was() -> None:
         (GRAPH + "\tnode4 -- node9\n", "graph.txt:9", "no node 'node9'"),
         (GRAPH + "\tnode4 -- node2\n", "graph.txt", "go round in a circle through node2, node4"),
         (GRAPH + "what is this\n", "graph.txt:9", "not a node"),
-        (GRAPH.replace("=2.0, back", "=two, back"), "graph.txt:3, forward_compute_time", "'two' is no time or size"),
+        (GRAPH.replace("=2.0, back", "=two, back"), "graph.txt:3, forward_compute_time", "'two' is not a time or size"),
         (GRAPH.replace("=2.0, back", "=-2.0, back"), "graph.txt:3, forward_compute_time", "no time or size"),
         (GRAPH.replace(", parameter_size=32.0", ""), "graph.txt:3", "lacks parameter_size"),
         (GRAPH.replace("node4 -- Add", "node3 -- Add"), "graph.txt:3", "a second node3"),
