@@ -1,1 +1,1 @@
-"""What a run writes while it runs, read back, and where its time went."""
+"""What a run writes while it runs, how it is read back, and where the time went."""

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from fxpipe.observe.watch import Status, Watch
 
 PERIOD = 1.0
-"""Seconds between two words of a worker."""
+"""Seconds between two reports of a worker."""
 
 _FORM = struct.Struct("<4q")
 
 
 class WorkerState(NamedTuple):
-    """Shares of the time since the last look in which a worker was busy and waited; microbatches it holds."""
+    """How long a worker was busy and waited, as shares of the time since the last look; and the microbatches it
+    holds."""
 
     busy: float
     waiting: float
@@ -26,14 +27,14 @@ class WorkerState(NamedTuple):
 
 
 class Board(Protocol):
-    """Tells how the workers stand."""
+    """Tells what the workers are doing."""
 
     def read(self) -> list[Status]:
         """By rank; empty where nothing is known."""
 
 
 class Looker:
-    """Looks at a board: its sums since the beginning as shares of what has passed since the last look."""
+    """Looks at a board: turns its sums since the beginning into shares of the time since the last look."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -48,7 +49,7 @@ class Looker:
             self._states = [WorkerState(0.0, 0.0, 0)] * len(found)
         for worker, (before, status) in enumerate(zip(self._before, found, strict=True)):
             passed = status.now - before.now
-            if passed <= 0:  # it has not said anything since
+            if passed <= 0:  # it has not reported since
                 continue
             busy, waiting = (max(b - a, 0) / passed for a, b in zip(before[1:3], status[1:3], strict=True))
             self._states[worker] = WorkerState(min(busy, 1.0), min(waiting, 1.0), status.in_flight)
@@ -57,7 +58,7 @@ class Looker:
 
 
 class LocalBoard:
-    """All workers in this process."""
+    """A board of workers in this process."""
 
     def __init__(self, watches: Sequence[Watch]) -> None:
         self._watches = watches
@@ -67,9 +68,10 @@ class LocalBoard:
 
 
 class StoreBoard:
-    """Workers in processes of their own: each says once a second how it stands, in the process group's store.
+    """A board of workers in separate processes: each writes once a second what it is doing into the process group's
+    store.
 
-    A thread says it, so that a worker that waits long is seen to wait.
+    A thread writes it, so that long waits are seen, too.
     """
 
     def __init__(self, rank: int, workers: int, watch: Watch) -> None:
@@ -82,11 +84,11 @@ class StoreBoard:
         self._thread = threading.Thread(target=self._keep_saying, daemon=True)
 
     def begin(self) -> None:
-        """Begin to say; all workers must have made their boards by now."""
+        """Begin to report; all workers must have made their boards by now."""
         self._thread.start()
 
     def end(self) -> None:
-        """Say no more."""
+        """Stop reporting."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD)
@@ -94,7 +96,7 @@ class StoreBoard:
     def read(self) -> list[Status]:
         try:
             found = self._store.multi_get(self._keys)
-        except RuntimeError:  # the store goes with the process that holds it
+        except RuntimeError:  # the store ends with the process that holds it
             return []
         return [Status(*_FORM.unpack(text)) for text in found]
 

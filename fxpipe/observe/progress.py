@@ -1,4 +1,4 @@
-"""Progress on stderr: drawn anew on a terminal, a line now and then in a log file."""
+"""Progress on stderr: redrawn on a terminal, a line from time to time in a log file."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 SHOWN = 16
-"""Workers that have a line of their own; of more, those that wait most."""
+"""How many workers have their own line; if there are more, those that wait most."""
 
 
 class Progress(Protocol):
-    """Told of every step; `close` ends the display."""
+    """Is told about every step; `close` ends the display."""
 
     def watch(self, board: Board) -> None:
-        """Training begins, and `board` tells how the workers stand."""
+        """Training begins; `board` tells what the workers are doing."""
 
     def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The state after so many steps was evaluated."""
+        """The state after `step` steps was evaluated."""
 
     def close(self) -> None: ...
 
 
 def default_progress() -> Progress:
-    """What fits stderr."""
+    """The display that fits stderr."""
     return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
 class BarProgress:
-    """A line with a bar, the loss, samples/s and the time left, and beneath it a line for every worker."""
+    """A line with a bar, the loss, samples/s and the time left; below it, a line for every worker."""
 
     def __init__(self) -> None:
         self._rate = _Smoothed()
@@ -93,7 +93,7 @@ class LineProgress:
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing to close."""
 
     def _busy(self) -> str:
         shares = [100 * state.busy for state in self._states.now()]
@@ -105,7 +105,7 @@ class LineProgress:
 
 
 class _States:
-    """What the board says, asked once a second at most."""
+    """What the board says, read at most once a second."""
 
     def __init__(self) -> None:
         self.looker: Looker | None = None
@@ -166,7 +166,7 @@ def _text(loss: float, rate: float) -> str:
 
 
 def held_out(metrics: Mapping[str, float | None]) -> str:
-    """`held out accuracy 0.9100, loss 0.3000`; None is a value that was not finite, read back from a file."""
+    """`held out accuracy 0.9100, loss 0.3000`; None is a value from a file that was not finite."""
     found = (f"{name} –" if value is None else f"{name} {value:.4f}" for name, value in metrics.items())
     return "held out " + ", ".join(found)
 
@@ -182,7 +182,7 @@ def _clock(seconds: float) -> str:
 
 
 class _Smoothed:
-    """A running mean of the last twenty or so values, harmonic as rates want it."""
+    """A running harmonic mean, which suits rates, of about the last twenty values."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

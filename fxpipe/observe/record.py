@@ -1,4 +1,4 @@
-"""What a run says and writes while it trains: `metrics.jsonl`, the display, TensorBoard."""
+"""What a run shows and writes while it trains: `metrics.jsonl`, the display, TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
 
 OnStep = Callable[[int, float, "float | None", "float | None"], None]
-"""Told of a minibatch that is through: its number, its loss, worker 0's learning rate if it trains, and the norm of all
+"""Called after a minibatch with its number, its loss, worker 0's learning rate if it trains, and the norm of all
 gradients if they are clipped."""
 OnEvaluation = Callable[[int, "dict[str, float]", float], None]
-"""Told of an evaluation: after how many steps, the means of all metrics, the seconds that it took worker 0."""
+"""Called after an evaluation with the number of steps, the means of all metrics, and the seconds that worker 0 took."""
 FINAL_WEIGHTS = "model.safetensors"
 LOOK = 5.0
-"""Seconds between two words on the workers in TensorBoard's file."""
+"""Seconds between two records of the workers in TensorBoard's file."""
 
 STEADY = 4
-"""Steps from which on there is a steady state to speak of."""
+"""The fewest steps that can have a steady state."""
 
 
 class Record:
     """Collects a run's steps on worker 0.
 
     A line of `metrics.jsonl` is `{"step", "loss", "lr", "grad_norm", "seconds", "samples_per_second"}`: steps count
-    from 1, `seconds` since training began and `samples_per_second` of this step alone, both without evaluations; `loss`
-    and `grad_norm` are null when they are no finite numbers. `lr` (of worker 0's optimizer, used in this step) stands
-    there only if worker 0 trains parameters, `grad_norm` (of all workers' gradients, before they were clipped) only
-    with clipping. An evaluation has a line of its own, behind that of its step: `{"step", "eval": {name: mean}}`.
+    from 1, `seconds` is the time since training began and `samples_per_second` that of this step alone, both without
+    evaluations; `loss` and `grad_norm` are null if they are not finite. `lr` (of worker 0's optimizer, used in this
+    step) is there only if worker 0 trains parameters, `grad_norm` (of all workers' gradients, before clipping) only
+    with clipping. An evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`.
 
     Attributes:
         evaluations: `{"step", "metrics"}` each.
@@ -69,7 +69,7 @@ class Record:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
                 for old in (self.out / FINAL_WEIGHTS, self.out / RUN, *self.out.glob(staleness_file("*"))):
-                    old.unlink(missing_ok=True)  # an earlier run's, beside this one's metrics
+                    old.unlink(missing_ok=True)  # from an earlier run, next to this one's metrics
                 self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
             except OSError as error:
                 raise RunError(
@@ -78,14 +78,14 @@ class Record:
         self._begin = self._last = perf_counter()
 
     def begin(self, board: Board) -> None:
-        """Training begins now; `board` tells how the workers stand."""
+        """Training begins now; `board` tells what the workers are doing."""
         self._begin = self._last = self._looked = perf_counter()
         self._looker = Looker(board)
         if self._progress is not None:
             self._progress.watch(board)
 
     def step(self, minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
-        """A minibatch is through."""
+        """A minibatch is finished."""
         now = perf_counter()
         rate = self.samples / max(now - self._last - self._evaluating, 1e-9)
         self._last = now
@@ -112,7 +112,7 @@ class Record:
             self._progress(minibatch + 1, self.total, loss, rate)
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """The state after so many steps was evaluated, which took worker 0 so long."""
+        """The state after `step` steps was evaluated; worker 0 took `seconds`."""
         self._evaluating += seconds
         self.evaluations.append({"step": step, "metrics": metrics})
         if self._file is not None:
@@ -124,7 +124,7 @@ class Record:
             self._progress.evaluated(step, metrics)
 
     def close(self) -> None:
-        """End the display and the file, on an error TensorBoard's, too."""
+        """End the display and the file; on an error, TensorBoard's, too."""
         if self._progress is not None:
             self._progress.close()
         if self._file is not None:
@@ -145,16 +145,18 @@ class Record:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole run, the filling and emptying of the pipeline included."""
+        """Of the whole run, including the filling and emptying of the pipeline."""
         return len(self.losses) * self.samples / max(self.seconds, 1e-9)
 
     def steady_samples_per_second(self, workers: int) -> float | None:
-        """Between the filling and the emptying of the pipeline; None where little lies between them.
+        """Between the filling and the emptying of the pipeline; None if there is little between them.
 
-        Steps with an evaluation before them do not count: after it the workers have to come into step again.
+        Steps after an evaluation do not count: the workers first have to get into step again.
         """
         first, last = workers, len(self._ends) - workers - 1
-        disturbed = {evaluation["step"] for evaluation in self.evaluations}  # its own end is the next one's beginning
+        disturbed = {
+            evaluation["step"] for evaluation in self.evaluations
+        }  # the end of one is the beginning of the next
         steps = [end for end in range(first + 1, last + 1) if end not in disturbed]
         if len(steps) < STEADY:
             return None

@@ -1,6 +1,6 @@
 """Two runs side by side: settings, speed, loss, where their time went, and which is faster and why; as plain JSON.
 
-Works on what `fxpipe.observe.run_folder.read_run` reads of both; their builds may differ.
+It works on what `fxpipe.observe.run_folder.read_run` reads; the builds may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 Json = dict[str, Any]
 Pair = list[Any]
-"""What the first run has and what the second has; None for nothing."""
+"""A value of the first run and of the second; None if there is none."""
 
 SETTINGS = (
     "schedule", "policy", "microbatches", "seed", "clip_norm", "threads", "transport", "device", "samples", "steps",
@@ -23,12 +23,12 @@ SMOOTH = 20
 """Steps whose mean is a smoothed loss."""
 
 ALIKE = 0.01
-"""Throughputs that differ by less are called the same."""
+"""Throughputs that differ by less count as equal."""
 
 
 def compare(first: Json, second: Json) -> Json:
-    """Two runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON. Lists of two are of
-    both runs.
+    """Two runs, as `fxpipe.observe.run_folder.read_run` reads them, in one dict of plain JSON. Lists of two have one
+    item per run.
 
     settings     those that differ: {name: [·, ·]}
     speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median,
@@ -69,7 +69,7 @@ def compare(first: Json, second: Json) -> Json:
 
 
 def _throughput(run: Json) -> float | None:
-    """Of the summary, else of the steps that are there."""
+    """From the summary, else from the steps that exist."""
     if run.get("samples_per_second") is not None:
         return float(run["samples_per_second"])
     rates = [rate for rate in run["metrics"]["samples_per_second"] if rate]
@@ -129,7 +129,7 @@ def _losses(runs: Sequence[Json]) -> Json:
 
 
 def _both(runs: Sequence[Json], places: Sequence[int]) -> dict[str, Pair]:
-    """The losses at these places of both runs' metrics, as they are and smoothed; None where they are not finite."""
+    """The losses at these places of both runs' metrics, raw and smoothed; None if they are not finite."""
     pairs: dict[str, Pair] = {"raw": [], "smoothed": []}
     for run, place in zip(runs, places, strict=True):
         tail = [loss for loss in run["metrics"]["loss"][max(place + 1 - SMOOTH, 0) : place + 1] if loss is not None]
@@ -140,7 +140,7 @@ def _both(runs: Sequence[Json], places: Sequence[int]) -> dict[str, Pair]:
 
 
 def _diverged(run: Json) -> int | None:
-    """The step from which on no loss of a run is finite; None where the last one is."""
+    """The step from which on no loss of a run is finite; None if the last one is finite."""
     first = None
     for step, loss in zip(run["metrics"]["step"], run["metrics"]["loss"], strict=True):
         first = None if loss is not None else int(step) if first is None else first
@@ -186,7 +186,7 @@ def _staleness(runs: Sequence[Json]) -> list[Json]:
 def _verdict(runs: Sequence[Json], found: Json) -> list[str]:
     said = []
     if found["ratio"] is None:
-        said.append("Which is faster cannot be told: the throughput of one is missing.")
+        said.append("Which is faster is unknown: the throughput of one is missing.")
     elif found["faster"] is None:
         said.append("They are equally fast.")
     else:
@@ -214,7 +214,7 @@ def _verdict(runs: Sequence[Json], found: Json) -> list[str]:
 
 
 def _why(runs: Sequence[Json], fast: int) -> str:
-    """What most of the difference is, if one thing is: the workers' time for a sample, taken apart."""
+    """The main cause of the difference, if there is one: the workers' time per sample, by kind."""
     quick, slow = runs[fast], runs[1 - fast]
     local = [run.get("transport") == "local" for run in (quick, slow)]
     if local[0] != local[1]:
@@ -242,7 +242,7 @@ def _why(runs: Sequence[Json], fast: int) -> str:
 
 
 def _sample_ms(run: Json) -> dict[str, float]:
-    """Milliseconds of its workers' time that a sample took, by what for; empty where that is not known."""
+    """Milliseconds of the workers' time per sample, by kind; empty if not known."""
     samples = (run.get("steps") or 0) * (run.get("samples") or 0)
     spent = [row.get("spent") for row in run["workers"]]
     if not samples or not all(spent):

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read back: all that is there, with a sentence on what is missing. Needs no torch."""
+"""Reads what a run left in its folder: all that exists, with a sentence for what is missing. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RUN, METRICS = "run.json", "metrics.jsonl"
 FORMAT = 1
 
 SPANS = 6000
-"""Of the measured timeline the first minibatches are given, so many that they have at most so many spans."""
+"""The measured timeline is cut to its first minibatches, so that it has at most this many spans."""
 
 _METRICS = ("step", "loss", "lr", "grad_norm", "seconds", "samples_per_second")
 _STALENESS = ("step", "stale", "ahead", "rmse", "rms")
 _STALENESS_FILE = re.compile(r"staleness_(\d+)\.jsonl")
 
 
-class _Worker(TypedDict, total=False):
+class _WorkerJson(TypedDict, total=False):
     rank: Required[int]
     busy: Required[float | None]
     engines: list[str]
@@ -37,12 +37,12 @@ class _Worker(TypedDict, total=False):
     staleness: list[dict[str, float | None]]
 
 
-class _Build(TypedDict, total=False):
+class _BuildJson(TypedDict, total=False):
     folder: str | None
     digest: str | None
 
 
-class _Loss(TypedDict, total=False):
+class _LossJson(TypedDict, total=False):
     worker: int | None
     share: float
     text: Required[str]
@@ -56,10 +56,10 @@ class _Evaluation(TypedDict):
 class _Run(TypedDict, total=False):
     """`run.json` as far as anyone computes with it; each value may be null."""
 
-    build: _Build
+    build: _BuildJson
     forecast: dict[str, Any]
-    workers: list[_Worker]
-    time_losses: list[_Loss]
+    workers: list[_WorkerJson]
+    time_losses: list[_LossJson]
     evaluation: dict[str, float | None]
     evaluations: list[_Evaluation]
     schedule: str
@@ -79,7 +79,7 @@ class _Run(TypedDict, total=False):
 def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
     """All of a run in one dict of plain JSON.
 
-    It has the keys of `run.json`, as far as that can be read, and
+    It has the keys of `run.json`, if they can be read, and
 
         folder      as it was given
         problems    what is missing or wrong, a sentence each
@@ -90,15 +90,15 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
                     of the first minibatches, at least of one; spans of a worker do not overlap, times are seconds
 
     Args:
-        digest: of the plan of the build that it must be a run of.
+        digest: that of the plan whose run it must be.
 
     Raises:
-        RunError: the folder is no run, or the run is of another build.
+        RunError: the folder is not a run, or the run is of another build.
     """
     folder = Path(folder)
     if not (folder / RUN).is_file() and not (folder / METRICS).is_file():
         what = "it does not exist" if not folder.exists() else f"it has neither {RUN} nor {METRICS}"
-        raise RunError(f"{folder} is no run: {what}", hint="give the folder that was --out of `fxpipe run`")
+        raise RunError(f"{folder} is not a run: {what}", hint="give the --out folder of `fxpipe run`")
     problems: list[str] = []
     run = _summary(folder, problems)
     if digest is not None:
@@ -140,7 +140,7 @@ def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[
     build = run.get("build") or {}
     found = build.get("digest")
     if found is None:
-        problems.append(f"{RUN} does not say which build it ran: that it was this one is not certain")
+        problems.append(f"{RUN} does not say which build it ran: it may not be this one")
     elif found != digest:
         hint = f"give the build it ran, {build['folder']}, as it was then" if build.get("folder") else None
         raise RunError(
@@ -153,7 +153,7 @@ def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[
 def _metrics(
     folder: Path, run: dict[str, Any], problems: list[str]
 ) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
-    """The steps by column, and the evaluations among them."""
+    """The steps by column, and the evaluations between them."""
     columns: dict[str, list[Any]] = {name: [] for name in _METRICS}
     evaluations: list[dict[str, Any]] = []
     lost = "loss and throughput over time are missing"
@@ -191,7 +191,7 @@ def _rows(
     """The lines of a JSON lines file that are objects with the `needed` numbers; says which are not.
 
     Args:
-        what: a line is, but for those with the key `besides`, which are not counted.
+        what: what a line is, except lines with the key `besides`, which do not count.
     """
     wrong: list[int] = []
     number = shown = 0
@@ -219,7 +219,7 @@ def _rows(
         problems.append(f"{path.name} holds no {what} yet")
     if wrong:
         more = f", nor are {len(wrong) - 1} more" if len(wrong) > 2 else ", nor is one more" if len(wrong) > 1 else ""
-        problems.append(f"{path.name}: line {wrong[0]} is no {what}{more}: left out")
+        problems.append(f"{path.name}: line {wrong[0]} is not a {what}{more}: left out")
 
 
 def _object(line: str) -> dict[str, Any] | None:
@@ -256,7 +256,7 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
     problems += trace.problems
     digest, steps = (run.get("build") or {}).get("digest"), run.get("steps")
     if digest is not None and trace.other.get("build", digest) != digest:
-        problems.append(f"{name} was since written by a run of another build: there is no timeline")
+        problems.append(f"a run of another build has overwritten {name}: there is no timeline")
         return None
     if trace.other and steps is not None and trace.minibatches != steps:
         problems.append(f"{name} is of {trace.minibatches} steps, the run of {steps}: it was written by another run")
@@ -279,7 +279,7 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
 
 
 def _first(counts: Counter[int]) -> int:
-    """How many of the first minibatches have at most `SPANS` spans together; at least one that has any."""
+    """How many of the first minibatches have at most `SPANS` spans together; at least one with spans."""
     shown = total = 0
     for minibatch in sorted(counts):
         total += counts[minibatch]
@@ -290,5 +290,5 @@ def _first(counts: Counter[int]) -> int:
 
 
 def staleness_file(worker: int | str) -> str:
-    """The name of a worker's file; `*` for the pattern of all."""
+    """The name of a worker's file; with `*`, the pattern of all."""
     return f"staleness_{worker}.jsonl"

@@ -21,7 +21,7 @@ _RESULTS = ("seconds", "samples_per_second", "bubble", "efficiency")
 
 
 def check_tensorboard(folder: str | Path) -> None:
-    """Refuse, before any work is done, what no event files can be written with or to.
+    """Refuse, before any work is done, if event files cannot be written.
 
     Raises:
         RunError: the package tensorboard is not installed.
@@ -33,11 +33,11 @@ def check_tensorboard(folder: str | Path) -> None:
 
 
 class TensorboardLog:
-    """Writes one run into `folder`, beside the event files that are there.
+    """Writes one run into `folder`, next to existing event files.
 
-    Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, and one of each value
-    told of a worker, like `busy/worker_0`; `eval/NAME` where the run was evaluated. Texts at the end: `settings`,
-    `results` and `time_losses`. TensorBoard's relative time is that since this object was made.
+    Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, and one for each value of
+    each worker, like `busy/worker_0`; `eval/NAME` for evaluations. Texts at the end: `settings`, `results` and
+    `time_losses`. TensorBoard's relative time counts from when this object was made.
 
     Raises:
         RunError: the package cannot be imported, or the folder cannot be written.
@@ -60,7 +60,7 @@ class TensorboardLog:
     def step(
         self, step: int, loss: float, lr: float | None, norm: float | None, samples_per_second: float, seconds: float
     ) -> None:
-        """A step is through, `seconds` after training began; None is left out."""
+        """A step is finished, `seconds` after training began; None is left out."""
         self._step, self._seconds = step, seconds
         values = {"loss": loss, "lr": lr, "grad_norm": norm, "samples_per_second": samples_per_second}
         for name, value in values.items():
@@ -68,20 +68,20 @@ class TensorboardLog:
                 self._scalar(f"train/{name}", value)
 
     def workers(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """How the workers stand, by rank: `{"busy": 0.9, "waiting": 0.08}`, shares of the time."""
+        """What the workers are doing, by rank: `{"busy": 0.9, "waiting": 0.08}`, shares of the time."""
         self._step = step
         for rank, row in enumerate(rows):
             for name, value in row.items():
                 self._scalar(f"{name}/worker_{rank}", value)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The state after so many steps was evaluated."""
+        """The state after `step` steps was evaluated."""
         self._step = step
         for name, value in metrics.items():
             self._scalar(f"eval/{name}", value)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the file; with a run's summary (`run.json`), say it in words and numbers."""
+        """End the file; write a run's summary (`run.json`), if given, in words and numbers."""
         if summary is not None:
             self._text("settings", [f"{key}: {summary[key]}" for key in _SETTINGS if summary.get(key) is not None])
             self._text("results", [f"{key}: {summary[key]:.6g}" for key in _RESULTS if summary.get(key) is not None])

@@ -1,7 +1,8 @@
 """Where a run lost its time, in words that name the cause: the end of `fxpipe run`, `fxpipe compare`, the report.
 
-A worker's run is its forwards, backwards and updates, what it does besides (data, receiving), and what it waits. What
-the first take beyond the plan is lost, and all of the rest. `fxpipe.observe.wait_causes` tells why it waits.
+A worker's run consists of forwards, backwards and updates, of other work (data, receiving), and of waits. Lost is what
+forwards, backwards and updates take beyond the plan, and all of the rest. `fxpipe.observe.wait_causes` says why a
+worker waits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, TimedRun, TimedWorke
 from fxpipe.observe.wait_causes import wait_cause
 
 MOST = 3
-"""Losses that are told of."""
+"""How many losses are reported."""
 
 _NOUNS = {
     "activation": "activations",
@@ -37,15 +38,16 @@ def time_losses(
 ) -> list[dict[str, Any]]:
     """The three largest losses of time of a run, largest first: `{"worker", "share", "cause", "text"}`.
 
-    `share` is of the worker's run, 0 to 1; `worker` is None where it is of all workers. A loss with several effects,
-    or on several workers, is one row, with the largest share. `cause` is one of `compute`, `data`, `predict`, `update`,
-    `send`, `receive`, `other`, `fill`, `flush`, `uneven`, `link`, `plan`, and `wait` where the cause cannot be told.
+    `share` is that of the worker's run, 0 to 1; `worker` is None for a loss of all workers. A loss with several
+    effects, or on several workers, is one row, with the largest share. `cause` is one of `compute`, `data`, `predict`,
+    `update`, `send`, `receive`, `other`, `fill`, `flush`, `uneven`, `link`, `plan`, and `wait` if the cause is not
+    known.
 
     Args:
         workers: rows of `run.json`.
         forecast: of `run.json`; without it nothing is compared with the plan.
         seconds, steps, microbatches: of the run.
-        schedule: by name; it tells a flush from anything else that was planned.
+        schedule: its name, which tells a flush from other planned waits.
     """
     if steps <= 0 or not workers or not seconds > 0:
         return []
@@ -59,7 +61,7 @@ def time_losses(
 
 @dataclass(frozen=True)
 class _Loss:
-    """`key` says what is one loss with several effects; `worker` None is all of them."""
+    """Losses with the same `key` are effects of one cause; `worker` None means all workers."""
 
     key: tuple[Any, ...]
     worker: int | None
@@ -107,7 +109,7 @@ def _slower(key: tuple[Any, ...], worker: TimedWorker, parts: list[tuple[str, fl
 
 
 def _everywhere(run: TimedRun, slow: list[_Loss], updates: list[_Loss]) -> list[_Loss] | None:
-    """One loss for all workers, and the updates that it does not speak of, if all are slower alike."""
+    """One loss for all workers if all are equally slow, and the updates that it does not cover."""
     ratios = [_ratio(run.took[worker.rank].compute, plan.compute) for worker, plan in run.both()]
     causes = {loss.cause for loss in slow}
     if not 1 < len(ratios) == len(slow) or len(causes) > 1 or min(ratios) < CLEARLY or max(ratios) > 1.15 * min(ratios):
@@ -143,7 +145,7 @@ def _ratio(measured: float, planned: float) -> float:
 
 
 def _besides(run: TimedRun) -> list[_Loss]:
-    """What is done besides: of each kind the worker that does it longest, and how much the others do."""
+    """Other work: for each kind, the worker that does it longest, and how long the others do it."""
     found = []
     for kind in run.besides:
         shares = {rank: run.spends(rank, kind) / worker.seconds for rank, worker in run.workers.items()}
@@ -192,7 +194,7 @@ def _largest(losses: Sequence[_Loss]) -> list[dict[str, Any]]:
 
 def _row(group: Sequence[_Loss]) -> dict[str, Any]:
     largest = max(loss.share for loss in group)
-    head = max(group, key=lambda loss: (loss.waits and loss.share >= 0.8 * largest, loss.share))  # a wait says both
+    head = max(group, key=lambda loss: (loss.waits and loss.share >= 0.8 * largest, loss.share))  # a wait has both
     waiting = list({loss.worker: None for loss in group if loss.waits and loss.worker != head.worker})
     text = head.text
     if waiting:

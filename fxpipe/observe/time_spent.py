@@ -1,7 +1,7 @@
-"""How every worker of a run spent its time, beside what was planned for it.
+"""How every worker of a run spent its time, compared with the plan.
 
-A worker's run is its forwards, backwards and updates with all that lies in them (predictions, sends), which is what a
-plan has times for; what it does besides (data, receiving); and what it waits.
+A worker's run consists of forwards, backwards and updates with all that is inside them (predictions, sends), for which
+a plan has times; of other work (data, receiving); and of waits.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from fxpipe.schedule import SCHEDULES
 
 LEAST = 0.01
-"""The share of its worker's time from which on anything is named."""
+"""The least share of its worker's time for anything to be named."""
 
 CLEARLY = 1.05
-"""Measured over planned, from which on something is called slower."""
+"""The least ratio of measured to planned for something to be called slower."""
 
 WHOLES = ("F", "B", "update")
-"""What a plan has times for, as `took` of a row of `run.json` names it."""
+"""What a plan has times for, by the names in `took` of a row of `run.json`."""
 
 DOES = {
     "data": "in train_data()",
@@ -34,11 +34,11 @@ DOES = {
 
 @dataclass(frozen=True)
 class Times:
-    """What a worker's run takes, or was planned to take: seconds in all.
+    """What a worker's run takes, or was planned to take: total seconds.
 
     Attributes:
-        forward, backward, update: with all that lies in them but waits and receives: predictions, sends, packing. An
-            update is no part of its backward.
+        forward, backward, update: with all that is inside them except waits and receives: predictions, sends, packing.
+            An update is not part of its backward.
         copy: for copying messages, at either end.
     """
 
@@ -67,7 +67,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a worker waits for another: by kinds of values; the filling of the pipeline is no part of it."""
+    """How long a worker waits for another, for which kinds of values; the filling of the pipeline does not count."""
 
     source: int
     whats: tuple[str, ...]
@@ -84,7 +84,7 @@ class TimedWorker:
     fill: float
     waits: tuple[Wait, ...]
     took: Times | None = None
-    """None of a row that does not say so."""
+    """None if the row does not say."""
 
     @staticmethod
     def of(row: Mapping[str, Any], seconds: float) -> TimedWorker:
@@ -105,23 +105,23 @@ class TimedWorker:
 
     @property
     def occupied(self) -> float:
-        """All but waiting."""
+        """All time except waiting."""
         return self.seconds - self.of_all("wait")
 
 
 class TimedRun:
-    """The workers, and what the plan says of all of them.
+    """The workers of a run, and what the plan says about them.
 
     Attributes:
-        whole: whether there is a plan, and it is known what forwards, backwards and updates took with all that lies in
-            them. Else `took` is without predictions, sends and receives, and of these no plan speaks then.
-        took: by worker. What the plan counts as copying messages, and the run did in sends, is taken away from what a
+        whole: whether there is a plan, and the run says what forwards, backwards and updates took with all that is
+            inside them. Else `took` is without predictions, sends and receives, and nothing is planned for those.
+        took: by worker. What the plan counts as copying messages, and the run did in sends, is subtracted from what a
             worker does beyond its plan.
-        besides: what workers do besides forwards, backwards and updates: of these kinds of time.
+        besides: the kinds of time that workers spend outside forwards, backwards and updates.
         way: of one microbatch through all workers, there and back.
-        planned_seconds: of the whole run, were all of it as steady as the plan.
-        planned_idle: seconds that the worker with most to do was planned to wait.
-        pace: how many times what was planned the quickest worker takes for its forwards and backwards, at least 1.
+        planned_seconds: of the whole run, if all of it were as steady as the plan.
+        planned_idle: seconds that the worker with the most work was planned to wait.
+        pace: how many times as long as planned the quickest worker takes for its forwards and backwards; at least 1.
     """
 
     def __init__(
@@ -154,38 +154,39 @@ class TimedRun:
         ratios = [self.took[rank].compute / plan.compute for rank, plan in self.plans.items() if plan.compute > 0]
         self.pace = max(1.0, min(ratios, default=1.0))
         self.planned_idle = self.planned_seconds - max(busy)
-        if self.flushes:  # it is what other workers compute
+        if self.flushes:  # this is time in which other workers compute
             self.planned_idle *= self.pace
 
     def both(self) -> list[tuple[TimedWorker, Times]]:
-        """Every worker with its plan; nothing without a plan."""
+        """Every worker with its plan; empty without a plan."""
         return [] if self.plans is None else [(w, self.plans[rank]) for rank, w in self.workers.items()]
 
     def planned_share(self, rank: int) -> float:
-        """How much of its time the plan says that a worker waits."""
+        """The share of its time that a worker waits, according to the plan."""
         assert self.plans is not None
         return 1 - self.plans[rank].busy / self.planned_seconds
 
     def uneven(self, rank: int) -> float:
-        """Seconds that a worker was planned to wait for having less to do than another one."""
+        """Seconds that a worker was planned to wait because it has less to do than another one."""
         assert self.plans is not None
         return (max(plan.busy for plan in self.plans.values()) - self.plans[rank].busy) * self.pace
 
     def spends(self, rank: int, kind: str) -> float:
-        """Seconds of a kind that is `besides`, beyond its plan: the plan speaks of copying messages alone."""
+        """Seconds of a kind in `besides`, beyond its plan: the plan covers only the copying of messages."""
         copy = self.plans[rank].copy if self.plans is not None and kind == "receive" else 0.0
         return max(self.workers[rank].of_all(kind) - copy, 0.0)
 
     def excess(self, rank: int) -> float:
-        """What a worker does beyond its plan, whatever it is."""
+        """All seconds of a worker's work beyond its plan."""
         assert self.plans is not None
         return max(self.workers[rank].occupied - self.plans[rank].busy, 0.0)
 
     def reason(self, rank: int) -> str | None:
-        """What makes a worker's forwards and backwards longer than planned: "predict", "send", or None for themselves.
+        """What makes a worker's forwards and backwards longer than planned: "predict", "send", or None for the
+        computation.
 
-        A plan does not say how much of a forward is prediction. So it is that which is to blame only where the rest of
-        forwards and backwards is no longer than even the whole was planned: a slow machine would show there.
+        A plan does not say how much of a forward is prediction. So prediction is to blame only if the rest of forwards
+        and backwards takes no longer than the whole was planned to take: a slow machine would show there.
         """
         if self.plans is None or not self.whole:
             return None
@@ -211,7 +212,7 @@ class TimedRun:
 
 
 def _grouped(rows: Iterable[Mapping[str, Any]], fill: float) -> tuple[Wait, ...]:
-    """Waits by whom for, the largest first. The filling is taken away, first from values, from all of them alike."""
+    """Waits by the worker waited for, largest first. The filling is subtracted, first from values, equally from all."""
     sums: dict[tuple[int, str], dict[str, float]] = {}
     for row in rows:
         what, source = row["what"], row["from"]

@@ -1,19 +1,18 @@
-"""Why a worker waits, where the cause can be told.
+"""Finds out why a worker waits, if the cause can be known.
 
-Part of it was planned: what others have more to do (uneven cuts), a flush, links. Where that is nearly all of it, that
-is the cause. Else the cause is sought of what is left.
+Part of a wait was planned: other workers have more to do (uneven cuts), a flush, links. If that is nearly all of it,
+that is the cause. Else we look for the cause of the rest.
 
-Worker k waits for worker s, which may wait itself: the way is followed, always to whom most is waited for, until it
-ends at a worker that hardly waits, or goes round between workers that wait for each other. Of those, b is the one with
-the least waits. What k waits beyond the plan is then the sum of
+Worker k waits for worker s, which may wait itself. We follow the path, always to the worker that is waited for most,
+until it ends at a worker that hardly waits, or goes in a circle of workers that wait for each other. Of those, b is the
+one that waits least. What k waits beyond the plan is then the sum of
 
-- what b takes beyond its plan more than k does: for computing, predictions and sends, and for updates,
-- what b spends more than k on data, and on all else,
-- what b waits itself beyond the plan. Of that, what nobody is without, what filling and emptying the pipeline cannot
-  explain, and what those that wait for each other do beyond their plans cannot, only the link between them is left to
-  blame for.
+- how much more than k it takes beyond its plan: for computing, predictions and sends, and for updates,
+- how much more than k it spends on data, and on everything else,
+- how long b itself waits beyond the plan. Part of that all workers wait, and neither filling and emptying the pipeline
+  nor the work of those that wait for each other explains it: then only the link between them can be the cause.
 
-A cause is named where it is at least half of that. Else only what was seen is said.
+A cause is named if it is at least half of the sum. Else only what was seen is reported.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from fxpipe.observe.time_spent import CLEARLY, DOES, LEAST, TimedRun, TimedWorke
 
 
 class WaitCause(NamedTuple):
-    """Of one wait. Several waits with one `key` have the same cause.
+    """The cause of a wait. Waits with the same `key` have the same cause.
 
     Attributes:
-        cause: as `fxpipe.observe.time_losses` names it, "wait" where it cannot be told.
-        clause: what goes behind the words for the wait, with its comma or colon; empty where it cannot be told.
+        cause: as `fxpipe.observe.time_losses` names it, "wait" if it is not known.
+        clause: the text after the words for the wait, with its comma or colon; empty if the cause is not known.
     """
 
     key: tuple[Any, ...]
@@ -38,7 +37,7 @@ class WaitCause(NamedTuple):
 
 
 AS_PLANNED = 0.9
-"""The share of a wait that must have been planned for the wait to be called planned."""
+"""The least planned share of a wait for the wait to be called planned."""
 
 
 def wait_cause(run: TimedRun, worker: TimedWorker, wait: Wait) -> WaitCause:
@@ -106,7 +105,7 @@ def _planned(run: TimedRun, worker: TimedWorker, blamed: int, uneven: float) -> 
 
 
 def _planned_part(run: TimedRun, worker: TimedWorker, wait: Wait) -> str:
-    """The share of its time that the plan has for such a wait, if that is worth a word."""
+    """The share of its time that the plan has for such a wait, if that is large enough to mention."""
     part = wait.seconds / worker.waiting
     share, planned = wait.seconds / worker.seconds, run.planned_share(worker.rank) * part
     return f", {planned:.0%} planned" if max(LEAST, share / 10) <= planned < share - LEAST / 2 else ""
@@ -123,7 +122,8 @@ def _link(run: TimedRun, worker: TimedWorker, wait: Wait, round_trip: Sequence[i
 
 
 def _followed(run: TimedRun, worker: TimedWorker, wait: Wait) -> list[int]:
-    """Where the way from a worker to whom it waits for ends: one worker that hardly waits, or those of a round."""
+    """Where the path from a worker to those it waits for ends: one worker that hardly waits, or the workers of a
+    circle."""
     way: list[int] = []
     place = wait.source
     while place not in way:
@@ -137,8 +137,8 @@ def _followed(run: TimedRun, worker: TimedWorker, wait: Wait) -> list[int]:
 
 
 def _unexplained(run: TimedRun, round_trip: Sequence[int]) -> float:
-    """What even who waits least waits, without what was planned and what these workers may have caused."""
+    """What even the worker that waits least waits, without what was planned and what these workers may have caused."""
     ranks = list(run.workers) if run.flushes else round_trip
     least = min(worker.waiting for worker in run.workers.values())
-    transient = 2 * run.way  # at most: the first microbatch's way there and back, and the last one's
+    transient = 2 * run.way  # at most: the way of the first microbatch there and back, and that of the last one
     return least - run.planned_idle - transient - sum(run.excess(rank) for rank in ranks)

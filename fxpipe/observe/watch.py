@@ -1,7 +1,7 @@
-"""Where one worker's time goes: always in sums, and span by span for `fxpipe run --trace`.
+"""Measures where one worker's time goes: always in sums, and span by span for `fxpipe run --trace`.
 
-All that a worker does on behalf of a run opens a span and closes it: an action, and within it what it waits for, sends,
-receives, predicts and updates. A span's own time is without the spans inside it, so own times never count twice.
+Everything that a worker does for a run opens a span and closes it: an action, and within it waits, sends, receives,
+predictions and updates. A span's own time excludes the spans inside it, so that own times never count twice.
 
 On a CPU a span begins and ends when the code does. On CUDA the code only asks for work; there a span is what the
 device's stream does between two events, and the events are read once they have passed: nothing waits for the device.
@@ -23,15 +23,15 @@ from fxpipe.schedule.action import Action
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _IDLE: tuple[Kind, ...] = ("wait", "data", "evaluate")
 _WHOLES = ("F", "B", "update", "data", "evaluate")
-"""Kinds that what lies inside them is counted to, too: an update is no part of the backward that it is made in."""
+"""Kinds that also count what is inside them; but an update is not part of the backward in which it is made."""
 
 _REBASE = 10**9
-"""Nanoseconds after which CUDA's clock is read against a newer event: it tells distances in 32 bits."""
+"""Nanoseconds after which CUDA's clock is compared with a newer event: it measures distances in 32 bits."""
 
 
 class Cause(NamedTuple):
-    """What a span is about: `what` kind of thing (an edge's kind, 'weights', 'norm', 'loss'), its name, and the other
-    worker."""
+    """What a span waits for, sends or receives: the kind (an edge's kind, 'weights', 'norm', 'loss'), its name, and the
+    other worker."""
 
     what: str
     name: str
@@ -48,7 +48,7 @@ class Status(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """The beginning of a span; its end is None. `whole` is the kind of the whole that it is part of."""
+    """The beginning of a span; None marks its end. `whole` is the kind of the whole that it is part of."""
 
     kind: int
     whole: int
@@ -58,13 +58,13 @@ class _Mark(NamedTuple):
 
 
 class Watch:
-    """Measures one worker. Not for several threads, but `status` may be asked by any.
+    """Measures one worker. It belongs to one thread, but any thread may ask for `status`.
 
-    Evaluation is no part of training: `busy`, `spent` and `waits` leave it out, and `training` is the time without it.
+    Evaluation is not part of training: `busy`, `spent` and `waits` leave it out, and `training` is the time without it.
 
     Attributes:
-        refills: an evaluation brings the workers out of step, since their pipeline does not empty before it: what a
-            worker then waits until its first backward is over belongs to the evaluation.
+        refills: an evaluation gets the workers out of step, because their pipeline does not empty before it. What a
+            worker then waits, until its first backward is over, counts as evaluation.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -81,7 +81,7 @@ class Watch:
         if self._device.type == "cuda":
             self._clock = _CudaClock(self._device)
         self._stack: list[tuple[_Mark, int]] = []
-        self._since = 0  # what lies before belongs to somebody
+        self._since = 0  # what came before is already counted
         self._own = [0] * (len(KINDS) * len(KINDS))  # by whole and kind
         self._closed = [0] * len(KINDS)
         self._waits: dict[tuple[str, int], int] = {}
@@ -105,7 +105,7 @@ class Watch:
         self.ended = perf_counter_ns()
 
     def at(self, action: Action) -> None:
-        """What is opened from now on belongs to this action."""
+        """Spans that are opened from now on belong to this action."""
         self._minibatch, self._microbatch = action.minibatch, action.microbatch
 
     def open(self, kind: Kind, cause: Cause | None = None) -> None:
@@ -153,12 +153,12 @@ class Watch:
 
     @property
     def busy(self) -> float:
-        """Seconds spent in spans, but on waiting, feeding data and evaluating."""
+        """Seconds spent in spans, except waiting, feeding data and evaluating."""
         return self.seconds(*(kind for kind in KINDS if kind not in _IDLE))
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds of training by kind, with what lies between all spans as 'other': they add up to `training`."""
+        """Seconds of training by kind, with the time between all spans as 'other': they add up to `training`."""
         found: dict[str, float] = {kind: self.seconds(kind) for kind in OF_TRAINING}
         return {**found, "other": max(self.training - sum(found.values()), 0.0)}
 
@@ -174,7 +174,7 @@ class Watch:
 
     @property
     def status(self) -> Status:
-        """How it stands now; what is open counts up to now, but on CUDA up to what was read last."""
+        """The status now; open spans count up to now, or on CUDA up to what was read last."""
         size = len(KINDS)
         own = [sum(self._own[kind::size]) for kind in range(size)]
         now = perf_counter_ns()
@@ -186,7 +186,7 @@ class Watch:
 
     @property
     def spans(self) -> Spans:
-        """What was recorded, by the spans' ends; nothing unless `record` was called."""
+        """What was recorded, ordered by the ends of spans; empty unless `record` was called."""
         return Spans() if self._spans is None else self._spans
 
     def _read(self) -> None:
@@ -225,7 +225,7 @@ class Watch:
 
 
 class Spans:
-    """Closed spans by column, since a long run has millions; times are nanoseconds of `perf_counter_ns`.
+    """Closed spans by column, because a long run has millions; times are nanoseconds of `perf_counter_ns`.
 
     Attributes:
         kinds: places in `KINDS`.
@@ -247,7 +247,7 @@ class Spans:
         self.ends.append(end)
 
     def stretch(self, begin: int, end: int, true_end: int) -> None:
-        """Move times so that `begin` stays and `end` becomes `true_end`: for a clock that drifts steadily."""
+        """Stretch times so that `begin` stays and `end` becomes `true_end`, for a clock that drifts steadily."""
         length, drift = max(end - begin, 1), true_end - end
         for times in (self.begins, self.ends):
             for i, time in enumerate(times):
@@ -276,7 +276,8 @@ class _CudaClock:
         self._pending.append((event, mark))
 
     def end(self) -> tuple[int, int]:
-        """Wait for the device; one moment by its clock and by `perf_counter_ns`. All marks have passed."""
+        """Wait for the device, so that all marks have passed; return one moment by its clock and by
+        `perf_counter_ns`."""
         torch.cuda.synchronize(self._device)
         event = self._event()
         event.record()

@@ -51,8 +51,9 @@ class Device:
     Attributes:
         flops: FLOP/s that matrix work achieves, not what is advertised: one number, or numbers by torch's dtype names.
             A dtype that is not named has the rate of float32, or else the lowest one.
-        bandwidth: bytes per second to and from its memory. memory: bytes; `inf` where no one said. launch: the least
-        seconds that a node takes.
+        bandwidth: bytes per second to and from its memory.
+        memory: bytes; `inf` if not given.
+        launch: the least seconds that a node takes.
     """
 
     name: str
@@ -174,7 +175,7 @@ class _WorkersTable:
 
 
 @dataclass(frozen=True)
-class _File:
+class _DeviceToml:
     device: _DeviceTable | None = None
     links: _LinksTable | None = None
     workers: _WorkersTable = _WorkersTable()
@@ -185,7 +186,7 @@ _HINT = "it has tables [device], [links] and [workers], each of which may be lef
 
 def _read(path: Path) -> DeviceSpec:
     with explained(path, error=ProfileError, hint=_HINT):
-        file = convert(parse_toml(path), _File)
+        file = convert(parse_toml(path), _DeviceToml)
     for speed in file.workers.speed:
         if not 0 < speed < INFINITE:
             hint = "1 is the device itself, 0.5 half as fast"

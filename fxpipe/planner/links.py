@@ -16,9 +16,9 @@ class Links:
     Attributes:
         bandwidth: bytes per second; one number for all links, or a matrix with a row for each sender and a column for
             each receiver. `inf` costs nothing.
-        latency: seconds from a message's end at the sender to its arrival; a number or a matrix likewise. copy: seconds
-        per byte for which a message keeps the processor at each end busy (a GPU's copy engines: 0; gloo on CPUs: about
-        0.3 ns).
+        latency: seconds from a message's end at the sender to its arrival; a number or a matrix likewise.
+        copy: seconds per byte for which a message keeps the processor at each end busy (a GPU's copy engines: 0; gloo
+            on CPUs: about 0.3 ns).
     """
 
     bandwidth: float | tuple[tuple[float, ...], ...] = float("inf")

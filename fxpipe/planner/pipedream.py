@@ -112,7 +112,7 @@ def _cost(text: str, place: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < MOST:
-        raise Malformed(f"{text!r} is no time or size", place)
+        raise Malformed(f"{text!r} is not a time or size", place)
     return number
 
 

@@ -147,20 +147,20 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class _Value:
+class _ValueJson:
     unit: str
     bytes: float
     readers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _File:
+class _ProfileJson:
     """The documented form."""
 
     units: tuple[Unit, ...]
     edges: tuple[tuple[str, str], ...] = ()
-    activations: tuple[_Value, ...] | None = None
-    gradients: tuple[_Value, ...] | None = None
+    activations: tuple[_ValueJson, ...] | None = None
+    gradients: tuple[_ValueJson, ...] | None = None
     no_forward_cut: dict[str, str] = field(default_factory=dict)
 
 
@@ -175,7 +175,7 @@ def read_profile_json(source: Path | str, where: str = "", *, error: type[Fxpipe
     """
     with explained(where or source, error=error, hint=hint):
         body = parse(source)
-        file = convert(body, _File)
+        file = convert(body, _ProfileJson)
         _check_numbers(body)
         return _profile(file)
 
@@ -189,7 +189,7 @@ def _check_numbers(body: Mapping[str, Any]) -> None:
                     raise Malformed(f"{value:g} is not a time or size", f", $.{table}[{i}].{key}")
 
 
-def _profile(file: _File) -> Profile:
+def _profile(file: _ProfileJson) -> Profile:
     units: dict[str, Unit] = {}
     for i, unit in enumerate(file.units):
         if unit.name in units:
@@ -218,7 +218,7 @@ def _profile(file: _File) -> Profile:
     return Profile(tuple(units[n] for n in order), activations, gradients, uncut)
 
 
-def _outputs(rows: Sequence[_Value], units: Mapping[str, Unit], name: str) -> list[Output]:
+def _outputs(rows: Sequence[_ValueJson], units: Mapping[str, Unit], name: str) -> list[Output]:
     for i, row in enumerate(rows):
         _check_known((row.unit, *row.readers), units, f", $.{name}[{i}]")
     return [(row.unit, row.bytes, row.readers) for row in rows]

@@ -82,7 +82,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert out.endswith("After the same time (2.2 s) run 1 has the lower loss: 1.77 against 1.9.\n")
     (two / "metrics.jsonl").write_text("")
     out, err = fxpipe_compare(one, two)
-    assert out.endswith("Which is faster cannot be told: the throughput of one is missing.\n")
+    assert out.endswith("Which is faster is unknown: the throughput of one is missing.\n")
     assert compared(two, two)["loss"] == {
         "at_steps": [],
         "at_seconds": [],
@@ -99,5 +99,5 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no run"):
+    with pytest.raises(RunError, match="is not a run"):
         fxpipe_compare(write_run(tmp_path / "one"), tmp_path / "two")

@@ -102,9 +102,9 @@ def test_a_run_of_another_build_is_refused(run: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"nothing is no run: it does not exist"):
+    with pytest.raises(RunError, match=r"nothing is not a run: it does not exist"):
         read_run(tmp_path / "nothing")
-    with pytest.raises(RunError, match=r"is no run: it has neither run.json nor metrics.jsonl") as caught:
+    with pytest.raises(RunError, match=r"is not a run: it has neither run.json nor metrics.jsonl") as caught:
         read_run(tmp_path)
     assert caught.value.hint
 
@@ -114,7 +114,7 @@ def test_without_its_summary(run: Path) -> None:
     found = read_run(run, DIGEST)
     assert found["problems"] == [
         "run.json is missing: the run did not end, its settings and its timeline are unknown",
-        "run.json does not say which build it ran: that it was this one is not certain",
+        "run.json does not say which build it ran: it may not be this one",
     ]
     assert len(found["metrics"]["step"]) == 5
     assert found["timeline"] is None
@@ -184,7 +184,7 @@ def test_lines_that_are_no_steps_are_left_out(run: Path) -> None:
     path.write_text("".join(lines), encoding="latin-1")
     found = read_run(run)
     assert found["metrics"]["step"] == [1, 3, 5]
-    assert "metrics.jsonl: line 2 is no step, nor is one more: left out" in found["problems"]
+    assert "metrics.jsonl: line 2 is not a step, nor is one more: left out" in found["problems"]
 
 
 def test_a_loss_that_is_not_finite_is_null(run: Path) -> None:

@@ -1,6 +1,6 @@
-"""A measured timeline as a file: Chrome's Trace Event format, which Perfetto reads, and read back though cut off.
+"""A measured timeline as a file in Chrome's Trace Event format, for Perfetto; it can be read back even if cut off.
 
-The file is one JSON object, one event a line, so that what is left of a truncated one can be read line by line:
+The file is one JSON object with one event per line, so that a truncated file can be read line by line:
 
     {"traceEvents": [
     {"ph":"M","name":"process_name","pid":0,"tid":0,"args":{"name":"worker 0"}},
@@ -12,7 +12,7 @@ The file is one JSON object, one event a line, so that what is left of a truncat
 `pid` is the worker's rank. Times are microseconds from where training began, with three decimals. An event's `cat` is
 its kind; a worker's events nest: what is inside another counts as its own kind alone. Minibatches count from 0.
 
-`writer` writes it, `reader` reads it, and `nesting` takes nested events apart. No torch.
+`writer` writes it, `reader` reads it, and `nesting` flattens nested events. No torch.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate"]
-"""Of an event: an action's phase, or what goes on inside it and between actions."""
+"""The kind of an event: an action's phase, or what happens inside and between actions."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 OF_TRAINING: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "evaluate")
-"""Those whose times add up to a run's: evaluations are not counted in it."""
+"""The kinds whose times add up to that of a run, which does not include evaluations."""
 
 ACTIONS: tuple[Kind, ...] = ("F", "B")
-"""The kinds of events that others lie in."""
+"""The kinds of events that contain others."""
 
 HEAD = '{"traceEvents": ['
 """The first line."""
 
 TAIL = '], "displayTimeUnit"'
-"""What the last line begins with."""
+"""The beginning of the last line."""
 
 
 class Event(NamedTuple):  # a tuple: a run has hundreds of thousands

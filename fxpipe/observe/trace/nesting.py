@@ -1,4 +1,4 @@
-"""Nested events taken apart: what a worker does at every moment, and how long it does each kind of thing."""
+"""Flattens nested events: what a worker does at every moment, and how long it does each kind of thing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fxpipe.observe.trace.reader import Trace
 
 
 def flatten(events: Iterable[Event]) -> list[Event]:
-    """Nested events as pieces that do not overlap: where several are open, the innermost counts.
+    """Nested events as pieces that do not overlap: if several are open, the innermost counts.
 
-    The pieces of a worker stand in order, the workers one after the other. Pieces of no length are left out.
+    The pieces of a worker are in order, worker after worker. Pieces of no length are left out.
     """
     found: list[Event] = []
     by_worker: dict[int, list[Event]] = defaultdict(list)
@@ -27,7 +27,7 @@ def flatten(events: Iterable[Event]) -> list[Event]:
 
 
 def busy(trace: Trace) -> dict[int, dict[str, float]]:
-    """Seconds by worker and kind, exclusive: what lies inside another event counts as its own kind alone."""
+    """Seconds by worker and kind, exclusive: an event inside another counts only as its own kind."""
     nanoseconds: dict[int, dict[str, int]] = {}
     for worker, own in groupby(flatten(trace.events), key=attrgetter("worker")):
         row = nanoseconds.setdefault(worker, dict.fromkeys(KINDS, 0))
@@ -55,7 +55,7 @@ def _pieces(events: Sequence[Event]) -> Iterator[Event]:
 
     for event in events:
         yield from until(event.begin)
-        if stack and event.end > stack[-1].end:  # not nested: some other program's
+        if stack and event.end > stack[-1].end:  # not nested: written by another program
             event = event._replace(end=stack[-1].end)
         stack.append(event)
     yield from until(max(event.end for event in events))

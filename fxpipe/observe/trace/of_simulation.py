@@ -1,4 +1,4 @@
-"""A simulation as a trace: what ui.perfetto.dev shows of a forecast."""
+"""A simulation as a trace, to look at a forecast in ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fxpipe.simulator.result import Simulation, Span
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
     """The run in the Trace Event format, ready for `json.dump`; ui.perfetto.dev and chrome://tracing read it.
 
-    A process a worker; in it a thread of its actions and updates and a thread for each worker that it sends to, since
-    messages to several may be under way at once. What takes no time on a link is left out.
+    Each worker is a process. It has a thread for its actions and updates, and a thread for each worker that it sends
+    to, because messages to several may be on their way at once. Messages that take no time on a link are left out.
     """
     events: list[dict[str, Any]] = []
     for worker, spans in enumerate(simulation.spans):
@@ -33,7 +33,8 @@ def _title(span: Span) -> str:
 
 
 def _event(name: str, kind: str, process: int, thread: int, start: float, end: float) -> dict[str, Any]:
-    # Whole nanoseconds: what does not overlap stays so, which sums of fractions of a microsecond do not promise.
+    # Whole nanoseconds, so that what does not overlap stays so; sums of fractions of a microsecond would not ensure
+    # that.
     first, last = round(start * 1e9), round(end * 1e9)
     times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
     return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread, **times}

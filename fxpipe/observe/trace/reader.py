@@ -1,4 +1,4 @@
-"""Reads a trace file, as far as it goes: its events, and a sentence on what is missing."""
+"""Reads a trace file, even if it is cut off: its events, and a sentence for what is missing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fxpipe.typed_json import Malformed, convert, parse
 
 @dataclass(frozen=True)
 class Trace:
-    """What could be read of a trace file.
+    """What could be read from a trace file.
 
     Attributes:
         events: those of the wanted minibatches, in the file's order.
-        workers: how many it is of, as far as one can see.
-        minibatches: how many the whole file is of, wanted or not.
-        other: the file's `otherData`: build, schedule, seconds; empty where the file is cut off.
+        workers: how many it is of, if that can be seen.
+        minibatches: how many the whole file has, wanted or not.
+        other: the file's `otherData`: build, schedule, seconds; empty if the file is cut off.
         problems: what is missing or wrong, a sentence each.
     """
 
@@ -31,10 +31,10 @@ class Trace:
 
 
 def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
-    """Read a trace file, as far as it goes.
+    """Read a trace file, even if it is cut off.
 
     Args:
-        minibatches: only the events of the first so many; all where None. The others take no memory.
+        minibatches: only the events of this many first minibatches; None means all. The others take no memory.
 
     Raises:
         OSError: it cannot be opened.
@@ -44,10 +44,10 @@ def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
         if file.readline().strip() == HEAD:
             return _read_lines(path.name, file, minibatches)
         file.seek(0)
-        try:  # some other program's form of it
+        try:  # written in another program's form
             body = parse(file.read(), finite=False)
         except Malformed:
-            return Trace((), 0, 0, problems=(f"{path.name} is no trace of fxpipe: its timeline is missing",))
+            return Trace((), 0, 0, problems=(f"{path.name} is not a trace of fxpipe: its timeline is missing",))
     found = body.get("traceEvents") if isinstance(body, dict) else body
     if not isinstance(found, list):
         return Trace((), 0, 0, problems=(f"{path.name} holds no traceEvents: its timeline is missing",))
@@ -58,12 +58,12 @@ def read_trace(path: str | Path, minibatches: int | None = None) -> Trace:
         except Malformed:
             wrong += 1
     other = body.get("otherData") if isinstance(body, dict) else None
-    problems = [f"{path.name}: {wrong} of its entries are no events: left out"] if wrong else []
+    problems = [f"{path.name}: {wrong} of its entries are not events: left out"] if wrong else []
     return reading.trace(other if isinstance(other, dict) else {}, problems)
 
 
 def trace_workers(path: str | Path) -> int:
-    """How many workers the first lines of a trace file name: 0 if it is none of ours."""
+    """How many workers the first lines of a trace file name: 0 if it is not one of ours."""
     workers = 0
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         if file.readline().strip() != HEAD:
@@ -77,7 +77,7 @@ def trace_workers(path: str | Path) -> int:
 
 MOST_WORKERS = 1 << 16
 MOST_TIME = 1e15
-"""Microseconds, 30 years: what is later is no time."""
+"""Microseconds, 30 years: anything later is not a time."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Arguments:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _SpanJson:
     """A line of the file, as far as it is read."""
 
     pid: int
@@ -109,7 +109,7 @@ class _TraceEvents:
         self.shown = 0
 
     def passes(self, line: str) -> bool:
-        """Whether a line is of a minibatch that is not wanted, known without parsing it."""
+        """Whether a line is of a minibatch that is not wanted, found without parsing it."""
         if self.limit is None:
             return False
         begin = line.rfind('"minibatch":') + 12
@@ -124,10 +124,10 @@ class _TraceEvents:
         return True
 
     def take(self, event: Any) -> None:
-        """Keep an event if it is one of ours; any other is passed over.
+        """Keep an event if it is one of ours; ignore any other.
 
         Raises:
-            Malformed: it is no event at all.
+            Malformed: it is not an event at all.
         """
         if not isinstance(event, dict):
             raise Malformed("no event")
@@ -136,7 +136,7 @@ class _TraceEvents:
             self.workers = max(self.workers, worker + 1)
         if event.get("ph") != "X" or event.get("cat") not in KINDS or not isinstance(event.get("args"), dict):
             return
-        found = convert(event, _Span, extra=True)
+        found = convert(event, _SpanJson, extra=True)
         minibatch, microbatch = found.args.minibatch, found.args.microbatch
         if not 0 <= found.pid < MOST_WORKERS or min(minibatch, microbatch) < 0:
             raise Malformed("no worker, minibatch or microbatch has this number")
@@ -185,4 +185,4 @@ def _wrong_lines(name: str, wrong: Sequence[int]) -> list[str]:
     if not wrong:
         return []
     more = f", nor {'are' if len(wrong) > 2 else 'is'} {len(wrong) - 1} after it" if len(wrong) > 1 else ""
-    return [f"{name}: line {wrong[0]} is no event{more}: left out"]
+    return [f"{name}: line {wrong[0]} is not an event{more}: left out"]

@@ -14,16 +14,16 @@ from fxpipe.observe.trace import ACTIONS, HEAD, TAIL
 
 _ARRIVALS = ("wait", "receive")
 _MARK = 1000
-"""An arrow ends so many nanoseconds behind the point it is to show, where there is room: a viewer that rounds times to
+"""An arrow ends this many nanoseconds after the point that it shows, if there is room: a viewer that rounds times to
 another nanosecond still binds it to the action."""
 
 
 def check_trace(path: str | Path) -> None:
-    """Refuse, before any work is done, a path that no trace can be written to.
+    """Refuse, before any work is done, a path to which no trace can be written.
 
     Raises:
-        BuildError: a folder or file stands in its way, or permission is missing.
-        RunError: it is a folder, or a device, or anything else that is there and no plain file.
+        BuildError: a folder or file is in its way, or permission is missing.
+        RunError: it is a folder, a device, or anything else that is not a plain file.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -33,23 +33,24 @@ def check_trace(path: str | Path) -> None:
 
 
 def partial(path: str | Path) -> Path:
-    """Where a trace lies while it is written; if nobody writes, a process that was killed has left it."""
+    """The path of a trace while it is written; a file that stays there was left by a process that was killed."""
     path = Path(path)
     return path.with_name(f".{path.name}.partial")
 
 
 class TraceWriter:
-    """Writes a trace, worker after worker, and keeps nothing of those written.
+    """Writes a trace, worker after worker, and keeps nothing of it in memory.
 
         with TraceWriter("trace.json", workers=2, microbatches=1) as writer:
             writer.add(0, kinds, names, minibatches, microbatches, begins, ends)
             writer.add(1, …)
             writer.close({"seconds": 9.8, …})
 
-    The file appears when it is closed, and not before: without `close`, leaving the block leaves nothing behind.
+    The file appears only when it is closed: leaving the block without `close` leaves no file.
 
-    Arrows lead along every microbatch through all of its forwards and backwards, from the forward on worker 0 to the
-    backward on worker 0. In an action they touch the moment at which it has what it waited for, before it sends.
+    Arrows follow every microbatch through all of its forwards and backwards, from the forward on worker 0 to the
+    backward on worker 0. In an action they touch the moment at which it has received what it waited for, before it
+    sends.
 
     Raises:
         RunError: the file cannot be written.
@@ -91,15 +92,15 @@ class TraceWriter:
         """Write a worker's events, given as columns of one length, in any order.
 
         Args:
-            begin, end: nanoseconds from where training began on worker 0. An event that ends later than the one it
-                begins in is cut to it, so that events always nest.
+            begin, end: nanoseconds from where training began on worker 0. An event that ends later than the one around
+                it is cut, so that events always nest.
         """
         if not len(kind) == len(name) == len(minibatch) == len(microbatch) == len(begin) == len(end):
             raise ValueError("the columns differ in length")
         self._write(self._lines(worker, kind, name, minibatch, microbatch, begin, end))
 
     def close(self, other: dict[str, Any]) -> None:
-        """End the file with `other` as its `otherData`, and put it into its place."""
+        """End the file with `other` as its `otherData`, and move it into its place."""
         assert self._file is not None
         try:
             tail = f'{TAIL}: "ms", "otherData": {json.dumps(other)}}}\n'
@@ -111,9 +112,9 @@ class TraceWriter:
             raise self._refused(error) from error
 
     def abort(self) -> None:
-        """Leave nothing behind, if the file is not closed yet."""
+        """Remove the file if it is not closed yet."""
         file, self._file = self._file, None
-        with suppress(OSError):  # of a full disk
+        with suppress(OSError):  # if the disk is full
             if file is not None:
                 file.close()
         with suppress(OSError):
@@ -191,7 +192,7 @@ def worker_metadata(worker: int) -> list[dict[str, Any]]:
 
 
 class _Flow:
-    """Where in an action an arrow touches it: behind what it waits for before it first sends, and in no inner event."""
+    """Where in an action an arrow touches it: after what it waits for, before it first sends, outside inner events."""
 
     def __init__(self, kind: str, minibatch: int, microbatch: int, begin: int, end: int) -> None:
         self.kind, self.minibatch, self.microbatch = kind, minibatch, microbatch
@@ -200,14 +201,14 @@ class _Flow:
         self._met = self._sent = False
 
     def inside(self, kind: str, begin: int, end: int, outermost: bool) -> None:
-        """Told of an inner event, in order of their beginnings."""
+        """Called with each inner event, in the order of their beginnings."""
         if outermost and not self._met:
             self._to, self._met = max(begin, self._from), True
         if kind == "send":
             self._sent = True
         if outermost:
             self._until = end
-        if kind in _ARRIVALS and not self._sent:  # behind the outermost event that it is in
+        if kind in _ARRIVALS and not self._sent:  # after the outermost event that it is in
             self._from, self._to, self._met = max(self._until, self._from), self._end, False
 
     @property

@@ -45,7 +45,7 @@ def test_a_broken_line_is_left_out(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     trace = read_trace(path)
     assert len(trace.events) == sum(len(rows) for rows in TWO) - 1
-    assert trace.problems == ("trace.json: line 9 is no event: left out",)
+    assert trace.problems == ("trace.json: line 9 is not an event: left out",)
     assert trace.other == {"workers": 2}
 
 
