@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--weights",
     type=click.Choice(["inputs", "initializers", "external"]),
-    help="Inputs of the models; the initial weights, inside; or the same, in a file beside each model.  "
+    help="Inputs of the models; the initial weights, inside; or the same, in a file next to each model.  "
     "[default: inputs, with --inference initializers]",
 )
 @click.option(

@@ -118,25 +118,25 @@ class _Compiled:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         given = [
-            x if x.stride() == stride and not x.is_conj() and not x.is_neg() else _lay(x, layout)
+            x if x.stride() == stride and not x.is_conj() and not x.is_neg() else _copied(x, layout)
             for x, (layout, stride) in zip(inputs, self._inputs, strict=True)
         ]
         results = self._function(*given)
         if self._shared is None:  # the same at every call
             self._shared = _sharing(given, results)
         return [
-            x if x.stride() == stride and i not in self._shared else _lay(x, layout)
+            x if x.stride() == stride and i not in self._shared else _copied(x, layout)
             for i, (x, stride, layout) in enumerate(zip(results, self._strides, self._outputs, strict=True))
         ]
 
 
-def _lay(x: Tensor, layout: Layout) -> Tensor:
+def _copied(x: Tensor, layout: Layout) -> Tensor:
     """A copy of `x` in its layout."""
     return layout.empty(x.device).copy_(x)
 
 
 def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> frozenset[int]:
-    """The outputs that lie in memory of an input or of an earlier output."""
+    """The outputs that share memory with an input or an earlier output."""
     seen = {x.untyped_storage().data_ptr() for x in inputs} - {0}
     shared = set()
     for i, x in enumerate(outputs):

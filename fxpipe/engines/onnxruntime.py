@@ -128,13 +128,13 @@ def _names(part: PurePart) -> tuple[list[str], list[str]]:
 
 
 def physical_order(spec: TensorSpec) -> tuple[int, ...]:
-    """The dimensions in the order in which they lie in memory, outermost first."""
+    """The dimensions in their order in memory, outermost first."""
     stride = Layout(spec).stride
     return tuple(sorted(range(len(stride)), key=lambda i: (-stride[i], i)))
 
 
 def _physical(part: PurePart) -> fx.GraphModule:
-    """The part on tensors as they lie in memory: what is dense but permuted, like channels last, comes and goes so."""
+    """The part on tensors in their order in memory: what is dense but permuted, like channels last, stays permuted."""
     graph = copy_graph(part.graph.graph)
     holders = [n for n in graph.nodes if n.op == "placeholder"]
     first = next(n for n in graph.nodes if n.op != "placeholder")
@@ -209,7 +209,7 @@ class Session:
         return made
 
     def bind(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Bind the inputs and new memory for the outputs; gives that, and the copies of inputs that lay otherwise."""
+        """Bind the inputs and new memory for the outputs; gives these, and copies of inputs whose strides differ."""
         bind, place = self._bind, self._place
         copies = []
         for port, value in zip(self._inputs, inputs, strict=True):

@@ -16,7 +16,7 @@ PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
 
 NAMES = (
     "weights, buffers, batch, saved values and edges have the names they have in the build; gradients are grad:NAME, "
-    "new values of buffers new:NAME; where a name is taken already, the value's kind stands before it: saved:NAME"
+    "new values of buffers new:NAME; where a name is taken already, the value's kind is put before it: saved:NAME"
 )
 
 

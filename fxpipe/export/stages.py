@@ -59,7 +59,7 @@ def export(
         folder: an earlier export there is replaced; written whole or not at all.
         batch: one minibatch, as `train_data()` gives them; its first microbatch is what the models are run on.
         weights: 'inputs' of the models, as they are arguments of the stages; 'initializers': the build's initial
-            weights, in the models; 'external': the same, in a file beside each model.
+            weights, in the models; 'external': the same, in a file next to each model.
         opset: the version of ONNX's operators.
         seed: of dropout masks.
         say: is told what is being done.

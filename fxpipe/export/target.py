@@ -19,7 +19,7 @@ NEWEST = 25
 
 _TRAINING = re.compile(r"(stage_\d+\.(forward|backward)|pipeline)\.onnx(\.data)?")
 _INFERENCE = re.compile(r"stage_\d+\.inference\.onnx(\.data)?")
-_HEAD = 64  # bytes of a model's file within which the producer's name stands
+_HEAD = 64  # bytes of a model's file within which the producer's name is
 
 
 def check_packages() -> None:
@@ -77,7 +77,7 @@ def check_export_target(folder: str | Path, *, inference: bool = False) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether fxpipe wrote the model; a file of weights goes with the model it stands beside."""
+    """Whether fxpipe wrote the model; a file of weights belongs to the model next to it."""
     model = path.with_suffix("") if path.suffix == ".data" else path
     try:
         with model.open("rb") as file:

@@ -20,7 +20,7 @@ def name_values(
             f"{len(graph.inputs)} inputs and {len(graph.outputs)} outputs, "
             f"but {len(input_names)} and {len(output_names)} names"
         )
-    # An output that is an input, a constant, or stands there twice is copied: each name is a value of its own.
+    # An output that is an input, a constant, or occurs twice is copied: each name is a value of its own.
     seen: set[int] = set()
     for i, value in enumerate(list(graph.outputs)):
         if value is None or value.dtype is None:

@@ -1,4 +1,4 @@
-"""A converted model as a file: in the opset asked for, saying what it is, its weights outside, inside or beside it."""
+"""A converted model as a file that says what it is; its weights are inputs, inside it, or in a file next to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WeightsForm = Literal["inputs", "initializers", "external"]
 LIMIT = 2**31 - 1
 """Bytes of the largest protocol buffer."""
 
-_ALIGNMENT = 4096  # of a tensor in a file beside the model, so that it can be mapped
+_ALIGNMENT = 4096  # of a tensor in a file next to the model, so that it can be mapped
 
 
 def named(model: onnx.ModelProto, name: str, opset: int) -> onnx.ModelProto:
@@ -53,26 +53,26 @@ def write(path: Path, model: onnx.ModelProto, weights: Mapping[str, Tensor], for
     """Write a model, with those of its inputs that `weights` names in the given form.
 
     Returns:
-        The file beside it that holds the weights, if there is one.
+        The file next to it that holds the weights, if there is one.
 
     Raises:
         ExportError: it would be larger than a protocol buffer can be.
     """
-    beside = None
+    weights_file = None
     if form != "inputs" and weights:
         kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
         kept = [value for value in model.graph.input if value.name not in weights]
         del model.graph.input[:]
         model.graph.input.extend(kept)
         if form == "external":
-            beside = path.with_name(path.name + ".data")
-            with open(beside, "wb") as file:
+            weights_file = path.with_name(path.name + ".data")
+            with open(weights_file, "wb") as file:
                 for name, tensor in weights.items():
                     file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
                     offset, count = file.tell(), file.write(_bytes(tensor))
                     made = onnx.TensorProto(name=name, dims=tensor.shape, data_type=kinds[name])
                     made.data_location = onnx.TensorProto.EXTERNAL
-                    for key, value in (("location", beside.name), ("offset", offset), ("length", count)):
+                    for key, value in (("location", weights_file.name), ("offset", offset), ("length", count)):
                         made.external_data.add(key=key, value=str(value))
                     model.graph.initializer.append(made)
         else:
@@ -83,7 +83,7 @@ def write(path: Path, model: onnx.ModelProto, weights: Mapping[str, Tensor], for
                 model.graph.initializer.append(made)
     check_size(path.stem, model.ByteSize(), form)
     path.write_bytes(model.SerializeToString(deterministic=True))
-    return beside
+    return weights_file
 
 
 def check_size(name: str, count: int, form: WeightsForm) -> None:
@@ -95,7 +95,7 @@ def check_size(name: str, count: int, form: WeightsForm) -> None:
     if count > LIMIT:
         raise ExportError(
             f"{name}.onnx would be {size(count)}, and an ONNX file holds at most {size(LIMIT)}",
-            hint="--weights external puts the weights into a file beside each model"
+            hint="--weights external puts the weights into a file next to each model"
             if form == "initializers"
             else "more stages make smaller ones: constants in the code take this much",
         )

@@ -1,4 +1,4 @@
-"""How far values are from those that are right: what decides whether an engine or an exported model is right."""
+"""How far values are from the right ones: this decides whether an engine or an exported model is right."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FLOOR_OF_SUMS = 1e-2
 """The same for gradients: where terms cancel, as in that of a bias before a batch norm, only rounding is left."""
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-1}
-"""The largest relative error that is no mistake, by the coarsest type that takes part; `EXACT` for all others."""
+"""The largest relative error that is no mistake, by the coarsest type of the values; `EXACT` for all others."""
 
 EXACT = 1e-4
 
 HUGE = 1e3
-"""So many times the usual size is another order of things, like the −1e9 of a mask, and compared apart."""
+"""Elements this many times larger than usual, like the −1e9 of a mask, are compared apart from the others."""
 
 SLACK = 3
-"""So many times as far from exact values as eager's an engine's may be, where both are rounding."""
+"""An engine's value may be this many times as far from the exact one as eager's, where both are rounding."""
 
 NAN = "is NaN in the stage's own code, so nothing can be compared"
 
@@ -65,7 +65,7 @@ def tolerance(dtypes: Iterable[str], autocast: str | None = None) -> float:
 def compare(
     found: Mapping[str, Tensor], expected: Mapping[str, Expected], *, nan_equals_nan: bool = False
 ) -> list[Difference]:
-    """How far every expected output is off, and every output that nobody expects.
+    """How far every expected output is off, and every output that is not expected.
 
     Errors are norms of differences over norms of what is expected. Whole numbers and truth values must be equal. What
     is missing, has another shape or type, or is infinite or NaN elsewhere, is infinitely wrong.
@@ -77,7 +77,7 @@ def compare(
     made = [
         _difference(name, found.get(name), row.value, floors[name], nan_equals_nan) for name, row in expected.items()
     ]
-    return made + [Difference(n, math.inf, "is an output that nobody expects") for n in found if n not in expected]
+    return made + [Difference(n, math.inf, "is an output that is not expected") for n in found if n not in expected]
 
 
 def in_words(differences: Sequence[Difference], most: int = 5) -> str:
@@ -147,7 +147,7 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
 
 
 def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Which elements are of usual size, and which lie far above: beside a mask of −1e9 no norm sees anything else."""
+    """Which elements have the usual size, and which are far above it: a mask of −1e9 would hide all others."""
     size = value.abs()
     usual = size[size > 0]
     if not usual.numel():

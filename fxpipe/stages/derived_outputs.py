@@ -1,8 +1,8 @@
-"""What an engine need not compute: outputs that are inputs, views, or made from nothing.
+"""Outputs that an engine need not compute: inputs, views, and what is made from nothing.
 
-torch gives a view for nothing, an engine would write a copy. So an engine runs a part without them, and they are made
-from what it gives: they then share memory, and have the strides, as in eager PyTorch. A slice, which would keep all of
-what it is cut from, is computed instead, and lies without gaps.
+A view costs torch nothing, but an engine would write a copy. So an engine runs a part without them, and they are made
+from what it gives: then they share memory and have the same strides as in eager PyTorch. A slice would keep all of the
+memory that it is cut from, so the engine computes it, without gaps.
 """
 
 from __future__ import annotations

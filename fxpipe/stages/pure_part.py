@@ -1,4 +1,4 @@
-"""A stage's function as a pure graph: every value that it takes is an input, every value that it gives an output.
+"""A stage's function as a pure graph: every value that it reads is an input, every value that it gives an output.
 
 What an emitted `forward` or `backward` asks of `comm` becomes inputs and outputs as well, and the random numbers it
 would draw become inputs (`fxpipe.stages.random_inputs`), so that any engine can run the graph and all of
@@ -61,7 +61,7 @@ class PurePart:
 
     Attributes:
         graph: a placeholder for each input, ATen calls, and the tuple of outputs; both in the order of the tables.
-            Inputs stand in the order of kinds: weights, buffers, batch or saved, received, masks. Outputs likewise:
+            Inputs are in the order of kinds: weights, buffers, batch or saved, received, masks. Outputs likewise:
             forward the loss (if there), updates, saved, sent; backward gradients, sent.
         draws: what makes the masks, in the order in which the emitted code would draw them.
     """

@@ -44,7 +44,7 @@ _VALUE_FREE = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw: an operator and its arguments; a `TensorSpec` stands for a tensor of which only the shape matters."""
+    """One draw: an operator and its arguments; a `TensorSpec` means any tensor of that shape."""
 
     target: Any
     args: tuple[Any, ...]
@@ -71,7 +71,7 @@ class Draw:
 
 
 def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
-    """Replace every random call by a new placeholder behind the others; what each holds is drawn by the result.
+    """Replace every random call by a new placeholder after the others; the result draws what each holds.
 
     Raises:
         BackendError: an operator whose random numbers depend on computed values.
@@ -102,7 +102,7 @@ class _Hoist:
         self._last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
 
     def holder(self, node: fx.Node, value: Tensor) -> fx.Node:
-        """A placeholder behind the others for what `node` draws."""
+        """A placeholder after the others for what `node` draws."""
         graph = self.graph
         place = graph.inserting_after(self._last) if self._last else graph.inserting_before(next(iter(graph.nodes)))
         with place:

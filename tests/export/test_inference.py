@@ -328,8 +328,8 @@ def beside(model: Any, batch: Any) -> Tensor:
         (Rare(), regression, ["aten.special_airy_ai.default", "airy_ai(self.a(x)) + 1"]),
         (RarePart(), regression, ["prims.bessel_j0.default", "bessel_j0(self.a(x)) + 1"]),
         (Split(), twice, ["calls the model 2 times", "in twice"]),
-        (Split(), around, ["does not call the model, and calls 'a' beside it", "in around"]),
-        (Split(), beside, ["calls the model once, and calls 'a' beside it"]),
+        (Split(), around, ["does not call the model, and calls 'a' on its own", "in around"]),
+        (Split(), beside, ["calls the model once, and calls 'a' on its own"]),
     ],
 )
 def test_refusals(model: nn.Module, loss: Callable[..., Tensor], said: list[str], tmp_path: Path) -> None:

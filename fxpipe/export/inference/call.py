@@ -84,19 +84,19 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     """The model's call in `loss(model, batch)`.
 
     Raises:
-        ExportError: the loss raised, or does not call the model exactly once, or calls parts of it beside that.
+        ExportError: the loss raised, or does not call the model exactly once, or calls parts of it as well.
     """
     model = held.model
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     results: list[Any] = []
-    beside: list[str] = []
+    parts: list[str] = []
     depth = 0
 
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal depth
             if depth == 0 and path:
-                beside.append(path)
+                parts.append(path)
             elif depth == 0:
                 calls.append((args, kwargs))
             depth += 1
@@ -128,10 +128,10 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     finally:
         for handle in hooks:
             handle.remove()
-    if beside or len(calls) != 1:
+    if parts or len(calls) != 1:
         often = {0: "does not call the model", 1: "calls the model once"}
         said = [often.get(len(calls), f"calls the model {len(calls)} times")]
-        said += [f"calls {', '.join(map(repr, dict.fromkeys(beside)))} beside it"] if beside else []
+        said += [f"calls {', '.join(map(repr, dict.fromkeys(parts)))} on its own"] if parts else []
         raise ExportError(
             f"the loss {', and '.join(said)}: what to export is the model's one call, model(…)",
             where=origin.definition(loss),
@@ -145,7 +145,7 @@ def _described(
 ) -> Call:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
-    # Copies: an input that stands there twice is two inputs, and no input lies in another's memory.
+    # Copies: an input that occurs twice is two inputs, and no input shares another's memory.
     tensors = {p: v.detach().clone() for p, v in zip(paths, leaves, strict=True) if isinstance(v, Tensor)}
     if not tensors:
         raise ExportError("the loss calls the model without any tensor", hint="there is nothing that could be an input")
@@ -168,7 +168,7 @@ def _described(
         notes=tuple(notes),
     )
     if not made.kept:
-        raise ExportError("the model returns no tensor but the loss", hint="return the prediction beside it")
+        raise ExportError("the model returns no tensor but the loss", hint="return the prediction as well")
     if size == 1:  # torch.export takes a size of 1 for a constant
         made = dataclasses.replace(made, tensors=made.resized(2), size=2)
     return made
@@ -193,7 +193,7 @@ def _step(key: Any) -> str:
 
 
 def distinct(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names, with a number behind those that occur already."""
+    """The names, with a number after those that occur already."""
     made: dict[str, None] = dict.fromkeys(taken)
     for name in names:
         chosen, number = name, 1

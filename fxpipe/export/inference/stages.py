@@ -41,7 +41,7 @@ class InferenceStage:
     """One file of the chain.
 
     Attributes:
-        files: names in the folder: the model, and its `.data` where the weights lie beside it.
+        files: names in the folder: the model, and its `.data` where the weights are in a file next to it.
         nodes: how many ONNX nodes it has.
         weights: the model's own names of its parameters and buffers; large constants are among them.
         weight_bytes: what they take.
@@ -82,8 +82,8 @@ class Writer:
         fits = size + model.ByteSize() + ROOM <= model_file.LIMIT
         path = self.folder / f"{name}.onnx"
         count = len(model.graph.node)
-        beside = model_file.write(path, model, weights, self.form if fits else "external")
-        files = (path.name,) if beside is None else (path.name, beside.name)
+        weights_file = model_file.write(path, model, weights, self.form if fits else "external")
+        files = (path.name,) if weights_file is None else (path.name, weights_file.name)
         return InferenceStage(stage.worker, files, stage.inputs, stage.outputs, count, tuple(weights), size)
 
     def _converted(self, name: str, graph: EvalGraph, stage: ChainStage) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
