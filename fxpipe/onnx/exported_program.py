@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,26 @@ def exported_program(module: fx.GraphModule) -> ExportedProgram:
         InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=node.name), name) for name, node in lifted.items()
     ]
     output = graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+    output.args = (results,)
+    module.recompile()
+    return program_of(module, [*lifted_specs, *specs], results, constants)
+
+
+def program_of(
+    module: fx.GraphModule,
+    inputs: Sequence[InputSpec],
+    results: Sequence[Any],
+    constants: Mapping[str, Any],
+    part_of: ExportedProgram | None = None,
+) -> ExportedProgram:
+    """A graph as an exported program.
+
+    Args:
+        inputs: what each placeholder is.
+        results: what the graph puts out.
+        part_of: the program whose open sizes it has; all sizes are fixed where None.
+    """
     outputs = [
         OutputSpec(
             OutputKind.USER_OUTPUT,
@@ -54,19 +73,18 @@ def exported_program(module: fx.GraphModule) -> ExportedProgram:
         )
         for n in results
     ]
-    output.args = (tuple(results),)
-    _, in_spec = pytree.tree_flatten((tuple(range(len(inputs))), {}))
+    count = sum(spec.kind == InputKind.USER_INPUT for spec in inputs)
+    _, in_spec = pytree.tree_flatten((tuple(range(count)), {}))
     _, out_spec = pytree.tree_flatten(tuple(range(len(results))))
-    module.recompile()
-    signature = ModuleCallSignature(inputs=[], outputs=[], in_spec=in_spec, out_spec=out_spec)
     return ExportedProgram(
         root=module,
-        graph=graph,
-        graph_signature=ExportGraphSignature(input_specs=[*lifted_specs, *specs], output_specs=outputs),
+        graph=module.graph,
+        graph_signature=ExportGraphSignature(input_specs=list(inputs), output_specs=outputs),
         state_dict={},
-        range_constraints={},
-        module_call_graph=[ModuleCallEntry(fqn="", signature=signature)],
+        range_constraints=dict(part_of.range_constraints) if part_of else {},
+        module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
         constants=dict(constants),
+        verifiers=part_of.verifiers if part_of else None,
     )
 
 

@@ -11,16 +11,7 @@ import onnx
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    OutputSpec,
-    TensorArgument,
-)
-from torch.utils import _pytree as pytree
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.inference.chain import ChainStage, Port
@@ -28,6 +19,7 @@ from fxpipe.export.inference.eval_graph import EvalGraph, in_a_line
 from fxpipe.export.inference.nodes import place_of
 from fxpipe.onnx import model_file
 from fxpipe.onnx.convert import convert_exported
+from fxpipe.onnx.exported_program import program_of
 
 SMALL = 1024
 """Elements of a constant that the graph holds itself, where it can be folded."""
@@ -163,23 +155,7 @@ def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict
         mapped[node] = new.node_copy(node, mapped.__getitem__)
     results = [mapped[n] for n in stage.leaves]
     new.output(tuple(results))
-    inputs = sum(spec.kind == InputKind.USER_INPUT for spec in specs)
-    _, in_spec = pytree.tree_flatten((tuple(range(inputs)), {}))
-    _, out_spec = pytree.tree_flatten(tuple(range(len(results))))
-    program = ExportedProgram(
-        root=fx.GraphModule(root, new),
-        graph=new,
-        graph_signature=ExportGraphSignature(
-            input_specs=specs,
-            output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=n.name), None) for n in results],
-        ),
-        state_dict={},
-        range_constraints=dict(graph.program.range_constraints),
-        module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
-        constants=constants,
-        verifiers=graph.program.verifiers,
-    )
-    return program, weights
+    return program_of(fx.GraphModule(root, new), specs, results, constants, part_of=graph.program), weights
 
 
 def _is_folded(graph: EvalGraph, node: fx.Node) -> bool:
