@@ -74,20 +74,19 @@ def build() -> Build:
 
 @pytest.mark.slow
 @needs_compiler
-@torch.no_grad()
 def test_stage_is_eager(build: Build) -> None:
-    (stage, *_) = stages = load_stages(build.plan, build.files)
     program = captured("gpt-dropout")[2]
     leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
-    calls = record_calls(build.plan, stages, build.tensors, leaves)
+    (stage, *_) = stages = load_stages(build.plan, build.files)
     forward, backward = trace_stage(build.plan, 0, stage)
-    made = calls[0, "F"].run(EnginePart(forward, ENGINE), seed=1)
-    close(made.flat(), calls[0, "F"].run(stage.forward, seed=1).flat())
-
-    engine, call = EnginePart(backward, ENGINE), calls[0, "B"]
-    for saved in (call.third, made.saved):  # saved by eager: other strides than the engine's
-        given = dataclasses.replace(call, third=tuple(saved))
-        close(given.run(engine).flat(), given.run(stage.backward).flat())
+    with torch.no_grad():
+        calls = record_calls(build.plan, stages, build.tensors, leaves)
+        made = calls[0, "F"].run(EnginePart(forward, ENGINE), seed=1)
+        close(made.flat(), calls[0, "F"].run(stage.forward, seed=1).flat())
+        engine, call = EnginePart(backward, ENGINE), calls[0, "B"]
+        for saved in (call.third, made.saved):  # saved by eager: other strides than the engine's
+            given = dataclasses.replace(call, third=tuple(saved))
+            close(given.run(engine).flat(), given.run(stage.backward).flat())
 
 
 @needs_compiler
