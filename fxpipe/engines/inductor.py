@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpipe.engines.engine import Compute, Engine
+from fxpipe.engines.engine import Engine
 from fxpipe.errors import BackendError, first_line
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
+from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
 
 aten = torch.ops.aten

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxpipe.engines.engine import Compute, Engine
+from fxpipe.engines.engine import Engine
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import TensorSpec
+from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 aten = torch.ops.aten

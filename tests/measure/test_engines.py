@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpipe import engines as backends
 from fxpipe.build.build import Build
-from fxpipe.engines.engine import Compute, Engine
+from fxpipe.engines.engine import Engine
 from fxpipe.errors import BackendError
 from fxpipe.measure import engines as choose
 from fxpipe.measure.engines import choose_engines
@@ -23,6 +23,7 @@ from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.costs import EdgeTiming, EngineTime
 from fxpipe.plan.spec import StageSpec
 from fxpipe.stages.loaded import LoadedStage
+from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
 
 
