@@ -21,7 +21,7 @@ from fxpipe.measure import engines as choose
 from fxpipe.measure.engines import choose_engines
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.costs import EdgeTiming, EngineTime
-from fxpipe.plan.spec import StageSpec
+from fxpipe.plan.spec import Plan
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
@@ -66,7 +66,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
     build = lowered("gpt", workers=2, **cuts(CASES["gpt"], 2, 1))
     program = captured("gpt")[2]
     leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
-    load = choose.load_stage
+    load = choose.load_stages
     delay = 0.0
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,9 +76,11 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
 
         return call
 
-    def slow_stage(path: Path, spec: StageSpec) -> LoadedStage:
-        stage = load(path, spec)
-        return dataclasses.replace(stage, forward=slowly(stage.forward), backward=slowly(stage.backward))
+    def slow_stages(plan: Plan, files: dict[str, str]) -> list[LoadedStage]:
+        return [
+            dataclasses.replace(stage, forward=slowly(stage.forward), backward=slowly(stage.backward))
+            for stage in load(plan, files)
+        ]
 
     def run(*engines: str, eager: float = 0.02, backend: str = "auto", known: Path | None = None) -> Build:
         nonlocal delay
@@ -86,7 +88,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
         monkeypatch.setattr(choose, "ENGINES", ("eager", *engines))
         return choose_engines(build, leaves, backend=backend, threads=1, budget=0.0, known=known)
 
-    monkeypatch.setattr(choose, "load_stage", slow_stage)
+    monkeypatch.setattr(choose, "load_stages", slow_stages)
     return run
 
 
