@@ -97,13 +97,15 @@ class _Interface:
         graph, mapped, edges = self._graph([*weights, *buffers, *batch, *passed], calls)
         function: Literal["forward", "backward", "evaluate"]
         if phase == "B":
-            function, result = "backward", tuple(mapped[n] for n in gradients.values())
+            function = "backward"
+            graph.output(tuple(mapped[n] for n in gradients.values()))
         elif self.metrics:
-            function, result = "evaluate", tuple(mapped[n] for n in metrics.values())
+            function = "evaluate"
+            graph.output(tuple(mapped[n] for n in metrics.values()))
         else:
-            new, kept_nodes = (tuple(mapped[n] for n in nodes) for nodes in (updates.values(), kept))
-            function, result = "forward", (mapped[loss] if loss else None, new, kept_nodes)
-        graph.output(result)
+            function = "forward"
+            new, remembered = (tuple(mapped[n] for n in nodes) for nodes in (updates.values(), kept))
+            graph.output((mapped[loss] if loss else None, new, remembered))
         spec = PartSpec(
             weights=tuple(self.parameters[n.name] for n in weights),
             buffers=tuple(self.buffers[n.name] for n in buffers),

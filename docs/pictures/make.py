@@ -80,8 +80,9 @@ def compiled() -> Example:
     """`fxpipe compile docs/concepts/tiny.py -n 2 --fp-cut c --bp-cut b`, as far as the pictures need it."""
     torch.manual_seed(0)
     programs: list[Program] = []
-    build = fxpipe.compile(
-        tiny.model(), tiny.loss, tiny.train_data()[0], workers=2, forward_at=["c"], backward_at=["b"], cost="analytic",
+    build = fxpipe.lower(
+        fxpipe.capture(tiny.model(), tiny.loss, tiny.train_data()[0]),
+        workers=2, forward_at=["c"], backward_at=["b"], cost="analytic",
         observers=[lambda applied: programs.append(applied.program)],
     )  # fmt: skip
     wired = programs[-1]

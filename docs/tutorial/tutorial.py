@@ -235,15 +235,15 @@ def lanes(program: Program) -> str:
 def interface(program: Program) -> list[str]:
     lines = []
     for stage in program.stages:
-        for name, part in (("forward", stage.forward), ("backward", stage.backward)):
+        for part in stage.parts.values():
             spec = part.spec
-            lines.append(f"worker {stage.worker} {name}")
+            lines.append(f"worker {stage.worker} {part.function}")
             rows = {
                 "weights": spec.weights,
                 "batch": spec.batch,
                 "receives": spec.receives,
                 "sends": spec.sends,
-                "saves" if name == "forward" else "saved": spec.saved,
+                "saves" if part.function == "forward" else "saved": spec.saved,
                 "gradients": spec.gradients,
                 "returns": ("loss",) if spec.loss else (),
             }

@@ -49,8 +49,8 @@ def _check_part(program: Program, where: str, part: Part, calls: Sequence[fx.Nod
 
 def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
     """What a part is given, by its placeholders and by its interface: the names of the model, then of saved values."""
-    names = {row.node: row.names[0] for row in (*program.parameters, *program.buffers)}
-    names |= {row.node: row.leaf.name for row in program.batch if row.node}
+    names = {p.node: p.names[0] for p in program.parameters} | {b.node: b.names[0] for b in program.buffers}
+    names |= {b.node: b.leaf.name for b in program.batch if b.node}
     given = [node.name for node in part.graph.nodes if node.op == "placeholder"]
     saved = part.spec.saved if part.function == "backward" else ()
     local = len(given) - len(saved)
