@@ -34,7 +34,7 @@ from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import describe, dump, tensor_spec
 from fxpipe.tracing import custom_operators as operators
-from fxpipe.tracing import origin, recurrent
+from fxpipe.tracing import origin, recurrent, user_lines
 from fxpipe.tracing import value_checks as checks
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
@@ -108,7 +108,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     tensors = HeldTensors(model)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
-    place = origin.definition(metrics)
+    place = user_lines.definition(metrics)
     found: dict[str, Any] = {}
     replaced: list[int] = []
     watch = origin.TracedStep()
@@ -211,7 +211,7 @@ def _trace(
         with tensors.replaced(held):
             tensors.hook(held)
             with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins):
-                value = scalar(loss(model, batch), origin.definition(loss))
+                value = scalar(loss(model, batch), user_lines.definition(loss))
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
         lost[:] = [row for row in new if row not in fits]

@@ -18,7 +18,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
 
 from fxpipe.errors import CaptureError
-from fxpipe.tracing import origin
+from fxpipe.tracing import origin, user_lines
 
 PAGE = "operators"
 _TORCHS = ("aten", "prim", "prims", "prims_rng", "rngprims", "quantized", "sparse", "mkldnn", "higher_order")
@@ -31,7 +31,7 @@ _KERNEL = r"Could not run '(\S+)' with arguments from|could not find kernel for 
 def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
     """What an operator lacks, if that is why a trace failed."""
     said = str(error)
-    where = origin.user_traceback(error)
+    where = user_lines.user_traceback(error)
     function = getattr(error, "func", None)
     if isinstance(function, OpOverload) and type(error).__name__ == "UnsupportedOperatorException":
         return None if function.namespace in _TORCHS else _no_fake(str(function), where, watch)
@@ -79,7 +79,7 @@ def registering(graphs: Iterable[fx.Graph]) -> list[str]:
     targets = {n.target for graph in graphs for n in graph.nodes if isinstance(n.target, OpOverload)}
     defined = (OPDEFS.get(target.name()) for target in targets if target.namespace not in _TORCHS)
     modules = {definition._init_fn.__module__ for definition in defined if definition is not None}
-    return sorted(m for m in modules if origin.is_installed(getattr(sys.modules.get(m), "__file__", None)))
+    return sorted(m for m in modules if user_lines.is_installed(getattr(sys.modules.get(m), "__file__", None)))
 
 
 def _higher(node: fx.Node, where: str | None) -> CaptureError:

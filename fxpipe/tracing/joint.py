@@ -30,7 +30,7 @@ from fxpipe.ir.program import (
     value,
 )
 from fxpipe.plan.spec import Phase
-from fxpipe.tracing import origin
+from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 
 _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that order side effects
@@ -217,13 +217,13 @@ class Reader:
         made = self.graph.node_copy(node, lambda n: self.mapped[n])
         self._rename(made, phase, known.module)
         _strip_device_index(made)
-        source = f"{origin.short(known.file)}:{known.line}" if known.file else None
+        source = f"{user_lines.short(known.file)}:{known.line}" if known.file else None
         made.meta = {"val": true_value(made, node.meta.get("val")), "seq_nr": node.meta.get("seq_nr")}
         made.meta[INFO] = NodeInfo(
             phase,
             module=known.module,
             source=source,
-            text=origin.text(known.file, known.line) if known.file else "",
+            text=user_lines.text(known.file, known.line) if known.file else "",
             region=known.region,
         )
         if node.meta.get("is_gradient_acc"):
@@ -364,7 +364,7 @@ def frozen_updates(traced: Traced, tensors: HeldTensors) -> set[str]:
 def _line(node: fx.Node) -> str | None:
     """The user's line that computed a node, as text."""
     known = origin.of(node.meta)
-    return origin.place(known.file, known.line) if known.file else None
+    return user_lines.place(known.file, known.line) if known.file else None
 
 
 def _without_copies(node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import CaptureError
 from fxpipe.task.batch import unusual
 from fxpipe.tracing import custom_operators as operators
-from fxpipe.tracing import origin
+from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
@@ -169,13 +169,13 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
     if operator is not None:
         return operator
     said = f"{type(error).__name__}: {error}"
-    where = origin.user_traceback(error)
+    where = user_lines.user_traceback(error)
     cause = _cause(error, said, watch.raised_by(error))
     if cause is HIGHER:
         where = where or watch.where(watch.higher)
     if cause is not None:
         cure = cause.cure
-        if cause in (BRANCH, NUMBER, SHAPE) and origin.is_library(where):
+        if cause in (BRANCH, NUMBER, SHAPE) and user_lines.is_library(where):
             cure = f"that line is in a library: look for an option that avoids it; in your own code, {cure}"
         return CaptureError(cause.text, where=where, hint=cure, page=cause.page)
     first = said.strip().splitlines()[0][:300]

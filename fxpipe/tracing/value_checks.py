@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from fxpipe.tracing import origin
+from fxpipe.tracing import user_lines
 
 _CHECK = "_check_tensor_all_with"  # both call it
 
@@ -30,8 +30,8 @@ def left_out() -> Iterator[list[str]]:
     def passing(error_type: type[Exception], cond: Any, message: Any = None) -> None:
         if not isinstance(cond, torch.Tensor) or cond.dtype != torch.bool:
             check(error_type, cond, message)  # which refuses it
-        frame = origin.user_frame(sys._getframe(1))
-        at = f" ({origin.place(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
+        frame = user_lines.user_frame(sys._getframe(1))
+        at = f" ({user_lines.place(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
         note = f"the step checks values, which the emitted code does not{at}"
         if note not in notes:
             notes.append(note)

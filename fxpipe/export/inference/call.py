@@ -14,7 +14,7 @@ from torch import Tensor, arange, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ExportError, first_line
-from fxpipe.tracing import origin
+from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss
 from fxpipe.tracing.held_tensors import HeldTensors
 
@@ -122,7 +122,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     except Exception as error:
         raise ExportError(
             f"loss(model, batch) raised {type(error).__name__}: {first_line(error)}, with the model in eval mode",
-            where=origin.user_traceback(error),
+            where=user_lines.user_traceback(error),
             hint="how the model is called is found by calling the loss once",
         ) from error
     finally:
@@ -134,7 +134,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
         said += [f"calls {', '.join(map(repr, dict.fromkeys(parts)))} on its own"] if parts else []
         raise ExportError(
             f"the loss {', and '.join(said)}: what to export is the model's one call, model(…)",
-            where=origin.definition(loss),
+            where=user_lines.definition(loss),
             hint="put all that makes the prediction into the model's forward, and call that once in the loss",
         )
     return _described(model, *calls[0], results[0], value, batch)

@@ -18,7 +18,7 @@ from fxpipe.errors import ExportError, FxpipeError, first_line
 from fxpipe.export.inference.call import Call, distinct, untouched
 from fxpipe.export.inference.nodes import draws, is_size, own_name, place_of
 from fxpipe.onnx.convert import quiet
-from fxpipe.tracing import origin
+from fxpipe.tracing import user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
@@ -182,7 +182,7 @@ def _placeholders(
 def _explained(error: Exception) -> ExportError:
     """Why torch.export failed, with the user's line."""
     said = f"{type(error).__name__}: {error}"
-    where = origin.user_traceback(error)
+    where = user_lines.user_traceback(error)
     if re.search(DATA_DEPENDENT, said):
         return ExportError(
             "the forward depends on the values of a tensor: one graph cannot hold `if tensor`, .item() or a shape "

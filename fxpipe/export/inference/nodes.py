@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.aten import is_random
-from fxpipe.tracing import origin
+from fxpipe.tracing import user_lines
 
 aten = torch.ops.aten
 
@@ -43,4 +43,4 @@ def module_of(node: fx.Node) -> str:
 
 def place_of(node: fx.Node) -> str | None:
     """`model.py:12: the line`, of the innermost frame of the user's; else the module."""
-    return origin.user_stack(node.meta.get("stack_trace") or "") or module_of(node) or None
+    return user_lines.user_stack(node.meta.get("stack_trace") or "") or module_of(node) or None

@@ -31,7 +31,7 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
-from fxpipe.tracing import origin
+from fxpipe.tracing import user_lines
 
 CURE = "run with --weights CHECKPOINT, or give the parameters their values in the modules' reset_parameters()"
 
@@ -112,7 +112,7 @@ def _explained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         try:
             return make()
         except Exception as error:
-            where = error.where if isinstance(error, FxpipeError) else origin.user_traceback(error)
+            where = error.where if isinstance(error, FxpipeError) else user_lines.user_traceback(error)
             said = error.what if isinstance(error, FxpipeError) else f"model() raised {type(error).__name__}: {error}"
             raise TaskError(
                 f"{said}\nonly the parameters of one worker have values here, all others are on the meta device",
