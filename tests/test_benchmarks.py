@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 VERDICT = r"goals (are )?met|missed: "  # which of them depends on the machine
 REPORTS = {
     "accuracy": ("written: ",),
-    "backends": ("gpt-256 ", "pipeline of two workers", VERDICT),
+    "backends": ("gpt-tiny ", "pipeline of two workers", VERDICT),
     "balance": ("heavy_head", "three-way"),
     "big_graphs": (r"\| GPT, 24 blocks", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),

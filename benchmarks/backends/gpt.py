@@ -13,10 +13,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import models
 
+MODEL, BATCH = models.MODELS["gpt-256"]
+
 
 def model() -> nn.Module:
     """Width 256."""
-    return models.MODELS["gpt-256"][0]()
+    return MODEL()
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -32,7 +34,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self)):
-            yield models.MODELS["gpt-256"][1]()
+            yield BATCH()
 
 
 def train_data() -> Batches:

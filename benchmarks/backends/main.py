@@ -37,12 +37,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each part")
     parser.add_argument("--rounds", type=int, default=3, help="of the pipeline; 0 leaves it out")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", action="store_true", help="one small model, 1 round: only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, 1 round: only to see that it runs")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # one model, in a process of its own
     parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
     if options.quick:
-        options.models, options.seconds, options.rounds, options.steps = ["gpt-256"], 0.2, 1, 10
+        options.models, options.seconds, options.rounds, options.steps = list(models.TINY), 0.1, 1, 10
     if options.only:
         torch.set_num_threads(1)
         rows = parts(options.only, options.seconds)
@@ -65,7 +65,8 @@ def main() -> None:
         shown = "  ".join(f"{engine} {ratio:.2f}×" for engine, ratio in ratios.items())
         print(f"{name:<10}{shown}  (products alone: {100 * products[name]:.0f}% of eager)")
     if options.rounds:
-        result["pipeline"] = pipeline(options.rounds, options.steps)
+        file = "gpt_tiny.py" if options.quick else "gpt.py"
+        result["pipeline"] = pipeline(file, options.rounds, options.steps)
     if out := options.out or (None if options.quick else HERE / "result.json"):
         out.write_text(json.dumps(result, indent=1) + "\n")
     missed = goals(result)
@@ -76,7 +77,7 @@ def main() -> None:
 def parts(name: str, seconds: float) -> list[dict[str, Any]]:
     """Every part of a model on every engine."""
     torch.manual_seed(0)
-    make, batch = models.MODELS[name]
+    make, batch = (models.MODELS | models.TINY)[name]
     example = batch()
     build = fxpipe.compile(make(), models.loss, example, workers=2, cost="measured", threads=1)
     leaves = {leaf.name: value for leaf, value in zip(build.plan.batch, example, strict=True)}
@@ -117,7 +118,7 @@ def parts(name: str, seconds: float) -> list[dict[str, Any]]:
 
 def product_seconds(name: str) -> float:
     """What a step's matrix products and convolutions take at the speed of a large product: no engine does with less."""
-    make, batch = models.MODELS[name]
+    make, batch = (models.MODELS | models.TINY)[name]
     model, example = make(), batch()
     # The fused kernel of an LSTM is not counted, its plain operators are.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
@@ -160,15 +161,13 @@ def of_models(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def pipeline(rounds: int, steps: int) -> dict[str, Any]:
+def pipeline(file: str, rounds: int, steps: int) -> dict[str, Any]:
     """Samples/s of two workers, `auto` and `eager` in turn."""
     rates: dict[str, list[float]] = {"eager": [], "auto": []}
     with tempfile.TemporaryDirectory(prefix="fxpipe_backends_") as temporary:
         folder = Path(temporary)
         for backend in rates:
-            fxpipe_command(
-                "compile", str(HERE / "gpt.py"), "-n", "2", "--backend", backend, "-o", str(folder / backend)
-            )
+            fxpipe_command("compile", str(HERE / file), "-n", "2", "--backend", backend, "-o", str(folder / backend))
         plan = json.loads((folder / "auto" / "plan.json").read_text())
         for _ in range(rounds):
             for backend, found in rates.items():

@@ -140,7 +140,8 @@ def _images(samples: int, size: int) -> Any:
     return torch.randn(samples, 3, size, size), torch.randint(0, CLASSES, (samples,))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+Made = tuple[Callable[[], nn.Module], Callable[[], Any]]
+MODELS: dict[str, Made] = {
     "gpt-256": (lambda: GPT(256, 6, 128), lambda: _tokens(4, 128)),
     "gpt-768": (lambda: GPT(768, 4, 128), lambda: _tokens(4, 128)),
     "vgg16": (vgg16, lambda: _images(4, 64)),
@@ -148,3 +149,5 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "vit-tiny": (lambda: ViT(96, 8), lambda: _images(4, 96)),
     "lstm": (lambda: ResidualLSTM(256, 4), lambda: _tokens(16, 16)),
 }
+TINY: dict[str, Made] = {"gpt-tiny": (lambda: GPT(64, 2, 16), lambda: _tokens(2, 16))}
+"""What `--quick` measures, and no one else."""

@@ -99,7 +99,7 @@ def compile_build(model: str, workers: int, cuts: str, arguments: tuple[str, ...
     """What `fxpipe compile --json` says of it; one thread a worker."""
     command = [sys.executable, "-m", "fxpipe", "compile", str(HERE / f"{model}.py"), "-n", str(workers)]
     command += ["--cuts", cuts, "-o", str(folder / f"{model}-{workers}-{cuts}"), "--threads", "1", "--json", *arguments]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     said: dict[str, Any] = json.loads(done.stdout)
     return said
 
