@@ -172,7 +172,7 @@ function startFigures() {
   addEventListener("beforeprint", () => {
     printing = true;
     hideTip();
-    figures.forEach((made) => { made.width = 0; paint(made, PAPER); });
+    figures.forEach((made) => { made.width = 0; paint(made, made.host.closest(".panels") ? PAPER / 3 - 16 : PAPER); });
   });
   addEventListener("afterprint", () => {
     printing = false;
