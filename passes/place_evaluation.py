@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from fxpipe.passes.units import is_source
+from fxpipe.passes.analysis.sources import sources_of
+from fxpipe.passes.cut import Cut
 from torch import fx
 
 from fxpipe.ir.program import Buffer, Level, Parameter, Program, info, size_of, value
@@ -45,12 +46,7 @@ class PlaceEvaluation(Pass):
 
     def __call__(self, program: Program) -> Program:
         positions = cheapest(self.workers, len(program.units), held_of(program, self.owners), values_of(program))
-        cuts = Cuts(positions, positions)
-        program = program.copy(level=Level.PLACED, cuts=cuts)
-        for node in program:
-            record = info(node)
-            record.worker = cuts.worker(record.phase, record.unit, record.weight)
-        return program
+        return Cut(Cuts(positions, positions))(program)
 
 
 class Held(NamedTuple):
@@ -71,7 +67,7 @@ class Passed(NamedTuple):
 
 def held_of(program: Program, owners: Mapping[str, int]) -> list[Held]:
     """The parameters and buffers that lie on one worker alone."""
-    placeholders, sources = program.placeholders, _sources(program)
+    placeholders, sources = program.placeholders, sources_of(program).cheap
     found = []
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
     for row in rows:
@@ -83,7 +79,7 @@ def held_of(program: Program, owners: Mapping[str, int]) -> list[Held]:
 
 def values_of(program: Program) -> list[Passed]:
     """What units hand to later ones, and the batch. What is made anywhere from what is there counts as nothing."""
-    sources = _sources(program)
+    sources = sources_of(program).cheap
     inputs = {b.node for b in program.batch if b.node}
     found = [
         Passed(size_of(value(n)), -1, _readers(n, sources)) for n in program.placeholders.values() if n.name in inputs
@@ -96,16 +92,7 @@ def values_of(program: Program) -> list[Passed]:
     return [passed for passed in found if passed.readers]
 
 
-def _sources(program: Program) -> set[fx.Node]:
-    """Nodes that are made, where they are read, of weights, constants and the batch."""
-    found: set[fx.Node] = set()
-    for node in program:
-        if is_source(node, found):
-            found.add(node)
-    return found
-
-
-def _readers(node: fx.Node, sources: set[fx.Node]) -> tuple[int, ...]:
+def _readers(node: fx.Node, sources: Set[fx.Node]) -> tuple[int, ...]:
     """The units that read a value, or what is made of it where it is read."""
     units: set[int] = set()
     seen: set[fx.Node] = set()

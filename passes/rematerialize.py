@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
-from fxpipe.ir.aten import is_cheap, is_getitem, is_random
+from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.ir.program import INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import Phase
@@ -66,36 +67,20 @@ class _Kinds:
         parameters = {p.node for p in program.parameters}
         updated = set(program.updates())
         self.cuts = program.cuts
-        self.weights: set[fx.Node] = set()  # made of parameters and constants alone, a parameter among them
-        self.cheap: set[fx.Node] = set()  # made cheaply of placeholders alone
-        self.leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # the placeholders a node of these two kinds is made of
+        sources = sources_of(program)
+        self.leaves = sources.leaves
+        self.weights = {n for n in sources.fixed if sources.made_of(n, parameters)}
+        self.cheap = {n for n in sources.cheap if not sources.made_of(n, updated)}
         self.parameters = parameters
         self.present: dict[int, set[str]] = {}  # placeholders each worker reads in any case
         self.once = set(program.updates().values())  # buffers' new values
-        fixed = {n for n in program.graph.nodes if n.op == "placeholder" and n.name not in updated}
         self.inputs = {b.node for b in program.batch if b.node}
         for node in program:
-            record = info(node)
-            if record.phase == "F":
-                self._classify(node, fixed)
-            if node not in self.cheap and record.worker is not None:
-                here = self.present.setdefault(record.worker, set(self.inputs) if record.worker == 0 else set())
+            worker = info(node).worker
+            if node not in self.cheap and worker is not None:
+                here = self.present.setdefault(worker, set(self.inputs) if worker == 0 else set())
                 here.update(n.name for n in node.all_input_nodes if n.op == "placeholder")
         self.arrives = set(self._arriving(program))  # (node, worker): received by that worker's forward
-
-    def _classify(self, node: fx.Node, fixed: set[fx.Node]) -> None:
-        sources = node.all_input_nodes
-        if is_random(node) or not all(n in fixed or n in self.leaves for n in sources):
-            return
-        leaves = frozenset(leaf for n in sources for leaf in self.leaves.get(n, frozenset([n])))
-        only_weights = not any(n.name in self.inputs for n in leaves) and any(n.name in self.parameters for n in leaves)
-        cheap = is_cheap(node) and all(n.op == "placeholder" or n in self.cheap for n in sources)
-        if only_weights:
-            self.weights.add(node)
-        if cheap:
-            self.cheap.add(node)
-        if only_weights or cheap:
-            self.leaves[node] = leaves
 
     def _arriving(self, program: Program) -> Iterator[tuple[fx.Node, int]]:
         for node in program:
@@ -110,7 +95,7 @@ class _Kinds:
         if source.op != "call_function" or info(source).phase != "F":
             return None
         if phase == "B" and source in self.weights:
-            return self.leaves.__contains__
+            return lambda n: n in self.weights or n in self.cheap
         region = info(source).region
         if phase == "B" and region is not None and not self._only_once(source):
             return lambda n: (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.analysis.weight_gradients import mark_weight_gradients
 from torch import fx
 
-from fxpipe.ir.aten import is_cheap, is_getitem, is_random, is_view
+from fxpipe.ir.aten import is_getitem, is_view
 from fxpipe.ir.program import Level, Program, info
 from fxpipe.ir.transform import Pass
 
@@ -33,7 +35,7 @@ class Units(Pass):
         nodes = list(program)
         placeholders = program.placeholders
         buffers = {new: placeholders[name] for name, new in program.updates().items()}
-        units = _forward([n for n in nodes if info(n).phase == "F"], buffers)
+        units = _forward([n for n in nodes if info(n).phase == "F"], sources_of(program).cheap, buffers)
         if program.loss_node is not None:
             _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
         for node in nodes:
@@ -44,21 +46,10 @@ class Units(Pass):
         return replace(program, level=self.provides, units=tuple(units))
 
 
-def is_source(node: fx.Node, sources: set[fx.Node]) -> bool:
-    """Whether a forward node is made cheaply from placeholders and such nodes alone."""
-    return (
-        is_cheap(node)
-        and not is_random(node)
-        and all(n.op == "placeholder" or n in sources for n in node.all_input_nodes)
-    )
-
-
-def _forward(nodes: list[fx.Node], buffers: dict[fx.Node, fx.Node]) -> list[str]:
+def _forward(nodes: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node, fx.Node]) -> list[str]:
     units: list[str] = []
-    sources: set[fx.Node] = set()
     for node in nodes:
-        if is_source(node, sources):
-            sources.add(node)
+        if node in sources:
             continue
         if is_getitem(node):
             info(node).unit = info(node.all_input_nodes[0]).unit

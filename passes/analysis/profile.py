@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fxpipe.passes.units import is_source
+from fxpipe.passes.analysis.sources import sources_of
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random, is_view, viewed
@@ -33,7 +33,8 @@ class _Profiler:
         self.inputs = {b.node for b in program.batch if b.node}
         self.updated = set(program.updates())
         self.nodes = list(program)
-        self.anywhere = self._made_anywhere()
+        sources = sources_of(program)
+        self.anywhere = sources.cheap | sources.fixed  # the worker or the backward that needs them makes them
         self.rows: list[dict[str, float]] = [{} for _ in range(self.count)]
 
     def profile(self) -> Profile:
@@ -50,22 +51,6 @@ class _Profiler:
         glued = glued_positions(self.program)
         activations, gradients = in_turn(self._activations()), in_turn(self._gradients())
         return Profile(tuple(units), tuple(activations), tuple(gradients), glued)
-
-    def _made_anywhere(self) -> set[fx.Node]:
-        """Forward nodes that the worker or the backward that needs them makes from what it has."""
-        found: set[fx.Node] = set()
-        weights: set[fx.Node] = set()
-        for node in self.nodes:
-            if info(node).phase != "F":
-                break
-            if is_source(node, found):
-                found.add(node)
-            sources = node.all_input_nodes
-            if not is_random(node) and all(
-                n in weights or (n.op == "placeholder" and n.name not in self.inputs | self.updated) for n in sources
-            ):
-                weights.add(node)
-        return found | weights
 
     def _add(self, unit: int, key: str, amount: float) -> None:
         row = self.rows[max(unit, 0)]
