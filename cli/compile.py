@@ -38,6 +38,7 @@ TOLERANCE = {None: 1e-4, "bf16": 1e-1}
 @option_fields(CompileOptions, "backend")
 @option_fields(ModelOptions, "meta")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program.")
 @click.option("--save-profile", type=click.Path(dir_okay=False), help="Write what every unit costs, for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
@@ -49,6 +50,7 @@ def compile_command(
     seed: int,
     meta: bool,
     verify: bool,
+    verbose: bool,
     save_profile: str | None,
     as_json: bool,
     costs: CostOptions,
@@ -85,6 +87,8 @@ def compile_command(
     build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
         Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
+    for line in build.passes if verbose else ():
+        note(line)
     for warning in build.warnings:
         warn(warning)
     agreement = None
