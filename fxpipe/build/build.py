@@ -60,7 +60,7 @@ class Build:
         passes: what every pass did, `fold  812 → 640 nodes`; empty for a loaded build without `passes.txt`.
         engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
         node_costs: what was measured, kept so that the next compile need not.
-        folder: where it lies on disk, if it does.
+        folder: where it is on disk, if it is.
         warnings: what capture wants the user to know.
     """
 
@@ -271,7 +271,7 @@ def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of tensors that lie in another one's memory: the file format wants each apart."""
+    """Copies of tensors that are in another one's memory: the file format wants each apart."""
     seen: set[int] = set()
     made = {}
     for name, tensor in tensors.items():

@@ -1,8 +1,15 @@
-"""What happens at run time: a worker's stage, its weights, its messages, and the processes around them.
+"""What happens at run time: `wires/` (messages), `worker/` (one worker's part), `process/` (the processes around them).
 
-In the order of a run: `launch` (processes) → `worker` (what one process does) or `local_run` (all in one) →
-`feed` (data) and `assembly` (loads a worker) → `loop`, or `local` for all workers in turn → `executor` (one
-action) with `loaded_stage`, `weights` (from `demand`: who reads which version; `gradients`), `transport`
-(`distributed`, `mailbox`; `layout` is the form of a value on its way) → `evaluator` between two actions and at the end
-(`evaluation_data`, `distributed_evaluation`, `local_evaluation`) → `record`, `final_weights`.
+`options` says how a run goes; every layer passes it on whole. In the order of a run:
+
+- `process/launch` starts a `process/child` for each worker, which does what `process/rank` says; or
+  `process/local_run` trains all workers in this process, with `process/local`.
+- `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (`checkpoint`, `initialise`),
+  `weights` with its `update` (`gradients`, `clip`), `executor`.
+- `process/loop`, or `local` for all workers in turn, gives the executor one action after the other. It reads weights
+  (`pending_reads`: which will be read again; `predictions`), calls emitted code (`stage_code`), and sends and receives
+  over a `wires/transport`: `mailbox` in one process, `distributed` between processes, by its `addresses`.
+- Between two actions, and at the end, `worker/evaluator` evaluates (`evaluation_data`; `process/local_evaluation` or
+  `process/distributed_evaluation`; `wires/moves`: tensors that it reads elsewhere).
+- `worker/final_weights`, `wires/trace` (`clocks`) and `process/run_summary` write what the run leaves.
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from pipelines import pipeline_of
 
 from fxpipe.errors import BatchError, PolicyError, RunError
@@ -120,9 +121,7 @@ def simulate(toy: Any, batches: Any, policy: str, starts: set[int]) -> tuple[lis
     return losses, {name: weight for name, (weight, _) in history[-1].items()}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("flush_at", [None, 3, 4])
+@pytest.mark.parametrize(("shape", "policy", "flush_at"), covering(SHAPES, POLICIES, [None, 3, 4]))
 def test_asynchronous_is_its_definition(
     toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], policy: str, flush_at: int | None
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cached import captured, cuts, lowered
 from commands import QUICK, fxpipe
+from covering import covering
 from model_files import write_model
 from pipelines import pipeline_of
 from torch import Tensor
@@ -28,6 +29,7 @@ from fxpipe.task.hooks import ObjectTask
 LINE = {"forward": (0, 1, 2), "backward": (0, 1, 2)}
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 STEPS = 12
+POLICIES = ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp"]
 Row = dict[str, Any]
 
 
@@ -133,10 +135,9 @@ def expected_rows(built: Any, recorded: Recorded, policy: str, worker: int, star
     return found
 
 
-@pytest.mark.parametrize("flush_at", [None, 5])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("policy", ["latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp"])
-@pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
+@pytest.mark.parametrize(
+    ("shape", "policy", "microbatches", "flush_at"), covering([LINE, MIXED], POLICIES, [1, 2], [None, 5])
+)
 def test_rows_are_what_the_weights_say(
     toy: Any,
     batches: Any,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from pipelines import pipeline_of
 from torch import Tensor, nn
 
@@ -98,11 +99,11 @@ def test_a_flush_takes_no_more_and_leaves_nothing(
         assert not executor.store.predictions.made
 
 
-@pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
-@pytest.mark.parametrize(("policy", "microbatches"), POLICIES)
+@pytest.mark.parametrize(("shape", "case"), covering([LINE, MIXED], POLICIES, strength=1))
 def test_a_flush_is_forgotten_with_the_next_step(
-    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, shape: dict[str, Any]
+    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], case: tuple[str, int]
 ) -> None:
+    policy, microbatches = case
     folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
     pipeline = pipeline_of(folder, sgd)
     pipeline.run(batches)
@@ -114,11 +115,11 @@ def test_a_flush_is_forgotten_with_the_next_step(
         assert versions <= {len(batches), len(batches) + 1}
 
 
-@pytest.mark.parametrize("shape", [LINE, MIXED], ids=["line", "mixed"])
-@pytest.mark.parametrize(("policy", "microbatches"), POLICIES)
+@pytest.mark.parametrize(("shape", "case"), covering([LINE, MIXED], POLICIES, strength=1))
 def test_a_long_run_does_not_grow(
-    toy: Any, batches: Any, tmp_path: Path, policy: str, microbatches: int, shape: dict[str, Any]
+    toy: Any, batches: Any, tmp_path: Path, shape: dict[str, Any], case: tuple[str, int]
 ) -> None:
+    policy, microbatches = case
     folder = toy(**shape, policy=policy, microbatches=microbatches).save(tmp_path / "build")
     pipeline = pipeline_of(folder, sgd)
     sizes: list[tuple[int, ...]] = []

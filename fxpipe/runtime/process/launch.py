@@ -33,7 +33,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
 
     Raises:
         FxpipeError: the first error of any worker.
-        KeyboardInterrupt: Ctrl-C; no process and no file is left behind.
+        KeyboardInterrupt: Ctrl-C; no process and no file is left.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -83,7 +83,7 @@ def first_error(exchange: Path, exits: dict[int, int]) -> FxpipeError:
     if silent:
         return RunError(
             f"worker {silent[0]} exited with code {exits[silent[0]]} before it could say why",
-            hint="what it wrote to stderr stands above",
+            hint="what it wrote to stderr is above",
         )
     return _rebuilt(left[0]) if left else RunError("the workers stopped without an error")
 

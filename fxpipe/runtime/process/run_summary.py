@@ -33,8 +33,8 @@ def worker_row(executor: Executor) -> dict[str, Any]:
 
     `engines` run its forward and its backward; `forward_ms` and `backward_ms` (with its update) are means over actions
     without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is all of the worker's training, `spent`
-    its parts: they add up to it; `evaluate` is what evaluations took besides, while it trained. `took` is what its
-    forwards, its backwards without updates, and its updates took with all that lies in them but waits and receives:
+    its parts: they add up to it; `evaluate` is what evaluations took in addition, while it trained. `took` is what its
+    forwards, its backwards without updates, and its updates took with all that is in them but waits and receives:
     what the plan calls so (see `fxpipe.plan.costs.StageTime`). `waits` says what was waited for and from whom, `fill`
     how much of it before the first backward. `staleness` is there if it was logged (see `StalenessLog.summary`).
     """
@@ -77,7 +77,7 @@ def summarize_run(
 
     `busy` of the workers is of the time that the whole run took, since who is ready first waits for the others to end.
     `bubble` is what the workers are not busy, `efficiency` the throughput between the filling and the emptying of the
-    pipeline over the forecast's: None where too few steps lie between these. In one process (`local`) the workers take
+    pipeline over the forecast's: None where too few steps are between these. In one process (`local`) the workers take
     turns: there is neither of them.
 
     Args:

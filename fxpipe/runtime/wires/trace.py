@@ -51,7 +51,7 @@ def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Ca
     Args:
         seconds: what the run took.
         fetch: gives what a worker recorded; called in the order of the workers. The file's time begins where worker 0
-            had read its clock: at that moment nobody had begun to train.
+            had read its clock: at that moment no worker had begun to train.
 
     Raises:
         RunError: the file cannot be written.

@@ -1,6 +1,6 @@
 """Clipping by the norm of all workers' gradients, in one go up and down the pipeline.
 
-What a worker knows travels with the pipeline's own order: from worker to worker behind the backwards, from the last to
+What a worker knows travels with the pipeline's own order: from worker to worker after the backwards, from the last to
 the first, and ahead of the forwards, from the first to the last. So there is no collective call, no worker waits
 for one that it would not wait for anyway, and every run sees the same numbers.
 """
@@ -65,7 +65,7 @@ class Clip(ABC):
     @property
     @abstractmethod
     def _behind(self) -> int:
-        """How many numbers come from the workers behind."""
+        """How many numbers come from the workers after this one."""
 
     def _scale(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> None:
         self.norm = float(norm)
@@ -132,7 +132,7 @@ class PipelinedClip(Clip):
         minibatches are not split.
 
     So worker 0 clips exactly as `clip_grad_norm_` would with these gradients, and the others use the norms of a few
-    minibatches ago for what lies before them. As long as nothing has come down from a worker, it is taken to have as
+    minibatches ago for what is before them. As long as nothing has come down from a worker, it is taken to have as
     much in each element as the others have.
     """
 

@@ -64,7 +64,7 @@ def initialised(
         _check_same(plan, first.model)
         unseen = [p.name for p in needed if p.name not in numbers]
         if unseen:
-            raise TaskError(f"nobody saw how {listed(unseen)} came into the model", hint=CURE)
+            raise TaskError(f"nothing shows how {listed(unseen)} came into the model", hint=CURE)
         mode = _Seeded(seed, {number: name for name, number in reversed(numbers.items())})
         _seed_others(seed)
         with mode:

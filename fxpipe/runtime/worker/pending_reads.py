@@ -63,7 +63,7 @@ class Unread:
         return self._over(key)
 
     def end(self, stop: int) -> list[Key]:
-        """The end has come in sight: which weights nobody will read any more."""
+        """The end has come in sight: which weights no action will read any more."""
         over: list[Key] = []
         for (owner, version), opened in list(self._versions.items()):
             ending = self.demand.messages(owner, self.worker, version, self.start, stop)

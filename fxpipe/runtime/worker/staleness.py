@@ -47,7 +47,7 @@ class StalenessLog:
     compared as its owner reads it, else the first of them.
 
     A row is `{"step", "worker", "group", "stale", "ahead", "rmse", "rms"}`: the group of the optimizer's, how many
-    updates behind the forward's version was, how many it was predicted ahead, the root mean square of the difference,
+    updates old the forward's version was, how many it was predicted ahead, the root mean square of the difference,
     and of the weights themselves.
 
     Args:

@@ -140,7 +140,7 @@ class Updater:
         )
 
     def _refuse_foreign_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer over other tensors would train nothing here, and nobody would notice."""
+        """An optimizer over other tensors would train nothing here, and no one would notice."""
         own = {id(parameter) for parameter in self.parameters}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:
