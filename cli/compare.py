@@ -27,9 +27,9 @@ SPENT = (*OF_TRAINING, "other")
 def compare_command(first: str, second: str, as_json: bool) -> int:
     """Compare two runs: settings, speed, loss, and where their time went.
 
-    RUN1 and RUN2 are folders that were --out of `fxpipe run`; the builds may differ. Losses stand side by side at the
-    same steps and at the same time since training began, each as it is and as the mean of the last 20. What is missing
-    of a folder, as of a run that was stopped, is left out with a warning.
+    RUN1 and RUN2 are --out folders of `fxpipe run`; the builds may differ. Losses are compared at the same steps and
+    after the same time of training, both raw and as the mean of the last 20. Anything missing from a folder, for
+    example after a run was stopped, is left out with a warning.
 
     \b
     fxpipe compare out/ other/
@@ -50,7 +50,7 @@ def compare_command(first: str, second: str, as_json: bool) -> int:
 
 
 def describe(found: Json, console: Console) -> None:
-    """What `fxpipe.observe.run_comparison` found, in small tables, and its verdict last."""
+    """Print what `fxpipe.observe.run_comparison` found: small tables, then the verdict."""
     for number, folder in enumerate(found["runs"], start=1):
         click.echo(f"run {number}  {folder}")
     settings = found["settings"]

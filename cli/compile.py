@@ -58,10 +58,10 @@ def compile_command(
 ) -> int:
     """Cut the training step of MODEL into stages and write them as Python.
 
-    Captures forward, loss and backward as one graph, chooses where forward and backward are cut, and writes
-    stage_0.py, stage_1.py, … with their sends and receives to the build directory. Cuts are planned for the times
-    that are measured here, or computed for a device that is not (--device-spec), and for the links between the workers
-    (--bandwidth and --latency, or --links with what `fxpipe doctor --links` measured).
+    Captures forward, loss and backward as one graph, chooses where to cut forward and backward, and writes stage_0.py,
+    stage_1.py, … with their sends and receives to the build directory. Cuts are planned for times that are measured
+    here, or computed for another device (--device-spec), and for the links between the workers (--bandwidth and
+    --latency, or --links with what `fxpipe doctor --links` measured).
 
     \b
     fxpipe compile examples/gpt.py -n 2 -o build/ --verify
@@ -224,7 +224,7 @@ def _check_profile_path(path: Path, out: Path) -> None:
     from fxpipe.errors import BuildError
 
     if path.resolve().is_relative_to(out.resolve()):
-        raise BuildError(f"--save-profile {path} lies in the build folder", hint="choose a place beside it")
+        raise BuildError(f"--save-profile {path} is in the build folder", hint="choose a place outside it")
     if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
         raise BuildError(f"--save-profile {path} cannot be written", hint="choose a file in a folder that exists")
 

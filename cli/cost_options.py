@@ -28,16 +28,18 @@ class CostOptions:
         metavar="NAME|FILE",
         help=f"Compute the times for this device: {', '.join(BUILT_IN)}, or a TOML file.",
     )
-    bandwidth: str | None = option(None, "--bandwidth", metavar="RATE", help="Of every link, as 10Gbit or 20GB/s.")
-    latency: str | None = option(None, "--latency", metavar="TIME", help="Of every link, as 50us.")
+    bandwidth: str | None = option(
+        None, "--bandwidth", metavar="RATE", help="Bandwidth of every link, such as 10Gbit or 20GB/s."
+    )
+    latency: str | None = option(None, "--latency", metavar="TIME", help="Latency of every link, such as 50us.")
     links: str | None = option(
-        None, "--links", metavar="FILE", help="The links, as `fxpipe doctor --links -o FILE` writes them."
+        None, "--links", metavar="FILE", help="File of the links, as `fxpipe doctor --links -o FILE` writes it."
     )
     speed: str | None = option(
-        None, "--speed", metavar="LIST", help="Speed of each worker, as 1,1,0.5,0.5. [default: all 1]"
+        None, "--speed", metavar="LIST", help="Speed of each worker, such as 1,1,0.5,0.5. [default: all 1]"
     )
     memory: str | None = option(
-        None, "--memory", metavar="LIST", help="Memory of each worker, as 80GiB,40GiB, or one for all."
+        None, "--memory", metavar="LIST", help="Memory of each worker, such as 80GiB,40GiB, or one value for all."
     )
 
     def applied(
@@ -48,9 +50,9 @@ class CostOptions:
         What was typed goes before files, and --links before --device-spec.
 
         Args:
-            default_links: what --bandwidth or --latency alone change one part of; for a device that is not a CPU,
-                those between GPUs of one machine.
-            meta: the model's parameters have no values: times are computed, as nothing can be measured.
+            default_links: the links of which --bandwidth or --latency alone changes one value; for a device that is not
+                a CPU, those between GPUs of one machine.
+            meta: the model's parameters have no values: times are computed, because nothing can be measured.
 
         Raises:
             click.UsageError: options that contradict each other, a wrong quantity, or a list of the wrong length.
@@ -62,7 +64,7 @@ class CostOptions:
         spec = DeviceSpec() if self.device_spec is None else read_device_spec(self.device_spec)
         if spec.device is not None and cost == "measured":
             raise click.UsageError(
-                "--device-spec computes the times for a device that need not be here; leave --cost measured out"
+                "--device-spec computes the times for a device that need not be here; leave out --cost measured"
             )
         if spec.device is not None and spec.device.name != CPU.name:
             default_links = NCCL_NODE
@@ -116,7 +118,7 @@ def _each(
     default: float,
     workers: int,
 ) -> tuple[float, ...]:
-    """A value for each worker: the option's, else the file's, else the default; one value of memory stands for all."""
+    """A value for each worker: the option's, else the file's, else the default; one value of memory applies to all."""
     what = "speeds" if option == "--speed" else "sizes"
     values, source = tuple(given), f"[workers] of the file, for {option},"
     if text is not None:
@@ -141,7 +143,7 @@ def _speed(text: str) -> float:
 
 
 def _quantity(text: str, option: str, read: Callable[[str], float]) -> float:
-    """A quantity on the command line, with its unit: a wrong one is a wrong command."""
+    """A quantity on the command line, with its unit; a wrong one is a usage error."""
     if read is not _speed and text.strip().replace(".", "", 1).isdigit() and float(text) > 0:
         examples = {"--latency": "50us", "--bandwidth": "10Gbit or 20GB/s", "--memory": "80GiB"}
         raise click.UsageError(f"{option} {text} has no unit: write it as {examples[option]}")

@@ -16,13 +16,13 @@ Json = dict[str, Any]
 
 WIDTH = 80
 WAYS = 12
-"""Ways from worker to worker that are told of one kind of edges."""
+"""The most connections between workers that are shown for one kind of edges."""
 
 NAMED = 3
-"""Edges of one way that are named."""
+"""The most edges of one connection that are named."""
 
 MODULES = 12
-"""Modules of one way that are named."""
+"""The most modules of one connection that are named."""
 
 COLUMNS = {
     "forward_ms": "F",
@@ -32,14 +32,14 @@ COLUMNS = {
     "bytes_in": "in",
     "bytes_out": "out",
 }
-"""What the table of workers has, by its name in the facts."""
+"""The columns of the table of workers, by their names in the facts."""
 
 LINKS = {
     "bandwidth": ("bandwidth of the links", "GB/s", 1e-9),
     "latency": ("latency of the links", "µs", 1e6),
     "copy": ("copying of messages", "ns a byte", 1e9),
 }
-"""What links are, by its name in the facts: how it is called, its unit, and that unit's share of the fact's."""
+"""The properties of links, by their names in the facts: title, unit, and the factor from the fact's unit to it."""
 
 
 @click.command("diff")
@@ -49,9 +49,10 @@ LINKS = {
 def diff_command(first: str, second: str, as_json: bool) -> int:
     """Say what differs between two builds.
 
-    Settings; which modules went from worker to worker, forward and backward; what every worker takes, holds and sends;
-    edges that came and went; parameters; the model's sources and the stages' code, edited ones among them. Differences
-    of less than 2% between times are left out but for --json. The exit code is 0 whether the builds differ or not.
+    Shows settings; modules that moved between workers, forward and backward; what every worker takes, holds and sends;
+    edges that were added or removed; parameters; the model's sources and the code of the stages, including edits.
+    Differences of less than 2% between times are shown only with --json. The exit code is 0 whether or not the builds
+    differ.
 
     \b
     fxpipe diff build/ other/
@@ -68,7 +69,7 @@ def diff_command(first: str, second: str, as_json: bool) -> int:
 
 
 def describe(found: Json) -> str:
-    """What `fxpipe.inspection.difference` found, in words and small tables, for 80 columns."""
+    """Print what `fxpipe.inspection.difference` found, in words and small tables, for 80 columns."""
     lines = [f"{found['first']} → {found['second']}"]
     sections: list[tuple[str, Iterable[str]]] = [
         ("settings", _setting_lines(found)),
@@ -106,7 +107,7 @@ def _setting_lines(found: Json) -> Iterator[str]:
 
 
 def _link_rows(one: Json, two: Json) -> Iterator[tuple[str, str, str]]:
-    """Bandwidth, latency, copying: what differs of it."""
+    """What differs in bandwidth, latency and copying."""
     for name, (title, unit, factor) in LINKS.items():
         if one[name] != two[name]:
             yield title, _link_text(one[name], unit, factor), _link_text(two[name], unit, factor)
@@ -148,7 +149,7 @@ def _worker_lines(found: Json) -> Iterator[str]:
 
 
 def _column(name: str, workers: Sequence[Json]) -> list[str]:
-    """A quantity of these workers, in the unit that its greatest value asks for."""
+    """A quantity of these workers, in the unit that suits its largest value."""
     pairs = [[None if w[side] is None else w[side][name] for side in ("first", "second")] for w in workers]
     units = {"µs": 1e-3, "ms": 1.0} if name.endswith("_ms") else {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     greatest = max((value for pair in pairs for value in pair if value is not None), default=0)
@@ -178,7 +179,7 @@ def _edge_lines(found: Json) -> Iterator[str]:
 
 
 def _ways(sign: str, edges: Sequence[Json]) -> Iterator[tuple[str, str]]:
-    """Edges by their ways: `− worker 0 F to 1 B: ` and what went there."""
+    """Edges by connection: `− worker 0 F to 1 B: ` and what was sent there."""
     ways: dict[str, list[Json]] = {}
     for edge in edges:
         ways.setdefault(_way(edge), []).append(edge)
@@ -272,7 +273,7 @@ def _times_differ(found: Json) -> bool:
 
 
 def _number(value: float) -> str:
-    """Three digits, or fewer of a small one among greater ones."""
+    """Three digits, or fewer for a small value among larger ones."""
     return f"{value:.{0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2}f}"
 
 
@@ -288,7 +289,7 @@ _WRITTEN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speeds": ("speeds of the workers", _speeds),
     "optimizer_bytes": ("optimizer state", lambda share: f"{share:.3g} times the weights"),
 }
-"""Settings that are not written as they are."""
+"""Settings that are not shown as they are stored."""
 
 
 def _wrapped(head: str, text: str) -> list[str]:

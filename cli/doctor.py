@@ -1,4 +1,4 @@
-"""`fxpipe doctor`: what is here, and whether it works."""
+"""`fxpipe doctor`: what is installed, and whether it works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @click.option("--links", is_flag=True, help="Measure messages between processes of this machine instead.")
 @click.option("-n", "--workers", type=click.IntRange(min=2), help="Processes, for --links. [default: 2]")
-@click.option("-o", "--out", type=click.Path(dir_okay=False), help="Write the links, for --links of compile and plan.")
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False), help="Write the links to a file, for --links of compile and plan."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(links: bool, workers: int | None, out: str | None, as_json: bool) -> int:
     """Show versions, devices, transports and engines, and run a tiny self-test.
@@ -31,8 +33,8 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
-    With --links, processes send messages to each other as workers would: over gloo, and over NCCL where every
-    process has a CUDA device.
+    With --links, processes send messages to each other as workers would: over gloo, and over NCCL if every process has
+    a CUDA device.
 
     \b
     fxpipe doctor
@@ -100,7 +102,7 @@ def _links_row(report: LinkReport) -> dict[str, Any]:
 
 
 def _without_infinity(value: Any) -> Any:
-    """JSON has no infinity: what a worker needs to reach itself is null."""
+    """JSON has no infinity: the link from a worker to itself is null."""
     if isinstance(value, tuple):
         return [_without_infinity(entry) for entry in value]
     return value if math.isfinite(value) else None
@@ -152,7 +154,7 @@ def _report() -> dict[str, Any]:
 
 
 def _engines(device: str) -> list[str]:
-    """Each engine with its versions and what runs it here, or why it cannot be used."""
+    """Each engine with its versions and what runs it here, or the reason why it cannot be used."""
     from fxpipe import engines as backends
 
     found = ["eager"]

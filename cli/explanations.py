@@ -1,4 +1,4 @@
-"""The pages of `docs/errors`, which installed lie beside this file: what `fxpipe explain` shows."""
+"""The pages of `docs/errors`, which `fxpipe explain` shows; an installation has them next to this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fxpipe inspect`: what runs where, what crosses, what waits, what every pass sees."""
+"""`fxpipe inspect`: what runs where, what crosses, what waits, what every action sees."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.argument("target", metavar="BUILD|MODEL.py", type=click.Path())
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
-@click.option("--after", metavar="PASS", help="Print the program as it is after a pass; capture: before the first.")
-@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Show which weights every pass sees under it.")
+@click.option("--after", metavar="PASS", help="Print the program after a pass; `capture` means before the first.")
+@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Show which weights every action sees with it.")
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
-@click.option("--run", type=click.Path(), metavar="DIR", help="Show what a run of the build left in its --out, too.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write all of it to one page.")
+@click.option("--run", type=click.Path(), metavar="DIR", help="Show also what a run of the build wrote to its --out.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
 @option_fields(
     CompileOptions,
-    workers="Of a model: stages.",
-    cuts="Of a model: what the planner may choose.",
-    forward_at="Of a model: cut forward before this module.",
-    backward_at="Of a model: cut backward before this module.",
-    microbatches="Of a model: parts of a minibatch.",
-    autocast="Of a model: run the step under torch.autocast.",
-    threads="Of a model: CPU threads of one worker.",
+    workers="For a model: stages.",
+    cuts="For a model: what the planner may choose.",
+    forward_at="For a model: cut forward before this module.",
+    backward_at="For a model: cut backward before this module.",
+    microbatches="For a model: pieces of a minibatch.",
+    autocast="For a model: run the step under torch.autocast.",
+    threads="For a model: CPU threads of one worker.",
 )
-@option_fields(ModelOptions, meta="Of a model: larger than memory, its parameters get no values.")
+@option_fields(ModelOptions, meta="For a model larger than memory: its parameters get no values.")
 @option_fields(CompileOptions, "cost")
 @cost_options
 @click.pass_context
@@ -70,15 +70,15 @@ def inspect_command(
     costs: CostOptions,
     **asked: Any,
 ) -> int:
-    """Show what runs where, what crosses between workers, what waits and what every pass sees.
+    """Show what runs where, what crosses between workers, what waits and what every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
-    every worker does, owns and holds, and every edge. Nothing is run, and no weights are loaded. Of a model file
-    the step is compiled first, in memory, with the options of `fxpipe compile`; nothing is written.
+    every worker computes, owns and holds, and every edge. Nothing is run, and no weights are loaded. A model file is
+    compiled first, in memory, with the options of `fxpipe compile`; nothing is written.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the
     forward of minibatch 3 with the weights after 1 update, predicted 2 further. A model file is compiled for them, and
-    this comes behind all else.
+    this comes after everything else.
 
     \b
     fxpipe inspect build/
@@ -139,7 +139,7 @@ def inspect_command(
 
 
 def _refuse_model_options(context: click.Context, target: str) -> None:
-    """Raise click.UsageError for an option that only a model file has."""
+    """Raise click.UsageError for an option that applies only to a model file."""
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
@@ -150,7 +150,7 @@ def _refuse_model_options(context: click.Context, target: str) -> None:
 
 
 def _check_page(path: Path) -> None:
-    """Check before any work that the page can be written, and not into a build, which is replaced as a whole.
+    """Check, before any work, that the page can be written, and not into a build, which is replaced as a whole.
 
     Raises:
         BuildError: it cannot.
@@ -162,7 +162,7 @@ def _check_page(path: Path) -> None:
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise BuildError(f"--html {path} cannot be written", hint="choose a file in a folder that exists")
     if (folder / PLAN).is_file():
-        raise BuildError(f"--html {path} lies in a build folder", hint="choose a place beside it")
+        raise BuildError(f"--html {path} is in a build folder", hint="choose a place outside it")
 
 
 def _of_model(path: str, made: ModelOptions, options: CompileOptions, costs: CostOptions) -> Subject:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import Task
 
 OFF = 1.3
-"""How far a stage's own time may be from the sum of its operators' before a warning says so."""
+"""How far the time of a stage may be from the sum of its operators' times without a warning."""
 
 NOTICEABLE = 5e-3
-"""Seconds of a stage's forward and backward below which that is nothing to warn of."""
+"""The least seconds of a stage's forward and backward for such a warning."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelBuild:
 
 
 def check_cuts(options: CompileOptions) -> None:
-    """Raise click.UsageError where cuts are both chosen and pinned."""
+    """Raise click.UsageError if cuts are both chosen and pinned."""
     if options.cuts != "auto" and (options.forward_at or options.backward_at):
         raise click.UsageError(
             f"--cuts {options.cuts} lets the planner choose, --fp-cut and --bp-cut pin: give one of them"
@@ -53,7 +53,7 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     """Load a model file and compile it, in memory; time its stages where times are measured.
 
     Raises:
-        click.UsageError, FxpipeError: whatever the user can mend.
+        click.UsageError, FxpipeError: everything that the user can mend.
     """
     from fxpipe.lowering.lower import compile
     from fxpipe.planner.links import NCCL_NODE
@@ -128,17 +128,17 @@ def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[
 
 
 def doubts_of(times: Sequence[StageTime], threads: int, device: str) -> Iterator[str]:
-    """Why a run may not do what the stages' times promise."""
+    """Reasons why a run may not reach what the times of the stages promise."""
     for k, time in enumerate(times):
         off = time.correction
         if off is not None and time.forward + time.backward > NOTICEABLE and not 1 / OFF < off < OFF:
             yield (
                 f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy; the "
-                "forecast goes by the stage's time, the cuts by the operators'; compile again when it is not"
+                "forecast uses the stage's time, the cuts those of the operators; compile again when it is not busy"
             )
     cores = os.cpu_count() or 1
     if device == "cpu" and len(times) * threads > cores:
         yield (
             f"{len(times)} workers of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here: the "
-            "forecast is for workers that have cores of their own"
+            "forecast is for workers that have their own cores"
         )

@@ -1,4 +1,4 @@
-"""How commands speak: data to stdout, progress and warnings to stderr, one JSON object with --json."""
+"""The output of commands: data to stdout, progress and warnings to stderr, one JSON object with --json."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ def note(message: str) -> None:
 
 
 def plain(text: str) -> str:
-    """A text of one line without control characters: names are the user's, and a terminal would obey them."""
+    """A text of one line without control characters: names come from the user, and a terminal would obey them."""
     return text if text.isprintable() else _CONTROL.sub("", text)
 
 
 def plain_lines(text: str) -> str:
-    """As `plain`, line by line."""
+    """Like `plain`, line by line."""
     return "\n".join(map(plain, text.split("\n")))
 
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what takes a while: a spinner on a terminal; in a pipe a line now and then, after the first second.
+    """Show on stderr what takes a while: a spinner on a terminal; in a pipe a line from time to time, after one second.
 
-    Gives a function that is told what is being done.
+    Yields a function to call with what is being done.
     """
     from rich.console import Console
     from rich.text import Text
@@ -91,7 +91,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         if waiting is not None:
             waiting.cancel()
         rest = max(QUIET - (time.monotonic() - last), 0.0)
-        waiting = threading.Timer(rest, tell, [text])  # what is done within a second need not be told
+        waiting = threading.Timer(rest, tell, [text])  # no need to report what takes less than a second
         waiting.daemon = True
         waiting.start()
 
@@ -129,10 +129,10 @@ class Column:
     """A column of a table that fits its terminal.
 
     Attributes:
-        header: what stands above it.
-        right: numbers stand to the right.
-        spare: columns are left out where the room does not do, those with the largest number first; 0 never is.
-        elastic: where it still does not do, its cells are shortened in their middle.
+        header: the text above it.
+        right: whether cells are aligned to the right.
+        spare: if there is too little room, columns are left out, those with the largest number first; 0 never is.
+        elastic: if there is still too little room, its cells are shortened in the middle.
     """
 
     header: str
@@ -152,9 +152,9 @@ class Column:
 
 _GAP = 2
 _ELASTIC = 32
-"""Characters that an elastic column wants: for more of them no other column is left out."""
+"""How wide an elastic column may be before other columns are left out for it."""
 _LEAST = 10
-"""Characters that it keeps."""
+"""The least width that it keeps."""
 
 
 def print_columns(columns: Sequence[Column], console: Console) -> None:
@@ -198,7 +198,7 @@ def _aligned(text: Text, column: Column, width: int) -> Text:
 
 
 def shortened(cell: Text | str, width: int) -> Text:
-    """A cell in so many characters: the middle of what is longer becomes `…`."""
+    """A cell of at most this many characters: the middle of a longer one becomes `…`."""
     from rich.text import Text
 
     text = Text(plain(cell)) if isinstance(cell, str) else cell
@@ -210,7 +210,7 @@ def shortened(cell: Text | str, width: int) -> Text:
 
 
 def stdout_console() -> Console:
-    """Stdout as rich sees it: the terminal's width, COLUMNS where that is set, else 80; no colours in a pipe."""
+    """Stdout for rich: as wide as the terminal, or COLUMNS if that is set, else 80; no colours in a pipe."""
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
@@ -225,7 +225,7 @@ def print_text(console: Console, text: str, style: str = "") -> None:
 
 
 class TimeUnit:
-    """How the times of one table are written: all in one unit, `µs` where none is as long as a millisecond."""
+    """Writes the times of one table in one unit; in `µs` if all are shorter than a millisecond."""
 
     def __init__(self, milliseconds: Iterable[float | None]) -> None:
         most = max((ms for ms in milliseconds if ms is not None), default=0.0)
@@ -234,7 +234,7 @@ class TimeUnit:
         self._digits = 0 if scaled >= 1000 else 1 if scaled >= 100 else 2
 
     def __call__(self, ms: float | None) -> str:
-        """The number alone, with as many digits as the longest leaves room for; `–` for None."""
+        """The number alone, with as many digits as the longest one allows; `–` for None."""
         return "–" if ms is None else f"{ms * self._factor:.{self._digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""`fxpipe plan`: what a partition would give, without writing it."""
+"""`fxpipe plan`: what a partition would achieve, without writing it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ MODES = ("same", "bidirectional", "three-way")
     CompileOptions,
     "schedule",
     "policy",
-    microbatches="Parts of a minibatch. [default: as `compile`]",
+    microbatches="Pieces of a minibatch. [default: like `compile`]",
     autocast="Run a model's step under torch.autocast.",
 )
-@click.option("--no-communication", is_flag=True, help="The pure balance: messages cost nothing.")
+@click.option("--no-communication", is_flag=True, help="Balance computation alone: messages cost nothing.")
 @click.option(
     "--weight-fraction",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     show_default=True,
-    help="Of a profile that knows only backward: the part of it that is W.",
+    help="For a profile with one time for backward: the share of it that is W.",
 )
 @option_fields(CompileOptions, "threads")
-@option_fields(ModelOptions, meta="Of a model larger than memory: its parameters get no values.")
+@option_fields(ModelOptions, meta="For a model larger than memory: its parameters get no values.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_fields(CompileOptions, "cost")
 @cost_options
@@ -62,10 +62,10 @@ def plan_command(
     """Compare the best cuts of three kinds, and simulate what they would do.
 
     TARGET is a model file, an fxpipe profile (JSON, `fxpipe compile --save-profile`), or one of PipeDream's published
-    graph files. Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (forward and backward
-    apart), or `three-way` (input and weight gradients apart, too). Each is the best there is for the cost model of
-    fxpipe/planner/cost_model.py, or is shown with the bound that it may miss. Efficiency is the ideal time (all work
-    divided by the workers' speeds) over the slowest worker's.
+    graph files. Cuts are `same` for forward and backward (what PipeDream does), `bidirectional` (separate for forward
+    and backward), or `three-way` (separate for input and weight gradients, too). Each is the best one for the cost
+    model of fxpipe/planner/cost_model.py, or is shown with a bound on how good the best one could be. Efficiency is the
+    ideal time (all work divided by the workers' speeds) over the slowest worker's.
 
     \b
     fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
@@ -82,7 +82,7 @@ def plan_command(
     if meta and not is_model:
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
-        raise click.UsageError("--weight-fraction is for profiles; of a model, W is known")
+        raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
     options = CompileOptions(**asked)
     if not is_model:
         _refuse_model_options(options, costs)
@@ -114,7 +114,7 @@ def plan_command(
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What is planned: a profile that leaves W with B, and one for three-way cuts, which may be the same."""
+    """What is planned: a profile with W as part of B, and one for three-way cuts, which may be the same."""
 
     whole: Profile
     apart: Profile

@@ -36,13 +36,13 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
     final weights as OUT/model.safetensors, under the model's own names, and OUT/run.json: what the run was and where
     its time went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). If the model file defines eval_data() and
-    metrics(model, batch), the workers evaluate the weights in the end, and after every --eval-every steps: in eval
-    mode, through the pipeline, each with its own weights. Training is the same with and without. Under torchrun, the
-    same command joins the processes that torchrun started, on one machine or many.
+    metrics(model, batch), the workers evaluate the weights at the end, and after every --eval-every steps: in eval
+    mode, through the pipeline, each with its own weights. This does not change training. Under torchrun, the same
+    command joins the processes that torchrun started, on one machine or many.
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
-    other schedules; with async no worker waits, and those before a worker count as they were some minibatches ago.
-    --log-staleness writes OUT/staleness_0.jsonl and so on, one file a worker.
+    other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
+    --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
 
     \b
     fxpipe run build/ --steps 500
@@ -129,7 +129,8 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
 
 
 def _checked_plan(options: RunOptions) -> Plan:
-    """The build's plan, once it can do what is asked, is whole and current and the output can be written."""
+    """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
+    written."""
     from fxpipe.observe.tensorboard import check_tensorboard
     from fxpipe.observe.trace.writer import check_trace
     from fxpipe.plan.build_folder import check_current, check_output, load_plan
@@ -142,7 +143,7 @@ def _checked_plan(options: RunOptions) -> Plan:
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
     check_current(plan, options.build, options.model_file)
     if options.weights is not None:
-        Checkpoint.open(options.weights, plan)  # what does not fit is said before any process is started
+        Checkpoint.open(options.weights, plan)  # refuse what does not fit before any process is started
     check_output(options.out)
     if options.trace is not None:
         check_trace(options.trace)

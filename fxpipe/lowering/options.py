@@ -63,13 +63,13 @@ class CompileOptions:
         "auto",
         "--cuts",
         choices=get_args(CutsMode),
-        help="What the planner may choose; auto: bidirectional where that gains more than 2%.",
+        help="What the planner may choose; auto: bidirectional if that gains more than 2%.",
     )
     forward_at: Sequence[str] = option(
         (), "--fp-cut", metavar="PATH", help="Cut forward before this module; once for each boundary."
     )
     backward_at: Sequence[str] = option(
-        (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: as forward."
+        (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: same as forward."
     )
     schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
     policy: str | None = policy_option("by schedule")
@@ -78,7 +78,7 @@ class CompileOptions:
         "--microbatches",
         on_command_line=None,
         minimum=1,
-        help="Parts of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
+        help="Pieces of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
     )
     autocast: str | None = option(None, "--autocast", choices=("bf16",), help="Run the step under torch.autocast.")
     threads: int | None = option(
@@ -94,7 +94,7 @@ class CompileOptions:
         None,
         "--cost",
         choices=get_args(CostMode),
-        help="Where the times come from that the cuts balance. [default: measured, here]",
+        help="Source of the times that the cuts balance. [default: measured, here]",
     )
     split_backward: bool = False
     device: Device | None = None

@@ -22,15 +22,16 @@ def policy_option(default: str) -> Any:
 
 
 def policy_help(default: str) -> str:
-    """What `--help` says of it."""
+    """Its text in `--help`."""
     return (
-        f"Which weights a pass sees: {', '.join(sorted(POLICIES))}, or the model file's own; with switches behind it: "
+        f"Which weights a forward and a backward see: {', '.join(sorted(POLICIES))}, or the model file's own; with "
+        "switches after it: "
         f"pipeoptim+keep, spectrain+decay. [default: {default}]"
     )
 
 
 def check_policy(policy: str | Policy | None, schedule: str, workers: int, microbatches: int) -> None:
-    """Refuse before anything long begins what makes no sense. A name that only a model file may know is let through.
+    """Refuse what makes no sense before anything long begins. A name that only a model file may know is accepted.
 
     Raises:
         ScheduleError, PolicyError: an unknown schedule or option, or a combination that makes no sense.
@@ -41,7 +42,7 @@ def check_policy(policy: str | Policy | None, schedule: str, workers: int, micro
 
 
 def _policy(text: str) -> str:
-    """A policy's name with its options: `pipeoptim+keep`. A name that only the model file knows is let through."""
+    """A policy's name with its options: `pipeoptim+keep`. A name that only the model file knows is accepted."""
     if text.split("+")[0] in POLICIES:
         make(text)
     return text

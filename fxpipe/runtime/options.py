@@ -24,7 +24,7 @@ class PipelineOptions:
         schedule: its name; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
         clip_norm: scale the gradients of all workers together to this norm where theirs is greater; None does not clip.
-        log_staleness: compare the weights that forwards use with those that their updates meet.
+        log_staleness: compare the weights that forwards use with those that their updates change.
         backend: the engine of all stages; None or 'auto' means those of the build.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
             means the build's values, or model()'s where the build has none.
@@ -46,7 +46,7 @@ class PipelineOptions:
     log_staleness: bool = option(
         False,
         "--log-staleness",
-        help="Write how far the weights that forwards use are from those that their updates meet.",
+        help="Write how far the weights that forwards use are from those that their updates change.",
     )
     backend: str | None = option(
         None, "--backend", choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"
@@ -91,7 +91,7 @@ class RunOptions(PipelineOptions):
         "--eval-every",
         minimum=1,
         metavar="N",
-        help="Evaluate after every N steps, too, not only in the end.",
+        help="Evaluate after every N steps, not only at the end.",
     )
     trace: str | None = option(
         None,

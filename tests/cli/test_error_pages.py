@@ -88,7 +88,7 @@ def test_a_page_does_what_it_says(path: Path, tmp_path: Path) -> None:
 def test_every_page_is_listed_and_named_by_an_error() -> None:
     index = (ROOT / "docs" / "errors" / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\S+)\.md\)", index)) == {path.stem for path in PAGES}
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fxpipe").glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fxpipe").rglob("*.py"))
     assert set(re.findall(r'page="(\S+)"', source)) <= {path.stem for path in PAGES}
     for path in PAGES:
         assert f'"{path.stem}"' in source, path

@@ -349,7 +349,7 @@ def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
         (("nothing",), 1, "there is no nothing"),
         (("nothing.py",), 1, "nothing.py"),
         (("build", "--run", "nothing"), 1, "nothing is not a run"),
-        (("build", "--html", "build/report.html"), 1, "lies in a build folder"),
+        (("build", "--html", "build/report.html"), 1, "is in a build folder"),
         (("build", "--html", "nowhere/report.html"), 1, "cannot be written"),
     ],
 )

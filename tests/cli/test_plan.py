@@ -84,7 +84,7 @@ def test_a_model_is_planned_without_being_written(
     ("options", "message"),
     [
         (("--no-communication", "--speed", "1"), "gives 1 speeds for 2 workers"),
-        (("--no-communication", "--speed", "1,x"), "no speed"),
+        (("--no-communication", "--speed", "1,x"), "not a speed"),
         (("--no-communication", "--bandwidth", "1GB/s"), "contradicts"),
         (("--device-spec", "h100"), "a profile has its own times"),
         (("--weight-fraction", "1"), "not in the range"),
