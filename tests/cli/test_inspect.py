@@ -325,7 +325,7 @@ def test_a_model_is_compiled_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert (found["build"]["folder"], found["build"]["model"], found["build"]["workers"]) == (None, "model.py", 3)
     assert found["build"]["microbatches"] == 2
     assert stage.out.startswith('"""Stage 2 of 3, made by: fxpipe compile model.py -n 3 --schedule 1f1b')
-    assert after.out.startswith("# CAPTURED: ")
+    assert after.out.startswith("# NUMBERED: ")
     assert fxpipe("compile", "model.py", *options).code == 0
     written = fxpipe("inspect", "build", "--json").json
     for key in ("modules", "nodes", "units", "workers", "edges", "partitions", "forecast", "timeline", "grid"):
