@@ -68,7 +68,7 @@ def difference(
         "workers": each with its facts in "first" and "second", None where it is not there, and what "changed" of them;
         "edges": by kind, number and bytes in both, and the rows that "came", "went" and "changed" what they carry;
         "parameters", "sources", "code": names that are in one only, and those that changed;
-        "weights": whether the initial weights differ; None where nobody knows;
+        "weights": whether the initial weights differ; None where that is not known;
         "edited": stages that someone edited; "stale": sources that changed since, of both;
         "units", "nodes", "balance", "forecast": of both.
     """
@@ -241,7 +241,7 @@ def _value(edge: Json) -> tuple[Any, ...]:
 
 
 def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Names that are in one only; and, where what stands behind them is a digest, those where it differs."""
+    """Names that are in one only; and, where their value is a digest, those where it differs."""
     both = [name for name in first if name in second]
     return {
         "first": [name for name in first if name not in second],
@@ -264,7 +264,7 @@ def _forecast(forecast: Json | None) -> Json | None:
 
 
 class ModuleNames:
-    """Many module paths as few: `blocks.3 to blocks.5`, `head` for all that lies in them.
+    """Many module paths as few: `blocks.3 to blocks.5`, `head` for all that is in them.
 
     Args:
         totals: how many things of each path there are.
@@ -293,7 +293,7 @@ class ModuleNames:
 
         Returns:
             In the order of `totals`. Numbered neighbours are joined (`blocks.3 to blocks.5`); a path of which only some
-            was chosen says so (`head (3 of 7)`), and one that is meant without what lies in it (`blocks.2 itself`).
+            was chosen says so (`head (3 of 7)`), and one that is meant without what is in it (`blocks.2 itself`).
         """
         below: Counter[str] = Counter()
         children: dict[str, set[str]] = defaultdict(set)
@@ -328,7 +328,7 @@ class ModuleNames:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A path, what it lies in, …, the whole model."""
+    """A path, what it is in, …, the whole model."""
     while path:
         yield path
         path = path.rpartition(".")[0]

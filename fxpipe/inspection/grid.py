@@ -17,7 +17,7 @@ def grid_rows(recipe: Recipe) -> list[list[str]]:
     """A row of cells for each worker, from an empty pipeline to an empty one: `F3@1+2`, or `..` where it waits."""
     schedule = recipe.schedule
     minibatches = max(2, ACTIONS // schedule.microbatches)
-    if schedule.synchronous:  # behind a flush it only repeats itself
+    if schedule.synchronous:  # after a flush it only repeats itself
         minibatches = min(minibatches, FLUSHES)
     else:  # the pipeline fills first
         minibatches += schedule.workers // schedule.microbatches

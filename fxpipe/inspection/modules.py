@@ -10,13 +10,13 @@ from fxpipe.inspection.units import WIRES, units_apart, workers_of_units
 from fxpipe.plan.spec import Phase
 
 LOSS = "(loss)"
-"""The name of the row of what comes behind the last module: its path is None."""
+"""The name of the row of what comes after the last module: its path is None."""
 
 
 class ModuleTree:
     """Module rows, parents in front of their children, and which row a node belongs to.
 
-    Code outside modules, the model's own forward among it, is the whole model's; what of it comes behind the last
+    Code outside modules, the model's own forward among it, is the whole model's; what of it comes after the last
     module in forward, and its backward, is the loss function's: that row's path is None. Sends and receives are
     nodes of their module, but no place where it runs.
 
@@ -57,7 +57,7 @@ class ModuleTree:
             yield None
 
     def _walk(self, paths: Iterable[str | None]) -> Iterator[tuple[str | None, int | None]]:
-        """Each module once with its parent's row, in front of what lies in it."""
+        """Each module once with its parent's row, before what is in it."""
         children: dict[str | None, dict[str | None, None]] = {}
         for path in dict.fromkeys(paths):
             child = path

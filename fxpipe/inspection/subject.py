@@ -25,7 +25,7 @@ class Subject:
         files: the stages as they are now, by file name.
         costs: None for a build whose `costs.json` is gone.
         nodes, profile: None for a build of an earlier fxpipe.
-        folder: where it lies; None for one in memory.
+        folder: where it is; None for one in memory.
         model: the user's file, as it is known from here; None for a build made from objects.
         edited: the stages that are no longer as they were emitted.
         stale: what became of the model file, and of what it imports, since.
@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def known(self) -> BuildCosts:
-        """Its costs, empty where nobody knows them."""
+        """Its costs, empty where they are not known."""
         return self.costs or BuildCosts()
 
 

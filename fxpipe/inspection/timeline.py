@@ -22,7 +22,7 @@ SPANS = 6000
 
 @dataclass(frozen=True)
 class Outlook:
-    """The simulated build; None of it is there where nobody knows what the workers cost."""
+    """The simulated build; its fields are None where the costs of the workers are not known."""
 
     forecast: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None

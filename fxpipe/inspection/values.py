@@ -236,5 +236,5 @@ class _ValueGraph:
 
 
 def _path(module: Json) -> str:
-    """A module's path, or what stands for code outside all modules, which has none."""
+    """A module's path, or the name of code outside all modules, which has none."""
     return str(module["name"] if module["path"] is None else module["path"])

@@ -11,9 +11,6 @@ from fxpipe.inspection.report.marks import colour, text_on, tint
 
 _CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
 
-PAPER = 12
-"""Steps that a sheet of paper is wide."""
-
 
 def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
     """Of each worker the steps of a range: action, what it sees, style; all empty where the worker waits."""

@@ -92,7 +92,7 @@ function laneTime(lane, first, end) {
 // What a part of a lane says, the fullest first: one line or two.
 const SAID = [(w, t) => [`worker ${w} · ${t}`], (w, t) => [`worker ${w}`, t], (w, t) => [String(w), t]];
 
-/** What stands in a part of `space`, as lines: one form for all parts that have room for their time, else the number. */
+/** What is written into a part of `space`, as lines: one form for all parts that have room for their time, else the number. */
 function laneLabels(lanes, x) {
   const parts = lanes.flatMap((lane) => runs(facts.units.length, (u) => facts.units[u][lane.key])
     .map(([first, end, worker]) => ({ worker, time: ms(laneTime(lane, first, end)), space: x(end) - x(first) })));

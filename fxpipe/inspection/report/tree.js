@@ -13,7 +13,7 @@ const isOpen = (row) => row.getAttribute("aria-expanded") === "true";
 const rowOf = (key) => body.querySelector(`tr[data-key="${key}"]`);
 
 /** The next row, or the one before, that is shown. */
-function beside(row, way) {
+function neighbour(row, way) {
   let next = row;
   do next = next[way]; while (next && (next.hidden || next.matches("script")));
   return next;
@@ -122,10 +122,10 @@ body.addEventListener("keydown", (event) => {
   const row = event.target;
   if (!row.matches("tr") || event.altKey || event.ctrlKey || event.metaKey) return;
   const closed = row.getAttribute("aria-expanded") === "false";
-  const down = () => focusOn(beside(row, "nextElementSibling"));
+  const down = () => focusOn(neighbour(row, "nextElementSibling"));
   const act = {
     ArrowDown: down,
-    ArrowUp: () => focusOn(beside(row, "previousElementSibling")),
+    ArrowUp: () => focusOn(neighbour(row, "previousElementSibling")),
     ArrowRight: () => (closed ? toggle(row, true) : isOpen(row) && down()),
     ArrowLeft: () => (isOpen(row) ? toggle(row, false) : focusOn(parent(row))),
     Home: () => focusOn(body.rows[0]),
