@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
     if options.quick:
-        profiles = {"made-up": from_pipedream(made_up(), "made-up")}
+        profiles = {"made-up": from_pipedream(made_up())}
         options.workers = [2, 4]
     elif options.folder is None:
         parser.error("name a folder of profiles, or --quick")

@@ -11,7 +11,7 @@ from report_facts import made_facts
 
 from fxpipe.inspection.report import formats
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Facts = dict[str, Any]
 Open = Callable[..., Any]

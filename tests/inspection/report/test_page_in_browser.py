@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from report_facts import made_facts
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Facts = dict[str, Any]
 Open = Callable[..., Any]
