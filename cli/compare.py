@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import Column, emit_json, print_columns, print_text, stdout_console, warn
+from fxpipe.cli.output import TextColumn, emit_json, print_columns, print_text, stdout_console, warn
 
 from fxpipe.observe.run_comparison import SMOOTH, compare
 from fxpipe.observe.trace import OF_TRAINING
@@ -112,12 +112,12 @@ def _print_loss_rows(
     rows: Sequence[Json],
     more: Iterable[tuple[str, list[Any]]] = (),
 ) -> None:
-    columns = [Column(header, right=True, cells=[*cells])]
-    columns += [Column(title, right=True, cells=[_said(value) for value in values]) for title, values in more]
+    columns = [TextColumn(header, right=True, cells=[*cells])]
+    columns += [TextColumn(title, right=True, cells=[_said(value) for value in values]) for title, values in more]
     for name, title in (("raw", "run {}"), ("smoothed", "mean of {}")):
         for i in (0, 1):
             losses = [_cell(row[name][i], _loss) for row in rows]
-            columns.append(Column(title.format(i + 1), right=True, cells=[*losses]))
+            columns.append(TextColumn(title.format(i + 1), right=True, cells=[*losses]))
     print_columns(columns, console)
 
 
@@ -128,13 +128,15 @@ def _print_workers(found: Json, console: Console) -> None:
     kinds = [kind for kind in SPENT if any((row["spent"][i] or {}).get(kind, 0) >= 0.005 for row, i in rows)]
     click.echo("\nthe workers' time, % of each one's run")
     columns = [
-        Column("worker", right=True, cells=[str(row["worker"]) for row, _ in rows]),
-        Column("run", right=True, cells=[str(i + 1) for _, i in rows]),
-        Column("busy", right=True, cells=[f"{100 * row['busy'][i]:.0f}" for row, i in rows]),
+        TextColumn("worker", right=True, cells=[str(row["worker"]) for row, _ in rows]),
+        TextColumn("run", right=True, cells=[str(i + 1) for _, i in rows]),
+        TextColumn("busy", right=True, cells=[f"{100 * row['busy'][i]:.0f}" for row, i in rows]),
     ]
     for kind in kinds:
         shares = [(row["spent"][i] or {}).get(kind) for row, i in rows]
-        columns.append(Column(kind, right=True, cells=[_cell(share, lambda v: f"{100 * v:.0f}") for share in shares]))
+        columns.append(
+            TextColumn(kind, right=True, cells=[_cell(share, lambda v: f"{100 * v:.0f}") for share in shares])
+        )
     print_columns(columns, console)
 
 
@@ -142,8 +144,8 @@ def _print_staleness(found: Json, console: Console) -> None:
     if not found["staleness"]:
         return
     click.echo("\nstaleness: updates behind and predicted ahead, relative error of the weights")
-    columns = [Column("worker", right=True), Column("group", right=True)]
-    columns += [Column(f"{name} {i}", right=True) for name in ("behind", "predicted", "error") for i in (1, 2)]
+    columns = [TextColumn("worker", right=True), TextColumn("group", right=True)]
+    columns += [TextColumn(f"{name} {i}", right=True) for name in ("behind", "predicted", "error") for i in (1, 2)]
     for row in found["staleness"]:
         cells = [str(row["worker"]), str(row["group"])]
         cells += [_cell(value, lambda v: f"{v:.3g}") for name in ("stale", "ahead") for value in row[name]]
@@ -157,10 +159,10 @@ def _print_staleness(found: Json, console: Console) -> None:
 def _side_by_side(
     console: Console, names: list[str], cells: Sequence[Sequence[str]], changes: list[str] | None = None
 ) -> None:
-    columns = [Column("", cells=[*names])]
-    columns += [Column(f"run {i + 1}", right=True, elastic=True, cells=[pair[i] for pair in cells]) for i in (0, 1)]
+    columns = [TextColumn("", cells=[*names])]
+    columns += [TextColumn(f"run {i + 1}", right=True, elastic=True, cells=[pair[i] for pair in cells]) for i in (0, 1)]
     if changes is not None:
-        columns.append(Column("2 to 1", right=True, cells=[*changes]))
+        columns.append(TextColumn("2 to 1", right=True, cells=[*changes]))
     print_columns(columns, console)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
-    "Column",
+    "TextColumn",
     "TimeUnit",
     "emit_json",
     "note",
@@ -125,7 +125,7 @@ def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> Non
 
 
 @dataclass
-class Column:
+class TextColumn:
     """A column of a table that fits its terminal.
 
     Attributes:
@@ -157,7 +157,7 @@ _LEAST = 10
 """The least width that it keeps."""
 
 
-def print_columns(columns: Sequence[Column], console: Console) -> None:
+def print_columns(columns: Sequence[TextColumn], console: Console) -> None:
     """A table no wider than the console: columns are left out, then shortened. Text as it is: no trailing blanks."""
     from rich.text import Text
 
@@ -173,7 +173,7 @@ def print_columns(columns: Sequence[Column], console: Console) -> None:
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
 
 
-def _fitting(columns: Sequence[Column], room: int) -> dict[int, int]:
+def _fitting(columns: Sequence[TextColumn], room: int) -> dict[int, int]:
     """The width of each column that is shown."""
     full = {i: column.width for i, column in enumerate(columns)}
     wanted = {i: min(w, _ELASTIC) if columns[i].elastic else w for i, w in full.items()}
@@ -191,7 +191,7 @@ def _fitting(columns: Sequence[Column], room: int) -> dict[int, int]:
     return wanted
 
 
-def _aligned(text: Text, column: Column, width: int) -> Text:
+def _aligned(text: Text, column: TextColumn, width: int) -> Text:
     text = text.copy()
     blank = " " * (width - text.cell_len)
     return text if not blank else type(text).assemble(blank, text) if column.right else text.append(blank)

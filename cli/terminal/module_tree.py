@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import Column, TimeUnit, print_columns, size
+from fxpipe.cli.output import TextColumn, TimeUnit, print_columns, size
 from fxpipe.cli.terminal.worker_marks import ranks
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ def print_modules(modules: Sequence[Module], console: Console, depth: int | None
     phases = ("forward", "backward")
     times = TimeUnit(line.milliseconds(phase) for line in lines for phase in phases)
     columns = [
-        Column("module", elastic=True),
-        Column("F on"),
-        Column("B on"),
-        Column(""),
-        Column(f"F {times.unit}", right=True),
-        Column(f"B {times.unit}", right=True),
-        Column("parameters", right=True),
-        Column("", right=True),
-        Column("owned by", spare=2),
-        Column("nodes", right=True, spare=1),
+        TextColumn("module", elastic=True),
+        TextColumn("F on"),
+        TextColumn("B on"),
+        TextColumn(""),
+        TextColumn(f"F {times.unit}", right=True),
+        TextColumn(f"B {times.unit}", right=True),
+        TextColumn("parameters", right=True),
+        TextColumn("", right=True),
+        TextColumn("owned by", spare=2),
+        TextColumn("nodes", right=True, spare=1),
     ]
     for line in lines:
         owners = sorted({owner for module in line.modules for owner in module["owners"]})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.cli.output import Column, TimeUnit, plain, print_columns, print_text, short_size, size
+from fxpipe.cli.output import TextColumn, TimeUnit, plain, print_columns, print_text, short_size, size
 from fxpipe.cli.terminal.module_tree import print_modules
 from fxpipe.cli.terminal.worker_marks import mark
 
@@ -101,22 +101,22 @@ def print_workers(facts: Facts, console: Console) -> None:
     spent = ("forward_ms", "backward_ms", "update_ms")
     times = TimeUnit(w[phase] for w in facts["workers"] for phase in spent)
     columns = [
-        Column("worker" if wide else ""),
-        Column("forward from", spare=1, elastic=True),
-        Column("backward from", spare=1, elastic=True),
-        Column(f"F {times.unit}", right=True),
-        Column(f"B {times.unit}", right=True),
-        Column("update" if wide else "upd", right=True),
-        Column("owns", right=True),
-        Column("replicas" if wide else "repl", right=True),
-        Column("in", right=True),
-        Column("out", right=True),
-        Column(f"saved{by}in flight" if wide else "saved", right=True),
-        Column("memory", right=True),
+        TextColumn("worker" if wide else ""),
+        TextColumn("forward from", spare=1, elastic=True),
+        TextColumn("backward from", spare=1, elastic=True),
+        TextColumn(f"F {times.unit}", right=True),
+        TextColumn(f"B {times.unit}", right=True),
+        TextColumn("update" if wide else "upd", right=True),
+        TextColumn("owns", right=True),
+        TextColumn("replicas" if wide else "repl", right=True),
+        TextColumn("in", right=True),
+        TextColumn("out", right=True),
+        TextColumn(f"saved{by}in flight" if wide else "saved", right=True),
+        TextColumn("memory", right=True),
     ]
     engines = any(engine != "eager" for w in facts["workers"] for engine in w["engines"])
     if engines:
-        columns.append(Column("engines", spare=2))
+        columns.append(TextColumn("engines", spare=2))
     for w in facts["workers"]:
         begins = [
             f"{w[f'{phase}_from']} ({w[f'{phase}_units'][1] - w[f'{phase}_units'][0]} units)"
@@ -162,13 +162,13 @@ def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -
         console.print("nothing crosses workers")
         return
     columns = [
-        Column("edge"),
-        Column("kind"),
-        Column("value", elastic=True),
-        Column("", elastic=True),
-        Column("size", right=True),
-        Column("module", spare=2, elastic=True),
-        Column("line", spare=1),
+        TextColumn("edge"),
+        TextColumn("kind"),
+        TextColumn("value", elastic=True),
+        TextColumn("", elastic=True),
+        TextColumn("size", right=True),
+        TextColumn("module", spare=2, elastic=True),
+        TextColumn("line", spare=1),
     ]
     folded = 0
     for kind in KINDS:

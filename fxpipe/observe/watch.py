@@ -47,7 +47,7 @@ class Status(NamedTuple):
     in_flight: int
 
 
-class _Mark(NamedTuple):
+class _OpenSpan(NamedTuple):
     """The beginning of a span; None marks its end. `whole` is the kind of the whole that it is part of."""
 
     kind: int
@@ -80,7 +80,7 @@ class Watch:
         """Training begins now: all sums are 0."""
         if self._device.type == "cuda":
             self._clock = _CudaClock(self._device)
-        self._stack: list[tuple[_Mark, int]] = []
+        self._stack: list[tuple[_OpenSpan, int]] = []
         self._since = 0  # what came before is already counted
         self._own = [0] * (len(KINDS) * len(KINDS))  # by whole and kind
         self._closed = [0] * len(KINDS)
@@ -113,7 +113,7 @@ class Watch:
         number = _NUMBER[kind]
         whole = number if kind in _WHOLES or not self._wholes else self._wholes[-1]
         self._wholes.append(whole)
-        mark = _Mark(number, whole, cause, self._minibatch, self._microbatch)
+        mark = _OpenSpan(number, whole, cause, self._minibatch, self._microbatch)
         if self._clock is None:
             self._apply(perf_counter_ns(), mark)
         else:
@@ -194,7 +194,7 @@ class Watch:
         for now, mark in self._clock.passed():
             self._apply(now, mark)
 
-    def _apply(self, now: int, mark: _Mark | None) -> None:
+    def _apply(self, now: int, mark: _OpenSpan | None) -> None:
         stack = self._stack
         if stack:
             self._own[self._place(stack[-1][0])] += now - self._since
@@ -217,7 +217,7 @@ class Watch:
         if self._spans is not None:
             self._spans.add(mark, begin, now)
 
-    def _place(self, mark: _Mark) -> int:
+    def _place(self, mark: _OpenSpan) -> int:
         """Where in `_own` the time of an open span counts."""
         if self._refilling and mark.kind == _NUMBER["wait"]:
             return _NUMBER["evaluate"] * (len(KINDS) + 1)
@@ -238,7 +238,7 @@ class Spans:
         self.minibatches, self.microbatches = array("i"), array("i")
         self.begins, self.ends = array("q"), array("q")
 
-    def add(self, mark: _Mark, begin: int, end: int) -> None:
+    def add(self, mark: _OpenSpan, begin: int, end: int) -> None:
         self.kinds.append(mark.kind)
         self.causes.append(self.table.setdefault(mark.cause, len(self.table)))
         self.minibatches.append(mark.minibatch)
@@ -262,7 +262,7 @@ class _CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: deque[tuple[torch.cuda.Event, _Mark | None]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, _OpenSpan | None]] = deque()
         self._free: list[torch.cuda.Event] = []
         torch.cuda.synchronize(device)
         self._base = self._event()
@@ -270,7 +270,7 @@ class _CudaClock:
         self._base.synchronize()
         self._base_ns = perf_counter_ns()
 
-    def record(self, mark: _Mark | None) -> None:
+    def record(self, mark: _OpenSpan | None) -> None:
         event = self._event()
         event.record()
         self._pending.append((event, mark))
@@ -285,7 +285,7 @@ class _CudaClock:
         now = perf_counter_ns()
         return self._time(event), now
 
-    def passed(self) -> Iterator[tuple[int, _Mark | None]]:
+    def passed(self) -> Iterator[tuple[int, _OpenSpan | None]]:
         while self._pending and self._pending[0][0].query():
             event, mark = self._pending.popleft()
             now = self._time(event)

@@ -6,7 +6,7 @@ import io
 
 import pytest
 from fxpipe.cli.output import (
-    Column,
+    TextColumn,
     TimeUnit,
     note,
     print_columns,
@@ -24,9 +24,9 @@ from rich.console import Console
 def table(width: int) -> list[str]:
     """Three columns: 30 characters that may shrink, 10 that may go, 6 that stay."""
     columns = [
-        Column("name", elastic=True, cells=["a" * 15 + "b" * 15, "short"]),
-        Column("spare", spare=1, cells=["c" * 10, ""]),
-        Column("number", right=True, cells=["1", "200000"]),
+        TextColumn("name", elastic=True, cells=["a" * 15 + "b" * 15, "short"]),
+        TextColumn("spare", spare=1, cells=["c" * 10, ""]),
+        TextColumn("number", right=True, cells=["1", "200000"]),
     ]
     console = Console(file=io.StringIO(), width=width)
     print_columns(columns, console)
@@ -86,7 +86,7 @@ def test_names_are_printed_as_they_are_but_for_control_characters(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     print_table(["[i]", "b"], [[NASTY, NASTY]])
-    print_columns([Column("[i]", elastic=True, cells=[NASTY])], stdout_console())
+    print_columns([TextColumn("[i]", elastic=True, cells=[NASTY])], stdout_console())
     print_text(stdout_console(), NASTY)
     out = capsys.readouterr().out
     assert out.count(SHOWN) == 4

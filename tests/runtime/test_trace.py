@@ -17,7 +17,7 @@ from fxpipe.observe.trace import Event
 from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import Trace, read_trace
 from fxpipe.observe.trace.writer import partial
-from fxpipe.observe.watch import Spans, _Mark
+from fxpipe.observe.watch import Spans, _OpenSpan
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import choose
@@ -155,7 +155,7 @@ def test_another_clock_is_told_in_worker_0s_time(toy: Any, tmp_path: Path) -> No
         spans = Spans()
         offset = -late * worker
         for begin in (0, end):
-            spans.add(_Mark(0, 0, None, begin // end, 0), begin + offset, begin + offset + 1000)
+            spans.add(_OpenSpan(0, 0, None, begin // end, 0), begin + offset, begin + offset + 1000)
         before = ClockOffset(offset, -offset, 7 * worker)
         return WorkerTrace(spans, before, ClockOffset(end + offset, -offset + drift * worker, 5 * worker))
 

@@ -18,7 +18,7 @@ _FIRST = 28
 
 
 @dataclass(frozen=True)
-class Row:
+class TreeRow:
     """A row of the tree.
 
     Attributes:
@@ -58,20 +58,20 @@ class ModuleRows:
         top = [self._modules[m] for m in self._below[0]]
         self.most = {way: max((milliseconds(m[way]) or 0 for m in top), default=0) for way in ("forward", "backward")}
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TreeRow]:
         if self._modules:
             yield from self._rows(0, 1, hidden=False)
 
-    def _rows(self, index: int, level: int, hidden: bool) -> Iterator[Row]:
+    def _rows(self, index: int, level: int, hidden: bool) -> Iterator[TreeRow]:
         module, below, own = self._modules[index], self._below[index], self._nodes.count(index)
         opened = index in self._open
         nodes = Markup() if below else self._nodes.rows(index, level + 1)
-        yield Row(f"m{index}", level, module, 0, nodes, bool(below or own), opened, hidden)
+        yield TreeRow(f"m{index}", level, module, 0, nodes, bool(below or own), opened, hidden)
         hidden = hidden or not opened
         for child in below:
             yield from self._rows(child, level + 1, hidden)
         if below and own:
-            yield Row(f"o{index}", level + 1, module, own, self._nodes.rows(index, level + 2), True, False, hidden)
+            yield TreeRow(f"o{index}", level + 1, module, own, self._nodes.rows(index, level + 2), True, False, hidden)
 
     def _opened_first(self) -> set[int]:
         opened, level, rows = {0}, [0], 1
