@@ -19,7 +19,7 @@ from fxpipe.task.model_options import ModelOptions
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.lowering.agreement import Agreement
-    from fxpipe.plan.costs import EngineTime
+    from fxpipe.plan.costs import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
 
@@ -113,16 +113,15 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
     plan = build.plan
     rows = []
     for w in build.costs.workers:
-        time = build.costs.times[w.rank] if build.costs.times else None
-        backward = w.backward_ms + w.weight_ms if time is None else 1e3 * time.backward
+        time = build.costs.time(w.rank)
         rows.append(
             [
                 f"worker {w.rank}",
                 f"{w.begins[0]} ({w.forward_units[1] - w.forward_units[0]} units)",
                 f"{w.begins[1]} ({w.backward_units[1] - w.backward_units[0]} units)",
-                f"{w.forward_ms if time is None else 1e3 * time.forward:.1f} ms",
-                f"{backward:.1f} ms",
-                "–" if time is None else f"{1e3 * time.update:.1f} ms",
+                f"{1e3 * time.forward:.1f} ms",
+                f"{1e3 * time.backward:.1f} ms",
+                f"{1e3 * time.update:.1f} ms" if build.costs.times else "–",
                 f"{w.owned} · {size(w.owned_bytes)}",
                 f"{w.replicas} · {size(w.replica_bytes)}" if w.replicas else "–",
                 size(w.bytes_in),
@@ -187,6 +186,13 @@ def _print_engines(build: Build) -> None:
         note(reason if len(names) == len(parts) else f"{', '.join(names)}: {reason}")
 
 
+def _milliseconds(worker: WorkerSummary) -> dict[str, Any]:
+    """The worker's record with times in milliseconds, under names that say so."""
+    times = ("forward", "backward", "weight", "update")
+    row = dataclasses.asdict(worker)
+    return {f"{name}_ms" if name in times else name: 1e3 * v if name in times else v for name, v in row.items()}
+
+
 def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
     plan = build.plan
     from fxpipe.inspection.evaluation import evaluation_facts
@@ -209,8 +215,11 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
             "bubble": simulation.bubble,
         },
         "evaluation": evaluation_facts(plan),
-        "workers": [dataclasses.asdict(w) for w in build.costs.workers],
-        "times": [dataclasses.asdict(t) for t in build.costs.times],
+        "workers": [_milliseconds(w) for w in build.costs.workers],
+        "times": [
+            {**dataclasses.asdict(measured), "nodes": [w.time.forward, w.time.backward]}
+            for measured, w in zip(build.costs.times, build.costs.workers, strict=False)
+        ],
         "engines": [dataclasses.asdict(t) for t in build.costs.engines],
         "warnings": list(build.warnings),
     }

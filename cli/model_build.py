@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fxpipe.build.build import Build
-    from fxpipe.plan.costs import StageTime
+    from fxpipe.planner.build_costs import BuildCosts
     from fxpipe.task.model_file import Task
 
 OFF = 1.3
@@ -121,16 +121,16 @@ def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[
 
     say("timing the stages")
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)
-    doubts = doubts_of(times, threads, build.plan.device)
-    return dataclasses.replace(
-        build, costs=dataclasses.replace(build.costs, times=times), warnings=(*build.warnings, *doubts)
-    )
+    costs = dataclasses.replace(build.costs, times=times)
+    doubts = doubts_of(costs, threads, build.plan.device)
+    return dataclasses.replace(build, costs=costs, warnings=(*build.warnings, *doubts))
 
 
-def doubts_of(times: Sequence[StageTime], threads: int, device: str) -> Iterator[str]:
+def doubts_of(costs: BuildCosts, threads: int, device: str) -> Iterator[str]:
     """Reasons why a run may not reach what the times of the stages promise."""
+    times = costs.times
     for k, time in enumerate(times):
-        off = time.correction
+        off = costs.correction(k)
         if off is not None and time.forward + time.backward > NOTICEABLE and not 1 / OFF < off < OFF:
             yield (
                 f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy; the "

@@ -16,7 +16,7 @@ from fxpipe.planner.links import Links
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from fxpipe.planner.partition import Partition
+    from fxpipe.planner.partition import Load, Partition
     from fxpipe.planner.profile import Profile
     from fxpipe.planner.workers import Workers
     from fxpipe.schedule.base import Schedule
@@ -183,7 +183,7 @@ def _as_json(
 ) -> dict[str, Any]:
     first = next(iter(found.values()))
     result: dict[str, Any] = {
-        "ideal_ms": first.ideal_ms,
+        "ideal_ms": 1e3 * first.ideal,
         "units": [u.name for u in subject.whole.units],
         "microbatches": subject.microbatches,
     }
@@ -192,20 +192,24 @@ def _as_json(
     return result
 
 
-def _mode_as_json(subject: PlanInput, partition: Partition, simulation: Simulation) -> dict[str, Any]:
+def _milliseconds(load: Load) -> dict[str, float]:
     import dataclasses
 
+    return {name: value if name == "memory" else 1e3 * value for name, value in dataclasses.asdict(load).items()}
+
+
+def _mode_as_json(subject: PlanInput, partition: Partition, simulation: Simulation) -> dict[str, Any]:
     result = {
         "forward_cuts": list(partition.forward[1:-1]),
         "backward_cuts": list(partition.backward[1:-1]),
         "weight_cuts": list(partition.weights[1:-1]),
         "recompute": [list(run) for run in partition.recompute],
-        "bottleneck_ms": partition.bottleneck_ms,
+        "bottleneck_ms": 1e3 * partition.bottleneck,
         "efficiency": partition.efficiency,
         "exact": partition.exact,
-        "lower_bound_ms": partition.lower_bound_ms,
+        "lower_bound_ms": 1e3 * partition.lower_bound,
         "memory_bytes": [load.memory for load in partition.loads],
-        "workers": [dataclasses.asdict(load) for load in partition.loads],
+        "workers": [_milliseconds(load) for load in partition.loads],
         "simulated_ms": 1e3 * simulation.seconds_per_minibatch / subject.microbatches,
         "bubble": simulation.bubble,
     }
@@ -240,10 +244,10 @@ def _print(
         rows.append(
             [
                 mode,
-                f"{partition.bottleneck_ms:.2f} ms",
+                f"{1e3 * partition.bottleneck:.2f} ms",
                 f"worker {slowest}",
                 f"{partition.efficiency:.3f}",
-                "proved" if partition.exact else f"≤ {partition.ideal_ms / partition.lower_bound_ms:.3f}",
+                "proved" if partition.exact else f"≤ {partition.ideal / partition.lower_bound:.3f}",
                 f"{1e3 * simulation.seconds_per_minibatch / subject.microbatches:.2f} ms",
                 f"{100 * simulation.bubble:.0f} %",
                 "" if subject.samples is None else f"{simulation.samples_per_second(subject.samples):.1f}",
@@ -254,8 +258,8 @@ def _print(
         headers if subject.samples is not None else headers[:-1],
         [r[: len(headers)] if subject.samples is not None else r[:-1] for r in rows],
     )
-    ideal = next(iter(found.values())).ideal_ms
-    click.echo(f"ideal {ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {_described(links)}")
+    ideal = next(iter(found.values())).ideal
+    click.echo(f"ideal {1e3 * ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {_described(links)}")
 
 
 def _print_partition(profile: Profile, partition: Partition) -> None:

@@ -86,7 +86,7 @@ def measure(profile: Profile, partition: Partition, links: Links, workers: int) 
     return {
         "efficiency": partition.efficiency,
         "exact": partition.exact,
-        "simulated": partition.ideal_ms / (1e3 * simulated),
+        "simulated": partition.ideal / simulated,
         "recomputes": bool(partition.recompute),
     }
 

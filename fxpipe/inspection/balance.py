@@ -72,9 +72,9 @@ def _widened(found: dict[str, Partition]) -> dict[str, Partition]:
     result = {}
     for mode in MODES:
         own = found[mode]
-        if best is not None and best.bottleneck_ms < own.bottleneck_ms:
-            bound = min(own.lower_bound_ms, best.bottleneck_ms)
-            own = dataclasses.replace(best, mode=mode, lower_bound_ms=bound)
+        if best is not None and best.bottleneck < own.bottleneck:
+            bound = min(own.lower_bound, best.bottleneck)
+            own = dataclasses.replace(best, mode=mode, lower_bound=bound)
         best = result[mode] = own
     return result
 
@@ -111,17 +111,17 @@ def _row(partition: Partition, chosen: bool) -> dict[str, Any]:
         "chosen": chosen,
         "efficiency": partition.efficiency,
         "exact": None if partition.mode == PINNED else partition.exact,
-        "bottleneck_ms": partition.bottleneck_ms,
-        "ideal_ms": partition.ideal_ms,
+        "bottleneck_ms": 1e3 * partition.bottleneck,
+        "ideal_ms": 1e3 * partition.ideal,
         "workers": [
             {
-                "forward_ms": load.forward,
-                "backward_ms": load.backward,
-                "weight_ms": load.weight,
-                "update_ms": load.update,
-                "recompute_ms": load.recompute,
-                "exposed_ms": load.exposed,
-                "total_ms": load.total,
+                "forward_ms": 1e3 * load.forward,
+                "backward_ms": 1e3 * load.backward,
+                "weight_ms": 1e3 * load.weight,
+                "update_ms": 1e3 * load.update,
+                "recompute_ms": 1e3 * load.recompute,
+                "exposed_ms": 1e3 * load.exposed,
+                "total_ms": 1e3 * load.total,
                 "memory_bytes": load.memory,
             }
             for load in partition.loads

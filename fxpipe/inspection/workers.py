@@ -71,12 +71,7 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
 
 def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
     """Milliseconds of F, B and the update on that worker, as the simulator has them."""
-    if subject.known.times:
-        time = subject.known.times[rank]
-        spent = (1e3 * time.forward, 1e3 * time.backward, 1e3 * time.update)
-    elif subject.known.workers:
-        costs = subject.known.workers[rank]
-        spent = (costs.forward_ms, costs.backward_ms + costs.weight_ms, costs.update_ms)
-    else:
+    if not subject.known.times and not subject.known.workers:
         return None, None, None
-    return tuple(ms / speed_of(subject, rank) for ms in spent)
+    time = subject.known.time(rank)
+    return tuple(1e3 * seconds / speed_of(subject, rank) for seconds in (time.forward, time.backward, time.update))

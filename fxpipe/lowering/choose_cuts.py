@@ -64,7 +64,7 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
     found = advised_partitions(profile, setting, options.workers, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
-        gains = chosen.bottleneck_ms < found["same"].bottleneck_ms * (1 - WORTH)
+        gains = chosen.bottleneck < found["same"].bottleneck * (1 - WORTH)
         chosen = chosen if gains else found["same"]
     return (*(p for p in found.values() if p is not chosen), chosen)
 

@@ -102,15 +102,8 @@ def measure_stages(
             transport = _Ready(plan, rank, recipe.demand, values, weights, device)
             made = optimizer or default_optimizer
             worker = _Worker(plan, folder, rank, recipe, transport, made, device)
-            found.append(worker.measure(leaves, repeats, _nodes(build, rank)))
+            found.append(worker.measure(leaves, repeats))
     return tuple(found)
-
-
-def _nodes(build: Build, rank: int) -> tuple[float, float] | None:
-    if not build.workers:
-        return None
-    row = build.workers[rank]
-    return row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3
 
 
 class _Ready(Transport):
@@ -187,9 +180,7 @@ class _Worker:
         self.updates: list[float] = []
         self._watch(self.executor.store)
 
-    def measure(
-        self, leaves: Sequence[tuple[Any, ...]], repeats: int | None, nodes: tuple[float, float] | None
-    ) -> StageTime:
+    def measure(self, leaves: Sequence[tuple[Any, ...]], repeats: int | None) -> StageTime:
         """Run its schedule, less the microbatches that others stand for, until enough is measured.
 
         That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have
@@ -239,7 +230,7 @@ class _Worker:
             if len(times) == len(kept[minibatch]):
                 others = times[1:] or times
                 spans[phase].append((times[0] + sum(others) / len(others) * (microbatches - 1)) / microbatches)
-        return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates), nodes)
+        return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates))
 
     def _execute(self, action: Action, leaves: Sequence[tuple[Any, ...]]) -> tuple[float, float]:
         """Seconds of an action without its waits and its update, and of the update."""

@@ -9,11 +9,12 @@ from fxpipe.plan.spec import Phase
 
 @dataclass(frozen=True)
 class WorkerSummary:
-    """One worker. Times are milliseconds a microbatch, as `cost` has them.
+    """One worker, as the compiler estimates it from the costs of its nodes.
 
     Attributes:
-        backward_ms: without what makes weight gradients alone: that is `weight_ms`, of the units `weight_units`.
-        update_ms: of one minibatch.
+        forward, backward, weight: seconds a microbatch. `backward` is without what makes weight gradients alone: that
+            is `weight`, of the units `weight_units`.
+        update: seconds a minibatch.
         begins: the module paths where its forward and its backward begin.
         bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
         owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
@@ -27,10 +28,10 @@ class WorkerSummary:
     backward_units: tuple[int, int]
     weight_units: tuple[int, int]
     begins: tuple[str, str]
-    forward_ms: float
-    backward_ms: float
-    weight_ms: float
-    update_ms: float
+    forward: float
+    backward: float
+    weight: float
+    update: float
     owned: int
     owned_bytes: int
     replicas: int
@@ -41,30 +42,26 @@ class WorkerSummary:
     in_flight: int
     memory_bytes: int
 
+    @property
+    def time(self) -> StageTime:
+        """What it takes, by this estimate."""
+        return StageTime(self.forward, self.backward + self.weight, self.update)
+
 
 @dataclass(frozen=True)
 class StageTime:
     """One worker's times, in seconds.
 
     Attributes:
-        forward, backward: of one microbatch: the mean over a minibatch's, the lower quartile over minibatches, since
-            what else the machine does only ever adds. Of many microbatches some stand for all: the first, which also
-            predicts weights and begins the sum of gradients, and some of the others.
+        forward, backward: of one microbatch. Measured: the mean over a minibatch's, the lower quartile over
+            minibatches, since what else the machine does only ever adds. Of many microbatches some stand for all: the
+            first, which also predicts weights and begins the sum of gradients, and some of the others.
         update: once a minibatch, after its last backward: kept copies, the optimizer's step, replicas packed.
-        nodes: the sums of the node costs of its forward and its backward, where the build has them.
     """
 
     forward: float
     backward: float
     update: float
-    nodes: tuple[float, float] | None = None
-
-    @property
-    def correction(self) -> float | None:
-        """Forward and backward as measured, over the sum of their node costs; None where these are not known."""
-        if self.nodes is None or not sum(self.nodes):
-            return None
-        return (self.forward + self.backward) / sum(self.nodes)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,13 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
+FORMAT = 2
+"""The first had milliseconds, and no `format`."""
+
 
 @dataclass(frozen=True)
 class BuildCosts:
-    """The file's content.
+    """The file's content. All times are seconds.
 
     Attributes:
         workers: the summary of each worker.
@@ -39,9 +42,21 @@ class BuildCosts:
     optimizer_bytes: float = MOMENTUM
     engines: tuple[EngineTime, ...] = ()
 
+    def time(self, worker: int) -> StageTime:
+        """What a worker takes: measured, or else as the compiler estimates it."""
+        return self.times[worker] if self.times else self.workers[worker].time
+
+    def correction(self, worker: int) -> float | None:
+        """A worker's forward and backward as measured, over the sum of their node costs; None where one is missing."""
+        if not self.times or not self.workers:
+            return None
+        estimate, measured = self.workers[worker].time, self.times[worker]
+        whole = estimate.forward + estimate.backward
+        return (measured.forward + measured.backward) / whole if whole else None
+
     def to_json(self) -> str:
         """The text of the file."""
-        return json.dumps({**dataclasses.asdict(self), "links": self.links.to_row()}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self), "links": self.links.to_row()}, indent=1) + "\n"
 
 
 def read_costs(folder: Path) -> BuildCosts | None:
@@ -53,7 +68,10 @@ def read_costs(folder: Path) -> BuildCosts | None:
     if not (folder / COSTS).is_file():
         return None
     with explained(folder / COSTS, error=BuildError, hint="compile again, or delete it: a run does not need it"):
-        costs = convert(parse(folder / COSTS), BuildCosts, lax=True)  # links that cost nothing are "inf"
+        body = parse(folder / COSTS)
+        if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
+            raise Malformed(f"it is not of format {FORMAT}, but of another fxpipe", ", $")
+        costs = convert(body, BuildCosts, lax=True)  # links that cost nothing are "inf"
         if not costs.links.possible:
             raise Malformed("no message travels like this", ", $.links")
         return costs

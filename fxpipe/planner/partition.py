@@ -39,7 +39,7 @@ _WORTH = 2e-4  # an improvement below this is not worth another round
 
 @dataclass(frozen=True)
 class Load:
-    """What one worker costs per microbatch: milliseconds, and bytes of memory.
+    """What one worker costs per microbatch: seconds, and bytes of memory.
 
     Attributes:
         forward, backward, weight, update: F, B, W, and a microbatch's share of the update.
@@ -66,9 +66,9 @@ class Partition:
         mode: 'same', 'bidirectional' or 'three-way'.
         forward, backward, weights: positions, each with 0 at the start and the number of units at the end.
         recompute: (worker, first unit, end): mismatched units whose forward that worker's backward computes again.
-        bottleneck_ms: the slowest worker's cost.
-        ideal_ms: all work divided by the workers' speeds.
-        lower_bound_ms: no plan of this mode can be faster; equals the bottleneck if the search was exact.
+        bottleneck: the slowest worker's cost, in seconds per microbatch.
+        ideal: all work divided by the workers' speeds, in seconds.
+        lower_bound: no plan of this mode can be faster; equals the bottleneck if the search was exact.
     """
 
     mode: str
@@ -76,20 +76,20 @@ class Partition:
     backward: tuple[int, ...]
     weights: tuple[int, ...]
     recompute: tuple[tuple[int, int, int], ...]
-    bottleneck_ms: float
-    ideal_ms: float
-    lower_bound_ms: float
+    bottleneck: float
+    ideal: float
+    lower_bound: float
     loads: tuple[Load, ...]
 
     @property
     def efficiency(self) -> float:
         """Ideal over bottleneck."""
-        return self.ideal_ms / self.bottleneck_ms if self.bottleneck_ms else 1.0
+        return self.ideal / self.bottleneck if self.bottleneck else 1.0
 
     @property
     def exact(self) -> bool:
         """Whether no plan of this mode can be better."""
-        return self.lower_bound_ms >= self.bottleneck_ms * (1 - 1e-6)
+        return self.lower_bound >= self.bottleneck * (1 - 1e-6)
 
 
 def partition(
@@ -169,7 +169,7 @@ def of_cuts(
         cuts[worker if first < cuts[worker, 0] else worker + 1, 3] = 1
     slowest = bottleneck(costs, cuts)
     found = _described(costs, mode, Path(cuts, slowest), 0.0, apart=True)
-    return replace(found, lower_bound_ms=min(found.ideal_ms, slowest))
+    return replace(found, lower_bound=min(found.ideal, found.bottleneck))
 
 
 def fits(profile: Profile, workers: Workers) -> bool:
@@ -332,6 +332,7 @@ def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
 
 
 def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: bool = False) -> Partition:
+    """The partition in seconds; the search before it has milliseconds, as profiles have them."""
     profile, workers = costs.profile, costs.workers
     cuts = path.cuts
     loads, recompute = [], []
@@ -352,7 +353,12 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
         }
         total = float(price.cost[0])
         loads.append(
-            Load(**parts, exposed=max(total - sum(parts.values()), 0.0), total=total, memory=float(price.memory[0]))
+            Load(
+                **{name: ms / 1e3 for name, ms in parts.items()},
+                exposed=max(total - sum(parts.values()), 0.0) / 1e3,
+                total=total / 1e3,
+                memory=float(price.memory[0]),
+            )
         )
     columns = [tuple(int(v) for v in cuts[:, i]) for i in range(3)]
     if mode != "three-way" and not apart:
@@ -363,8 +369,8 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
         backward=columns[1],
         weights=columns[2],
         recompute=tuple(recompute),
-        bottleneck_ms=float(path.bottleneck),
-        ideal_ms=profile.total_ms(workers.microbatches) / sum(workers.speeds),
-        lower_bound_ms=float(bound),
+        bottleneck=float(path.bottleneck) / 1e3,
+        ideal=profile.total_ms(workers.microbatches) / sum(workers.speeds) / 1e3,
+        lower_bound=float(bound) / 1e3,
         loads=tuple(loads),
     )

@@ -52,12 +52,9 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
 
 def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
     row = costs.workers[worker]
-    spent = [row.forward_ms / 1e3, (row.backward_ms + row.weight_ms) / 1e3, row.update_ms / 1e3]
-    if costs.times:
-        time = costs.times[worker]
-        spent = [time.forward, time.backward, time.update]
+    time = costs.time(worker)
     speed = costs.speeds[worker] if costs.speeds else 1.0
-    forward, backward, update = (seconds / speed for seconds in spent)
+    forward, backward, update = (seconds / speed for seconds in (time.forward, time.backward, time.update))
     held = row.memory_bytes - row.saved_bytes * row.in_flight
     return WorkerCost(forward, backward, update, static_bytes=held, saved_bytes=row.saved_bytes)
 

@@ -38,7 +38,7 @@ def _cost(profile: Profile, partition: Partition, workers: Workers, k: int) -> W
     load = partition.loads[k]
     update = load.update * workers.microbatches
     backward = load.backward + load.weight + load.recompute
-    return WorkerCost(load.forward / 1e3, backward / 1e3, update / 1e3, static_bytes=load.memory)
+    return WorkerCost(load.forward, backward, update, static_bytes=load.memory)
 
 
 class _Messages:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cached import lowered
 from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
 from fxpipe.cli.model_build import doubts_of
 from model_files import PARAMETERS, write_model
@@ -20,6 +21,7 @@ from fxpipe.lowering import agreement
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.costs import StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.build_costs import BuildCosts
 
 BUILD = {
     "plan.json",
@@ -125,11 +127,17 @@ def test_validation_that_cannot_be_compiled_is_a_warning(model: Path, old: str, 
 
 def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    fine, slow = StageTime(0.010, 0.020, 0.0, (0.010, 0.019)), StageTime(0.020, 0.040, 0.0, (0.010, 0.020))
-    assert list(doubts_of([fine, fine], 2, "cpu")) == []
-    assert ["stage 1 took 2.00 times" in text for text in doubts_of([fine, slow], 1, "cpu")] == [True]
-    assert ["3 workers of 2 threads share 4 cores" in text for text in doubts_of([fine] * 3, 2, "cpu")] == [True]
-    assert list(doubts_of([fine] * 3, 2, "cuda")) == []
+    (worker,) = lowered("function", workers=1).workers
+    worker = dataclasses.replace(worker, forward=0.010, backward=0.015, weight=0.005)
+    fine, slow = StageTime(0.010, 0.021, 0.0), StageTime(0.020, 0.040, 0.0)
+
+    def doubts(times: tuple[StageTime, ...], threads: int, device: str) -> list[str]:
+        return list(doubts_of(BuildCosts((worker,) * len(times), times), threads, device))
+
+    assert doubts((fine, fine), 2, "cpu") == []
+    assert ["stage 1 took 2.00 times" in text for text in doubts((fine, slow), 1, "cpu")] == [True]
+    assert ["3 workers of 2 threads share 4 cores" in text for text in doubts((fine,) * 3, 2, "cpu")] == [True]
+    assert doubts((fine,) * 3, 2, "cuda") == []
 
 
 def test_json(model: Path) -> None:
@@ -157,7 +165,9 @@ def test_json(model: Path) -> None:
     ]
     assert (said["out"], said["schedule"], said["policy"], said["microbatches"]) == ("here", "1f1b", "latest", 2)
     assert (said["forward_cuts"], said["backward_cuts"], said["warnings"]) == (["blocks.2"], ["blocks.1"], [])
-    assert [list(w) for w in said["workers"]] == [[f.name for f in dataclasses.fields(WorkerSummary)]] * 2
+    times = {"forward", "backward", "weight", "update"}
+    names = [f"{f.name}_ms" if f.name in times else f.name for f in dataclasses.fields(WorkerSummary)]
+    assert [list(w) for w in said["workers"]] == [names] * 2
     assert [w["begins"] for w in said["workers"]] == [["first", "first"], ["blocks.2", "blocks.1"]]
     assert [w["owned"] for w in said["workers"]] == [4, 10]
     assert [w["replicas"] for w in said["workers"]] == [2, 0], "blocks.1 runs forward away from its owner"

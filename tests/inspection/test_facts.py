@@ -205,7 +205,7 @@ def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
         recompute=chosen.recompute,
         mode=mode,
     )
-    assert dataclasses.replace(priced, lower_bound_ms=chosen.lower_bound_ms) == chosen
+    assert dataclasses.replace(priced, lower_bound=chosen.lower_bound) == chosen
 
 
 def test_pinned_cuts_do_what_their_units_do(found: dict[str, Any], named: str) -> None:

@@ -49,7 +49,7 @@ def test_costs_that_make_no_sense_cost_the_forecast_alone(
     folder = tmp_path / "build"
     shutil.copytree(build, folder)
     costs = json.loads((folder / "costs.json").read_text())
-    times = {"forward": 1.0, "backward": 1.0, "update": 0.0, "nodes": None}
+    times = {"forward": 1.0, "backward": 1.0, "update": 0.0}
     spoilt = {"workers": {"workers": costs["workers"][:1]}, "times": {"times": [times]}, "text": {"links": 3}}[spoil]
     (folder / "costs.json").write_text(json.dumps({**costs, **spoilt}))
     assert forecast(folder) is None
