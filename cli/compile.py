@@ -239,5 +239,5 @@ def _check_profile_path(path: Path, out: Path) -> None:
 
 
 def _unit(plan: Plan, position: int) -> str | None:
-    """The module path behind a cut; None for a cut at the end."""
+    """The module path after a cut; None for a cut at the end."""
     return plan.units[position] if position < len(plan.units) else None

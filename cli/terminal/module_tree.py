@@ -32,7 +32,7 @@ class Line:
         return sorted({place[0] for module in self.modules for place in module[phase]})
 
     def milliseconds(self, phase: str) -> float | None:
-        """None where nobody knows."""
+        """None if not known."""
         spent = [place[1] for module in self.modules for place in module[phase]]
         return None if None in spent else sum(spent)
 
@@ -126,7 +126,7 @@ class _Tree:
             yield Line(f"{indent}└ {OWN}", (own,))
 
     def _name(self, group: tuple[int, ...]) -> str:
-        """Its own name; behind its parent's where that is a number."""
+        """Its own name; after its parent's if it is a number."""
         names = []
         for number in dict.fromkeys((group[0], group[-1])):
             module = self.modules[number]
@@ -160,7 +160,7 @@ class _Tree:
         return not _parted(a) and not _parted(b) and _places(a) == _places(b)
 
     def _own(self, number: int) -> Module | None:
-        """What of a module's own code is not in any of its children, where that lies on different workers."""
+        """The part of a module's own code that is in none of its children, if that is on different workers."""
         module = self.modules[number]
         found: Module = {"path": OWN, "parameters": 0, "parameter_bytes": 0, "owners": []}
         for name in ("nodes", "apart"):

@@ -26,7 +26,7 @@ def print_grid(grid: dict[str, Any], console: Console) -> None:
     rows: list[list[str]] = grid["rows"]
     console.print(f"{grid['schedule']} · {grid['policy']}")
     if not rows:
-        console.print("nobody knows here what its passes see")
+        console.print("what its actions see is not known here")
         return
     print_text(console, explained(rows))
     console.print()

@@ -17,7 +17,7 @@ def colour(rank: int) -> str:
 
 
 def mark(rank: int, before: str = "", after: str = "") -> Text:
-    """`F0`: a worker's number in its colour, with what stands around it."""
+    """`F0`: a worker's number in its colour, with the text around it."""
     from rich.text import Text
 
     return Text(f"{before}{rank}{after}", style=f"bold {colour(rank)}")
