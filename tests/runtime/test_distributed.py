@@ -81,8 +81,9 @@ def test_interrupt_leaves_nothing_behind(toy: Any, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     out = tmp_path / "out"
     options = RunOptions(str(folder), steps=10**7, out=str(out))
-    script = f"""from fxpipe.runtime import launch, options
-launch.launch(options.RunOptions.from_json({options.to_json()!r}), 2)"""
+    script = f"""from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+launch(RunOptions.from_json({options.to_json()!r}), 2)"""
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
