@@ -18,8 +18,8 @@ from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
-    from fxpipe.lowering.agreement import Agreement
-    from fxpipe.plan.costs import EngineTime, WorkerSummary
+    from fxpipe.lowering.compare_with_eager import Agreement
+    from fxpipe.plan.cost_records import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
 
@@ -70,8 +70,8 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     """
-    from fxpipe.costs.measured import NODE_COSTS
-    from fxpipe.lowering.agreement import compare_with_eager
+    from fxpipe.costs.node_costs_file import NODE_COSTS
+    from fxpipe.lowering.compare_with_eager import compare_with_eager
     from fxpipe.plan.build_folder import check_target
     from fxpipe.simulator.forecast import forecast
 

@@ -169,7 +169,7 @@ def _self_test() -> str:
     import torch
     from torch import Tensor, nn
 
-    from fxpipe.lowering.agreement import compare_with_eager
+    from fxpipe.lowering.compare_with_eager import compare_with_eager
     from fxpipe.lowering.lower import compile
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -217,7 +217,7 @@ def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:
 
 
 def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
-    from fxpipe.inspection.code import print_stage
+    from fxpipe.inspection.print_stage import print_stage
 
     stages = subject.plan.stages
     if stage >= len(stages):
@@ -233,7 +233,7 @@ def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
 def _print_after(
     target: Path, name: str, made: ModelOptions, options: CompileOptions, costs: CostOptions, as_json: bool
 ) -> None:
-    from fxpipe.inspection.after import after, check_pass
+    from fxpipe.inspection.program_after_pass import after, check_pass
 
     check_pass(name)
     if target.suffix == ".py":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fxpipe.build.build import Build
-    from fxpipe.planner.build_costs import BuildCosts
+    from fxpipe.planner.costs_file import BuildCosts
     from fxpipe.task.model_file import Task
 
 OFF = 1.3

@@ -155,8 +155,8 @@ def _checked_plan(options: RunOptions) -> Plan:
 def _evaluate(options: RunOptions) -> dict[str, float]:
     from fxpipe.observe.record import FINAL_WEIGHTS
     from fxpipe.plan.build_folder import model_path, read_plan
+    from fxpipe.task.evaluate_weights import evaluate
     from fxpipe.task.model_file import load_task
-    from fxpipe.task.validation import evaluate
 
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)

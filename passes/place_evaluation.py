@@ -118,10 +118,10 @@ def cheapest(workers: int, units: int, held: Sequence[Held], values: Sequence[Pa
     behind the reader (or the maker) before it. Takes workers x units^2 steps at worst; beginnings that already cost
     more than some placement does are left behind, which mostly leaves few.
     """
-    return _Search(workers, units, held, values, _bound(workers, units, held)).cuts()
+    return _Search(workers, units, held, values, _bound(workers, held)).cuts()
 
 
-def _bound(workers: int, units: int, held: Sequence[Held]) -> int:
+def _bound(workers: int, held: Sequence[Held]) -> int:
     """Bytes of held tensors that move where cuts stand only where owners change; exact if nothing is tied."""
     owners: dict[int, int] = {}
     for tensor in sorted(held, key=lambda t: t.bytes):

@@ -37,7 +37,7 @@ class Units(Pass):
         buffers = {new: placeholders[name] for name, new in program.updates().items()}
         units = _forward([n for n in nodes if info(n).phase == "F"], sources_of(program).cheap, buffers)
         if program.loss_node is not None:
-            _backward([n for n in nodes if info(n).phase == "B"], nodes, len(units), info(program.loss_node).unit)
+            _backward([n for n in nodes if info(n).phase == "B"], nodes, info(program.loss_node).unit)
         for node in nodes:
             record = info(node)
             if record.phase == "B" and not record.module:
@@ -82,7 +82,7 @@ def _last_reader(node: fx.Node) -> int:
     return max([0, *readers])
 
 
-def _backward(backward: list[fx.Node], nodes: list[fx.Node], count: int, last: int) -> None:
+def _backward(backward: list[fx.Node], nodes: list[fx.Node], last: int) -> None:
     unit_of: dict[int, int] = {}
     for node in nodes:
         number = node.meta.get("seq_nr")

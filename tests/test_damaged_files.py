@@ -16,15 +16,15 @@ from traces import written as write_trace
 from written_runs import write_run
 
 import fxpipe
-from fxpipe.costs.measured import MeasuredCosts
-from fxpipe.costs.measured import read as read_node_costs
+from fxpipe.costs.node_costs_file import MeasuredCosts
+from fxpipe.costs.node_costs_file import read as read_node_costs
 from fxpipe.errors import BuildError, FxpipeError
 from fxpipe.ir.program_table import read_table
 from fxpipe.observe.run_comparison import compare
 from fxpipe.observe.run_folder import read_run
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import digest_of
-from fxpipe.planner.build_costs import read_costs
+from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.pipedream import read_profile
 

@@ -96,7 +96,7 @@ def test_the_rule_is_checked() -> None:
         ("fxpipe.plan.spec", "def f():\n    from fxpipe.passes import default_passes", True),
         ("fxpipe.plan.spec", "from fxpipe.passing import nothing", False),
         ("fxpipe.plan.spec", "from fxpipe.errors import FxpipeError", False),
-        ("fxpipe.plan.spec", "from fxpipe.plan.costs import EdgeTiming", False),
+        ("fxpipe.plan.spec", "from fxpipe.plan.cost_records import EdgeTiming", False),
         ("fxpipe.passes.cut", "def f():\n    from fxpipe.cli.output import size", True),
         ("fxpipe.passes.cut", "from passes.fold import remove_dead", True),
         ("fxpipe.passes.cut", "from .fold import remove_dead", True),

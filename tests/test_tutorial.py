@@ -49,7 +49,7 @@ def test_a_terminal_gets_the_same_without_markup() -> None:
 
 
 def test_every_pass_is_walked_through() -> None:
-    from fxpipe.inspection.after import CAPTURE, pass_names
+    from fxpipe.inspection.program_after_pass import CAPTURE, pass_names
 
     page = (TUTORIAL / "README.md").read_text(encoding="utf-8")
     names = re.findall(r"^## Pass \d+: (\w+)$", page, re.M)

@@ -22,7 +22,7 @@ from fxpipe.build.build import Build
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Program, info, unit_name
 from fxpipe.ir.transform import Applied, run_passes
-from fxpipe.plan.costs import WorkerSummary
+from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.planner.cuts import Cuts
 from fxpipe.policy import make as make_policy
 from fxpipe.policy import sees

@@ -30,15 +30,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from fxpipe.costs.measured import NODE_COSTS
+from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError, first_line
 from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.options import changed
 from fxpipe.plan.build_folder import COSTS, ENGINES, PASSES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
-from fxpipe.plan.costs import WorkerSummary
+from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.build_costs import BuildCosts, read_costs
+from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler

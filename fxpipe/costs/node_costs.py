@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fxpipe.costs.measured import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, fingerprint, read
 from fxpipe.costs.node_times import measure
 from fxpipe.errors import BuildError
 from fxpipe.ir.program import Program

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fxpipe.build.build import Build, read_nodes, read_profile
-from fxpipe.costs.measured import NODE_COSTS
+from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
 from fxpipe.plan.build_folder import model_path, read_plan, stale_sources
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.build_costs import BuildCosts, read_costs
+from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.profile import Profile
 from fxpipe.stages.loaded import is_edited
 

@@ -9,8 +9,8 @@ from fxpipe.inspection.subject import Subject
 from fxpipe.observe.record import samples_of
 from fxpipe.policy.recipe import Recipe
 from fxpipe.simulator.forecast import expect
-from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate
 
 MINIBATCHES = 12

@@ -1,6 +1,6 @@
 """What a pass is, and the runner that applies a list of them.
 
-Timing, counting, dumping and verifying are observers of the runner, never code in a pass.
+The runner times and verifies, observers count and dump; none of it is code in a pass.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.build_costs import BuildCosts
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy

@@ -1,4 +1,4 @@
-"""What a compile is asked, as one value; each option is written down here and nowhere else. Imports no torch."""
+"""What a compile is asked, as one value (`fxpipe/task/model_options.py`: how the model is made). Imports no torch."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fxpipe.costs.measured import MeasuredCosts
 from fxpipe.costs.node_costs import node_costs
+from fxpipe.costs.node_costs_file import MeasuredCosts
 from fxpipe.costs.optimizer import OptimizerCosts, optimizer_costs
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions

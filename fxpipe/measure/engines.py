@@ -23,7 +23,7 @@ from fxpipe.engines.attach import check_outputs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
-from fxpipe.plan.costs import EdgeTiming, EngineTime
+from fxpipe.plan.cost_records import EdgeTiming, EngineTime
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.policy.demand import PHASES
 from fxpipe.stages.loaded import load_stages

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpipe.costs.optimizer import STILL
 from fxpipe.costs.timer import Rounds, clock_of, quartile
-from fxpipe.plan.costs import StageTime
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.packing import Layout, Pack
 from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.policy.demand import PHASES, Demand

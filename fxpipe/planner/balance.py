@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpipe.errors import CutError
-from fxpipe.planner.spans import Floats, Maximum, Places, prefix
+from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, prefix
 
 _TOLERANCE = 1e-10  # relative; far below what a clock can measure
 

@@ -10,7 +10,7 @@ import numpy as np
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.search import EPSILON
-from fxpipe.planner.spans import Places
+from fxpipe.planner.sums_over_runs import Places
 
 MODES = ("same", "bidirectional", "three-way")
 

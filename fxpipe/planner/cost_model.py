@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from fxpipe.errors import CutError
 from fxpipe.planner.crossing import Crossing
 from fxpipe.planner.profile import Profile
-from fxpipe.planner.spans import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
+from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, Span, Trim, back, both, front, hull, prefix, total
 from fxpipe.planner.workers import Workers
 
 

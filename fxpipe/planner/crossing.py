@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fxpipe.planner.spans import Floats, Places
+from fxpipe.planner.sums_over_runs import Floats, Places
 
 
 class Crossing:

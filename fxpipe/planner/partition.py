@@ -20,7 +20,7 @@ from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON, Path, bottleneck, fullest, least_bottleneck
-from fxpipe.planner.spans import Places
+from fxpipe.planner.sums_over_runs import Places
 from fxpipe.planner.workers import Workers
 
 BUDGET = 100_000_000  # pairs of cuts that the exact search may look at

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.planner.cost_model import CostModel
-from fxpipe.planner.spans import Floats, Places
+from fxpipe.planner.sums_over_runs import Floats, Places
 
 EPSILON = 1e-9
 """Relative; two plans that differ by less are equally good. Far below what a clock can measure."""

@@ -1,4 +1,4 @@
-"""Policies by name. Only `predict`, `rules`, `learning_rates` and `spike`, which this does not import, need torch."""
+"""Policies by name. Only `optimizers/`, which this does not import, needs torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from fxpipe.errors import PolicyError, near
 from fxpipe.policy.base import Policy, PredictingPolicy
+from fxpipe.policy.copies import copies
 from fxpipe.policy.double_buffer import DoubleBuffer
 from fxpipe.policy.latest import Latest
 from fxpipe.policy.lwp import LinearWeightPrediction
-from fxpipe.policy.memory import copies
 from fxpipe.policy.picture import sees
 from fxpipe.policy.pipeoptim import PipeOptim
 from fxpipe.policy.spectrain import SpecTrain

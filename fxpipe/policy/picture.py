@@ -1,4 +1,4 @@
-"""The picture of a policy under a schedule."""
+"""Draws which weights every action sees under a policy and a schedule."""
 
 from __future__ import annotations
 

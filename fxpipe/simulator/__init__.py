@@ -1,13 +1,13 @@
-"""How long a schedule takes on given workers and links; nothing is computed. Pure Python: no torch.
+"""How long a schedule takes on given workers and links; nothing is computed. Pure Python: no torch but in `of_build`.
 
-model (the inputs) → simulate (the run) → result → timeline (as a picture and for Perfetto). `of_build` and
-`of_partition` make the inputs from a build or a partition; they are not imported here.
+scenario (the inputs) → simulate (the run) → result → timeline (as a picture). `of_build` and `of_partition` make the
+inputs from a build or a partition; they are not imported here.
 """
 
 from __future__ import annotations
 
-from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
 from fxpipe.simulator.result import Simulation, Span, Transfer
+from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
 from fxpipe.simulator.simulate import simulate
 from fxpipe.simulator.timeline import picture
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.build_costs import BuildCosts
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import Recipe, choose
-from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from fxpipe.errors import BuildError
 from fxpipe.plan.packing import Pack
 from fxpipe.plan.spec import Phase, Plan
-from fxpipe.planner.build_costs import BuildCosts
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import PHASES, Demand
 from fxpipe.schedule.action import Action
-from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
 
 _AGAIN = "compile the model again"
 

@@ -13,7 +13,7 @@ from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Workers
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
-from fxpipe.simulator.model import Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
 
 _Key = tuple[int, Phase, int, Phase]
 PARTS = 8
@@ -27,14 +27,14 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     them is made, and waited for when the first of them is needed. Peak memory is that of the planner.
     """
     return Scenario(
-        workers=tuple(_cost(profile, partition, workers, k) for k in range(workers.count)),
+        workers=tuple(_cost(partition, workers, k) for k in range(workers.count)),
         messages=tuple(_Messages(profile, partition).all()),
         replicas=tuple(_replicas(profile, partition, schedule)),
         links=workers.links,
     )
 
 
-def _cost(profile: Profile, partition: Partition, workers: Workers, k: int) -> WorkerCost:
+def _cost(partition: Partition, workers: Workers, k: int) -> WorkerCost:
     load = partition.loads[k]
     update = load.update * workers.microbatches
     backward = load.backward + load.weight + load.recompute

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fxpipe.plan.spec import Phase
 from fxpipe.planner.links import Links
 from fxpipe.simulator.channel import Channel, Direction
-from fxpipe.simulator.model import Message, Scenario
+from fxpipe.simulator.scenario import Message, Scenario
 
 
 class Point(NamedTuple):  # a tuple: read millions of times

@@ -16,8 +16,8 @@ from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, play, read
 from fxpipe.simulator.channel import Channel
-from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.result import Simulation, Span, Transfer
+from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.script import Script, scripts
 
 

@@ -1,1 +1,1 @@
-"""An emitted stage: loaded, called once, and as pure graphs."""
+"""Loads an emitted stage, calls it, turns its parts into pure graphs, and compares values."""

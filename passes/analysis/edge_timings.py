@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.wire import is_recv, is_send
-from fxpipe.plan.costs import EdgeTiming
+from fxpipe.plan.cost_records import EdgeTiming
 from fxpipe.plan.spec import Phase
 
 

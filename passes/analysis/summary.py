@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpipe.ir.aten import viewed
 from fxpipe.ir.program import Program, info, size_of, unit_name
-from fxpipe.plan.costs import WorkerSummary
+from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.plan.spec import PartSpec, Plan
 from fxpipe.policy.demand import Demand
 

@@ -17,11 +17,11 @@ from commands import QUICK, files, fxpipe, fxpipe_process, unchanged
 from fxpipe.cli.model_build import doubts_of
 from model_files import PARAMETERS, write_model
 
-from fxpipe.lowering import agreement
+from fxpipe.lowering import compare_with_eager as agreement
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.costs import StageTime, WorkerSummary
+from fxpipe.plan.cost_records import StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.build_costs import BuildCosts
+from fxpipe.planner.costs_file import BuildCosts
 
 BUILD = {
     "plan.json",

@@ -9,7 +9,7 @@ from commands import fxpipe
 import fxpipe as package
 from fxpipe.engines import ENGINES
 from fxpipe.engines.onnxruntime import OrtEngine
-from fxpipe.lowering import agreement
+from fxpipe.lowering import compare_with_eager as agreement
 
 KEYS = ["fxpipe", "python", "torch", "safetensors", "devices", "transports", "engines", "self-test"]
 

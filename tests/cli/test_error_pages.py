@@ -12,7 +12,7 @@ from commands import QUICK, fxpipe
 from fxpipe.cli import explanations
 
 import fxpipe as api
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.task.model_file import load_task
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from rich.console import Console
 import fxpipe as library
 from fxpipe.inspection.facts import facts
 from fxpipe.inspection.subject import read_subject, subject_of
-from fxpipe.plan.costs import StageTime
+from fxpipe.plan.cost_records import StageTime
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.picture import sight_rows
 from fxpipe.schedule import make as make_schedule

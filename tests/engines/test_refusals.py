@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.errors import BackendError
 from fxpipe.measure import engines as choose
-from fxpipe.plan.costs import EngineTime
+from fxpipe.plan.cost_records import EngineTime
 
 OPERATOR = "aten.grid_sampler_2d_backward.default"
 BATCH = (torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,)))

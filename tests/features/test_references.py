@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import CaptureError
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 
 
 class Holder:

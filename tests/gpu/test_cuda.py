@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import read_trace
 from fxpipe.observe.watch import Watch

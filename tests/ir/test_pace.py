@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 
 

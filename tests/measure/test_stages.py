@@ -19,8 +19,8 @@ from fxpipe.errors import BatchError
 from fxpipe.measure import stages as stage_times
 from fxpipe.measure.stages import measure_stages
 from fxpipe.observe import watch
-from fxpipe.plan.costs import StageTime
-from fxpipe.planner.build_costs import BuildCosts
+from fxpipe.plan.cost_records import StageTime
+from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.runtime.worker import executor
 

@@ -14,7 +14,7 @@ import torch
 
 import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 
 GOLDEN = Path(__file__).parent / "golden"
 CUTS = {"forward_at": ["hidden"], "backward_at": ["head"]}

@@ -22,7 +22,7 @@ import fxpipe
 from fxpipe.errors import VerifyError
 from fxpipe.ir.law import verify
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 

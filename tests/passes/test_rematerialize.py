@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 
 

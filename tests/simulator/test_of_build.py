@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fxpipe.build.build import Build
 from fxpipe.errors import BuildError, PolicyError
-from fxpipe.plan.costs import EdgeTiming, StageTime
+from fxpipe.plan.cost_records import EdgeTiming, StageTime
 from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.mailbox import LocalTransport
 from fxpipe.simulator import simulate
 from fxpipe.simulator.forecast import forecast
-from fxpipe.simulator.model import Scenario
 from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.scenario import Scenario
 
 
 def shifted(microbatches: int = 1, **options: Any) -> Build:

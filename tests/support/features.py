@@ -25,7 +25,7 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.agreement import compare_with_eager, relative_error
+from fxpipe.lowering.compare_with_eager import compare_with_eager, relative_error
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.worker.final_weights import buffer_worker

@@ -53,7 +53,7 @@ def one_after_the_other(runs: Sequence[RunOptions], workers: int, folder: Path) 
     try:
         for process in processes:
             _, err = process.communicate(timeout=60)
-            # The study's warnings (fxpipe.policy.experience) are no errors.
+            # The study's warnings (fxpipe.policy.accuracy_warnings) are no errors.
             errors = [line for line in err.splitlines() if not line.startswith("warning: policy ")]
             assert (process.returncode, errors) == (0, [])
     finally:

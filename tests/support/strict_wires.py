@@ -18,7 +18,7 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.loop import train
+from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.assembly import open_worker

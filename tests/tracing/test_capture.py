@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import CaptureError
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.loaded import load_stages
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.tracing.fake_strides import KernelStrides
 
 aten = torch.ops.aten

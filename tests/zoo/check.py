@@ -24,7 +24,7 @@ from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.agreement import Agreement, Step, compare, compare_with_eager, eager_step
+from fxpipe.lowering.compare_with_eager import Agreement, Step, compare, compare_with_eager, eager_step
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.task.batch import split

@@ -18,7 +18,7 @@ from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_core, even_
 
 import fxpipe
 from fxpipe.ir.program import Program
-from fxpipe.lowering.agreement import compare_with_eager
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 
 QUICK = ("gcn", "vq_vae", "squeezenet1_1", "gpt2", "retinanet_resnet50_fpn")

@@ -16,7 +16,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
-from fxpipe.runtime.wires.trace import WorkerTrace, write_trace
+from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import every

@@ -27,13 +27,13 @@ from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.loop import train
 from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
+from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, send_trace, write_trace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires, peer_errors
-from fxpipe.runtime.wires.trace import WorkerTrace, receive_trace, send_trace, write_trace
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
@@ -87,7 +87,7 @@ def join(
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
-    device = _device(plan.device, local_workers)
+    device = _device(plan.device)
     with peer_errors(rank):
         dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
@@ -293,7 +293,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _device(name: str, local_workers: int) -> torch.device:
+def _device(name: str) -> torch.device:
     if name != "cuda":
         return torch.device(name)
     if not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from fxpipe.observe.run_folder import FORMAT, RUN
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
-from fxpipe.planner.build_costs import read_costs
+from fxpipe.planner.costs_file import read_costs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.simulator.forecast import expect
@@ -35,8 +35,8 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is all of the worker's training, `spent`
     its parts: they add up to it; `evaluate` is what evaluations took in addition, while it trained. `took` is what its
     forwards, its backwards without updates, and its updates took with all that is in them but waits and receives:
-    what the plan calls so (see `fxpipe.plan.costs.StageTime`). `waits` says what was waited for and from whom, `fill`
-    how much of it before the first backward. `staleness` is there if it was logged (see `StalenessLog.summary`).
+    what the plan calls so (see `fxpipe.plan.cost_records.StageTime`). `waits` says what was waited for and from whom,
+    `fill` how much of it before the first backward. `staleness` is there if it was logged (see `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
     if log is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fxpipe.policy.experience import warning
+from fxpipe.policy.accuracy_warnings import warning
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.stages.loaded import LoadedEvaluation, LoadedStage

@@ -14,7 +14,7 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.worker.checkpoint import Checkpoint
-from fxpipe.runtime.worker.initialise import initialised
+from fxpipe.runtime.worker.model_initial_values import initialised
 from fxpipe.task.hooks import TrainingTask
 
 AGAIN = "compile the model again: fxpipe compile MODEL -o BUILD"

@@ -10,7 +10,7 @@ from fxpipe.passes.analysis.edge_timings import edge_timings
 
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.wire import is_recv, is_send
-from fxpipe.plan.costs import EdgeTiming
+from fxpipe.plan.cost_records import EdgeTiming
 
 LINE = re.compile(
     r'^    (?:(?P<sends>comm\.send)|\w+ = (?P<receives>comm\.recv))\("(?P<name>[^"]+)"|^    \w+ = (?!comm)', re.M

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.build_folder import COSTS
-from fxpipe.plan.costs import EdgeTiming, EngineTime, StageTime, WorkerSummary
+from fxpipe.plan.cost_records import EdgeTiming, EngineTime, StageTime, WorkerSummary
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.setting import MOMENTUM

@@ -15,7 +15,7 @@ from small_models import CASES, Case
 from torch import nn
 
 from fxpipe.build.build import Build
-from fxpipe.lowering.agreement import Agreement, compare_with_eager, relative_error
+from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, relative_error
 
 
 @pytest.mark.parametrize(("name", "workers", "shift", "microbatches"), covering(CASES, [2, 3, 4], [-1, 0, 1], [1, 2]))

@@ -202,7 +202,7 @@ class _Watched:
 
 def _chosen(folder: Path) -> tuple[str | None, tuple[tuple[int, int, int], ...]]:
     """The kind of the cuts that the planner chose, and what they compute again; (None, ()) for pinned ones."""
-    from fxpipe.planner.build_costs import read_costs
+    from fxpipe.planner.costs_file import read_costs
 
     costs = read_costs(folder)
     if costs is None or not costs.partitions:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fxpipe.policy import default_for
-from fxpipe.policy.experience import LOST, WORTH_A_WARNING, warning
+from fxpipe.policy.accuracy_warnings import LOST, WORTH_A_WARNING, warning
 from fxpipe.schedule import Async
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "accuracy" / "result.json"

@@ -14,7 +14,7 @@ from fxpipe.passes.cost import Cost
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
 
-from fxpipe.costs.measured import MeasuredCosts, device_name, fingerprint, read
+from fxpipe.costs.node_costs_file import MeasuredCosts, device_name, fingerprint, read
 from fxpipe.errors import BuildError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
@@ -84,7 +84,7 @@ def test_costs_do_not_change_the_fingerprint() -> None:
 SCRIPT = """
 import sys
 sys.path[:0] = [{support!r}, {tests!r}]
-from test_measured import fingerprint, folded
+from test_node_costs_file import fingerprint, folded
 print(fingerprint(folded("function"), "cpu: x", 1))
 """
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fxpipe.inspection.code import print_stage
+from fxpipe.inspection.print_stage import print_stage
 
 SOURCE = (
     '"""A stage."""\n\nimport torch\n\n\ndef forward(weights, buffers, batch, comm):\r\n'

@@ -13,7 +13,7 @@ from model_files import write_model
 
 import fxpipe as api
 from fxpipe.errors import BuildError, CutError, FxpipeError
-from fxpipe.inspection.after import after, pass_names
+from fxpipe.inspection.program_after_pass import after, pass_names
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition
 from fxpipe.task.model_file import load_task, source_digests
