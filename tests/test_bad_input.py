@@ -387,6 +387,7 @@ def test_a_metrics_file_that_cannot_be_written(home: Path, build: Path) -> None:
 # Workers
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker(home: Path, build: Path, victim: int) -> None:
@@ -408,6 +409,7 @@ def test_a_killed_worker(home: Path, build: Path, victim: int) -> None:
     assert [p.name for p in (home / "out").iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_ctrl_c(home: Path, build: Path) -> None:
     process = start_module("fxpipe", "run", "build", *ENDLESS, "--json", "--out", home / "out")

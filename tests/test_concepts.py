@@ -199,6 +199,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 # Pictures
 
 
+@pytest.mark.slow
 def test_the_pictures_are_what_fxpipe_draws(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(PICTURES / "make.py"), str(tmp_path)], check=True)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

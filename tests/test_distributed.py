@@ -95,6 +95,7 @@ FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("workers", "runs"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_every_policy_distributed_equals_local(

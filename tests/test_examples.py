@@ -28,6 +28,7 @@ def test_digits_reaches_its_accuracy(tmp_path: Path) -> None:
     assert summary["evaluation"]["accuracy"] > 0.95
 
 
+@pytest.mark.slow
 def test_gpt_compiles_for_four_workers_with_distinct_cuts(tmp_path: Path) -> None:
     pins = [f"--fp-cut=blocks.{i}" for i in (2, 4, 6)] + [f"--bp-cut=blocks.{i}" for i in (1, 4, 7)]
     verified = compiled("gpt.py", tmp_path / "build", "-n", "4", "--cost", "analytic", *pins)

@@ -97,6 +97,7 @@ def test_an_earlier_export_is_replaced_and_a_foreign_folder_is_not(said: dict[st
         assert file["bytes"] == sum(len(content or b"") for content in both)
 
 
+@pytest.mark.slow
 def test_a_model_file_is_compiled_first(folder: Path, tmp_path: Path) -> None:
     with unchanged(folder):
         arguments = ("-n", 3, "--fp-cut", "blocks.1", "--fp-cut", "blocks.3", "--cost", "analytic", "--opset", 18)
@@ -223,6 +224,7 @@ def trained(folder: Path) -> Path:
     return folder / "out" / "model.safetensors"
 
 
+@pytest.mark.slow
 def test_trained_weights_for_inference(folder: Path, trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "onnx"
     result = fxpipe("export", folder / "build", "-o", out, "--inference", "--trained", trained, "--json")

@@ -89,6 +89,7 @@ print(fingerprint(folded("function"), "cpu: x", 1))
 """
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
     tests = Path(__file__).parent
     script = SCRIPT.format(support=str(tests.parent / "support"), tests=str(tests))

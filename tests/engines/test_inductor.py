@@ -89,6 +89,7 @@ def test_stage_is_eager(build: Build) -> None:
             close(given.run(engine).flat(), given.run(stage.backward).flat())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_outputs_are_new_and_laid_out() -> None:
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -155,6 +156,7 @@ def test_cache_is_used(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.name for p in kept.parent.iterdir()] == [kept.name]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_bad_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = matrices()

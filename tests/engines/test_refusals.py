@@ -59,6 +59,7 @@ def reasons(times: tuple[EngineTime, ...]) -> dict[str, str]:
     return {t.part: t.reason for t in times if t.engine == "onnxruntime"}
 
 
+@pytest.mark.slow
 def test_an_operator_that_onnx_lacks_is_named_with_its_module(tmp_path: Path) -> None:
     needs("onnxruntime")
     from fxpipe.errors import ExportError

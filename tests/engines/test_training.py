@@ -46,6 +46,7 @@ def on_onnxruntime(name: str, microbatches: int, shift: int) -> Build:
     return lowered(name, microbatches, workers=3, backend="onnxruntime", **cuts(CASES[name], 3, shift))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "microbatches", "schedule", "policy"),
     [

@@ -51,6 +51,7 @@ def vectors(rows: int = 4, width: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, width), torch.randn(rows, 1)
 
 
+@pytest.mark.slow
 def test_a_chain_for_every_batch_size(tmp_path: Path) -> None:
     case = CASES["unet"]
     model, batch = case.make(), case.batch(4)
@@ -127,6 +128,7 @@ def test_recurrent_layers(tmp_path: Path) -> None:
     assert [{name.split(".")[0] for name in stage.weights} for stage in made.stages] == [{"first"}, {"second"}]
 
 
+@pytest.mark.slow
 def test_each_stage_holds_what_its_forward_reads(tmp_path: Path) -> None:
     """A tied weight as well: once in each file whose stage reads it."""
     case = CASES["gpt-dropout"]
@@ -191,6 +193,7 @@ class Structured(nn.Module):
         return Named(scores, [hidden, pair[0]]), scores, loss
 
 
+@pytest.mark.slow
 def test_nested_inputs_and_outputs_get_names_and_the_loss_is_left_out(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model((batch["x"], batch["x"]), 2.0, more={"shift": batch["s"]}, labels=batch["y"])[2]
@@ -241,6 +244,7 @@ def test_the_model_is_as_it_was(tmp_path: Path) -> None:
     np.testing.assert_allclose(serve(tmp_path, made, batch[0])[0], model(batch[0])["x"].detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_no_file_can_hold_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.export.inference.stages.ROOM", 2**31)
     made = export_inference(nn.Linear(6, 1), regression, vectors(), tmp_path)
@@ -348,6 +352,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
         export_inference(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)), regression, vectors(), tmp_path, plan=plan)
 
 
+@pytest.mark.slow
 def test_wrong_numbers_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.export.inference.check.tolerance", lambda dtypes: -1.0)
     with pytest.raises(ExportError, match="differs from the model's own"):

@@ -63,6 +63,9 @@ class Made:
         return onnx.load(self.path)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     torch.manual_seed(0)

@@ -327,6 +327,7 @@ def dropped(tmp_path: Path) -> Tensor:
     return batch
 
 
+@pytest.mark.slow
 def test_masks_are_inputs_and_an_edit_is_exported(tmp_path: Path) -> None:
     batch = dropped(tmp_path)
     path = tmp_path / "build" / "stage_0.py"

@@ -321,6 +321,7 @@ def searched(examples: int, derandomize: bool) -> settings:
     )
 
 
+@pytest.mark.slow
 @searched(10, derandomize=True)
 @given(rows=ROWS, seed=st.integers(0, 10**6))
 def test_random_models(rows: list[Row], seed: int) -> None:

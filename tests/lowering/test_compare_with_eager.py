@@ -18,7 +18,9 @@ from fxpipe.build.build import Build
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, relative_error
 
 
-@pytest.mark.parametrize(("name", "workers", "shift", "microbatches"), covering(CASES, [2, 3, 4], [-1, 0, 1], [1, 2]))
+@pytest.mark.parametrize(
+    ("name", "workers", "shift", "microbatches"), covering(CASES, [2, 3, 4], [-1, 0, 1], [1, 2], strength=1)
+)
 def test_stages_agree_with_eager(name: str, workers: int, shift: int, microbatches: int) -> None:
     case, model, _ = captured(name, microbatches)
     where = cuts(case, workers, shift)

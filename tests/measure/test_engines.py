@@ -96,6 +96,7 @@ def of(build: Build, engine: str) -> list[EngineTime]:
     return [t for t in build.costs.engines if t.engine == engine]
 
 
+@pytest.mark.slow
 def test_the_fastest_that_agrees_is_taken(chosen: Callable[..., Build]) -> None:
     build = chosen("quick", "slow", "wrong", "crashing", "absent", "unable")
     assert {t.part for t in of(build, "eager")} == {f"stage_{k}.{f}ward" for k in (0, 1) for f in ("for", "back")}

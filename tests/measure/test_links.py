@@ -69,6 +69,7 @@ def test_pairs_that_are_alike_are_sampled() -> None:
     assert len(pairs_to_measure(11, "nccl")) == 110, "devices are linked differently"
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_process_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -87,6 +88,7 @@ def test_a_test_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert mine(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:

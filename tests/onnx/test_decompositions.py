@@ -661,11 +661,13 @@ NAMES = sorted(CASES)
 GROUPS = [NAMES[i::16] for i in range(16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(GROUPS)))])
 def test_onnxruntime_gives_what_aten_gives(group: int) -> None:
     check({name: CASES[name] for name in GROUPS[group]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [-1, 5])
 def test_an_index_out_of_range_raises(index: int) -> None:
     places = torch.tensor([0, index, 2])

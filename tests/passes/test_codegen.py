@@ -43,6 +43,7 @@ def test_the_golden_stages_agree_with_eager() -> None:
     assert compare_with_eager(made, model, golden_model.loss, golden_model.batch()).largest < 1e-6
 
 
+@pytest.mark.slow
 def test_another_process_emits_the_same_bytes() -> None:
     """Hash seeds and import order must not show."""
     _, made = build()

@@ -338,6 +338,7 @@ def digits() -> tuple[nn.Module, Any, list[Any]]:
     return model, names["loss"], [batch for _ in range(2) for batch in data][:60]
 
 
+@pytest.mark.slow
 def test_how_far_the_mixture_is_from_the_exact_norm(seen: Seen) -> None:
     """The U-Net of `examples/digits.py` on four workers, 60 minibatches from scratch, nearly all of them clipped.
 

@@ -122,6 +122,7 @@ def test_without_the_option_nothing_is_kept(toy: Any, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metrics.jsonl", "model.safetensors", "run.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [run_local, pytest.param(launch, marks=pytest.mark.multiproc)])
 def test_a_trace_that_cannot_be_written_costs_nothing_else(toy: Any, tmp_path: Path, how: Any, capfd: Any) -> None:
     built = toy(forward=(0, 1), backward=(0, 1))

@@ -74,6 +74,7 @@ def test_what_is_moved(built: tuple[Task, Build]) -> None:
     assert all(move.source != move.reader for move in moves(plan))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_it_is_eager_on_the_state_after_the_step(built: tuple[Task, Build], home: Path, tmp_path: Path) -> None:
     """Local and over processes, for every kind of schedule; and training is the same without it."""

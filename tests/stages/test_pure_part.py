@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cached import captured, cuts, lowered
+from covering import a_few_quick
 from random_cuts import random_cuts
 from small_models import CASES
 from torch import Tensor
@@ -65,7 +66,7 @@ def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(f, e) and f.stride() == e.stride() for f, e in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", a_few_quick(sorted(CASES), "conv", "gpt", "checkpoint"))
 def test_parts_equal_the_emitted_code(name: str) -> None:
     """Operator by operator a part is the emitted function; so is the trimmed part with the rest put back."""
     build = lowered(name, workers=3, cuts=random_cuts(name, 3, 1))
@@ -178,6 +179,7 @@ def test_a_part_that_passes_values_on_needs_no_engine() -> None:
             assert {o.kind for o in inner.outputs} <= {o.kind for o in part.outputs}
 
 
+@pytest.mark.slow
 def test_the_cache_knows_constants_by_their_values(tmp_path: Path) -> None:
     """An edit of a literal changes nothing but a constant; what an engine made before must not be used."""
     build = lowered("gpt", workers=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -25,3 +25,8 @@ def covering(*axes: Collection[Any], strength: int = 2) -> list[Any]:
         left -= parts[best]
     slow = pytest.mark.slow
     return [pytest.param(*c, marks=() if i in quick else slow) for i, c in enumerate(combinations)]
+
+
+def a_few_quick(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """All values, as parameters of a test; all but the `quick` ones are marked slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]

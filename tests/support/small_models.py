@@ -248,7 +248,7 @@ CASES = {
         Case("gpt-dropout", lambda: GPT(dropout=0.2), _next_token, _tokens, ("tok", *BLOCKS, "head")),
         Case("conv", ConvNet, _classify, _images, (*LAYERS, "pool", "head")),
         Case("unet", UNet, _classify, _images, ("stem", "down1", "down2", "middle", "up1", "up2", "head")),
-        Case("lstm", ResidualLSTM, _classify, lambda n: (torch.randint(0, 17, (n, 5)), torch.randint(0, 5, (n,))),
+        Case("lstm", ResidualLSTM, _classify, lambda n: (torch.randint(0, 17, (n, 3)), torch.randint(0, 5, (n,))),
              ("embed", *LAYERS, "head")),
         Case("function", OwnFunction, _classify, _vectors, (*LAYERS, "layers.4", "layers.5", "head")),
         Case("checkpoint", Checkpointed, _classify, _vectors, ("first", *BLOCKS, "head")),

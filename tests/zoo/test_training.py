@@ -26,6 +26,7 @@ MORE = ("dlrm", "capsnet", "fourier_operator", "conv_lstm", "timm_lcnet")
 QUICK_CORE = ("gpt2", "unet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_zoo(name: str) -> None:
     entry = ZOO[name]
