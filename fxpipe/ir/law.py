@@ -91,7 +91,7 @@ def _captured(program: Program) -> None:
         if info(node).phase == "B":
             seen_backward = True
         elif seen_backward:
-            _fail(program, node, f"{node} is forward, but stands after backward began")
+            _fail(program, node, f"{node} is forward, but comes after backward began")
 
 
 def _folded(program: Program) -> None:
@@ -171,7 +171,7 @@ def _wired(program: Program) -> None:
                 _fail(
                     program,
                     node,
-                    f"{node} is in {record.phase} of worker {record.worker}, its edge does not",
+                    f"{node} is in {record.phase} of worker {record.worker}, its edge is not",
                 )
             val = node.meta["val"]
             if tuple(val.shape) != edge.tensor.shape or str(val.dtype) != f"torch.{edge.tensor.dtype}":

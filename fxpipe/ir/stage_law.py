@@ -91,7 +91,8 @@ def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: 
                     f"{function.name} reads {name.id}, which is no argument, and which no line before defines",
                     where=f"{stage.file}:{name.lineno}",
                 )
-        known = known - {n.id for n in names if isinstance(n.ctx, ast.Del)} | set(_defined(statement))
+        known.difference_update(n.id for n in names if isinstance(n.ctx, ast.Del))
+        known.update(_defined(statement))
         for call in ast.walk(statement):
             match call:
                 case ast.Call(ast.Attribute(ast.Name("comm"), end), [ast.Constant(edge), *_]):

@@ -153,7 +153,7 @@ def with_text(old: str, new: str) -> Callable[[Program], Program]:
 
 BROKEN: list[tuple[Level, Callable[[Program], Program | None], str]] = [
     (Level.CAPTURED, no_record, "has no record"),
-    (Level.CAPTURED, forward_after_backward, "is forward, but stands after backward began"),
+    (Level.CAPTURED, forward_after_backward, "is forward, but comes after backward began"),
     (Level.CAPTURED, lambda p: dataclasses.replace(p, batch=()), "placeholders and tables differ"),
     (Level.CAPTURED, lambda p: replaced_outputs(p, *p.outputs[1:]), "the output tuple and its table differ in length"),
     (Level.CAPTURED, no_loss, "exactly one loss"),
