@@ -21,6 +21,7 @@ Every check is one linear walk. A failure is a defect of a pass: the error shows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from torch import fx
@@ -36,21 +37,9 @@ from fxpipe.ir.wire import is_recv, is_send
 def verify(program: Program) -> None:
     """Raise VerifyError if the program breaks the law of its level."""
     program.graph.lint()
-    _captured(program)
-    if program.level >= Level.FOLDED:
-        _folded(program)
-    if program.level >= Level.NUMBERED:
-        _numbered(program)
-    if program.level >= Level.COSTED:
-        _costed(program)
-    if program.level >= Level.PLACED:
-        _placed(program)
-    if program.level >= Level.WIRED:
-        _wired(program)
-    if program.level >= Level.SPLIT:
-        check_split(program)
-    if program.level >= Level.EMITTED:
-        check_emitted(program)
+    for level, check in _LAWS.items():
+        if level <= program.level:
+            check(program)
 
 
 def _fail(program: Program, node: fx.Node, what: str) -> NoReturn:
@@ -187,3 +176,15 @@ def _wired(program: Program) -> None:
                 _fail(program, node, f"{source} → {node} crosses workers without a Send/Recv pair")
     if gap := first_gap(program):
         raise VerifyError(f"nothing makes {gap.phase} of worker {gap.dst} wait for {gap.phase} of worker {gap.src}")
+
+
+_LAWS: dict[Level, Callable[[Program], None]] = {
+    Level.CAPTURED: _captured,
+    Level.FOLDED: _folded,
+    Level.NUMBERED: _numbered,
+    Level.COSTED: _costed,
+    Level.PLACED: _placed,
+    Level.WIRED: _wired,
+    Level.SPLIT: check_split,
+    Level.EMITTED: check_emitted,
+}
