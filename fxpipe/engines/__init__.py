@@ -1,6 +1,6 @@
 """Engines that run the parts of stages: eager PyTorch (the emitted code itself), onnxruntime, inductor.
 
-Imports no torch, so that the command line knows the names at once.
+Imports no torch, so that the command line can name them at once.
 """
 
 from __future__ import annotations

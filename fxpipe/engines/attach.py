@@ -36,7 +36,7 @@ def equip(
         cache: a folder for what the engines build.
 
     Raises:
-        BackendError: an engine is not there for this device, or cannot run the part.
+        BackendError: an engine is not available for this device, or cannot run the part.
     """
     if engines == ("eager", "eager"):
         return stage
@@ -121,7 +121,7 @@ def check_outputs(
     """The largest relative error.
 
     Args:
-        exact: the outputs in float64; asked where an error is beyond the limit.
+        exact: gives the outputs in float64; called if an error is above the limit.
 
     Raises:
         BackendError: it is more than rounding (`fxpipe.stages.compare`).

@@ -32,7 +32,7 @@ class Engine(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """What else than the part decides what is built: versions of the engine and of what feeds it."""
+        """What decides what is built, besides the part: versions of the engine and of the packages that feed it."""
 
     def describe(self) -> str:
         """For `fxpipe doctor`: versions, and what the engine runs on."""
@@ -43,7 +43,7 @@ class Engine(ABC):
         """Make the part ready to run with the process's present number of threads.
 
         Args:
-            cache: a file or folder of this part, this engine and this version alone: read if it is there, else written
+            cache: a file or folder for this part, engine and version only: read if it is there, else written
                 (whole or not at all). None keeps nothing.
 
         Returns:
@@ -69,7 +69,7 @@ class EnginePart(PureFunction):
 
         Args:
             cache: the folder for what engines build.
-            say: is told when the engine has to build what the cache does not hold.
+            say: called with a line of text if the engine has to build what the cache does not hold.
 
         Raises:
             BackendError: the engine cannot run the part.
@@ -107,7 +107,7 @@ def kept_as(part: PurePart, engine: Engine) -> str:
     digest = hashlib.sha256(f"{engine.version()}\n{_own_code()}\n{part.device}\n".encode())
     digest.update(f"{part.graph.code}\n{part.inputs}\n{part.outputs}\n".encode())
     for node in part.graph.graph.nodes:
-        if node.op == "get_attr":  # a constant: the code has its name alone
+        if node.op == "get_attr":  # a constant: the code has only its name
             constant = getattr(part.graph, node.target).detach().cpu().contiguous()
             digest.update(f"{node.target} {constant.dtype} {list(constant.shape)}\n".encode())
             digest.update(constant.flatten().view(torch.uint8).numpy().tobytes())
@@ -116,7 +116,7 @@ def kept_as(part: PurePart, engine: Engine) -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """A digest of the code between a part and what engines make of it: what an older one made must not be used."""
+    """A digest of the code that turns a part into what engines run: what older code built must not be used."""
     root = Path(__file__).parents[1]
     files = [file for room in ("stages", "onnx", "engines") for file in (root / room).rglob("*.py")]
     files.append(root / "plan" / "packing.py")

@@ -74,7 +74,7 @@ class InductorEngine(Engine):
         return _Compiled(function, layouts, results)
 
     def _situation(self, device: str) -> str:
-        """What compiled code is good for, in addition to `version`."""
+        """What compiled code depends on, besides the part: `version`, device and number of threads."""
         index = torch.cuda.current_device() if torch.device(device).type == "cuda" else "cpu"
         return f"{self.version()}, {index}, {torch.get_num_threads()} threads"
 
@@ -99,14 +99,14 @@ class InductorEngine(Engine):
             ) from error
         function: Callable[..., Any] = made
         if cache is not None and _save(made, folder, cache, file):
-            # As the next process will have it.
+            # From the cache, as the next process will load it.
             return _load(part.device, cache, file) or function
         weakref.finalize(function, shutil.rmtree, folder, ignore_errors=True)
         return function
 
 
 class _Compiled:
-    """Compiled code between inputs of any strides and outputs of the promised ones."""
+    """Compiled code that takes inputs of any strides and gives outputs of the promised strides."""
 
     __slots__ = ("_function", "_inputs", "_outputs", "_shared", "_strides")
 
@@ -150,7 +150,7 @@ def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> frozenset[i
 
 
 def _for_layouts(part: PurePart, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> fx.GraphModule:
-    """The graph with inputs and outputs in other strides than it was traced with, where these have gaps."""
+    """The graph for inputs and outputs without gaps: in other strides than it was traced with, if those have gaps."""
     graph = copy_graph(part.graph.graph)
     for node in graph.nodes:
         node.meta.clear()  # the strides it was traced with
@@ -182,7 +182,7 @@ def _load(device: str, cache: Path, file: str) -> Callable[..., Any] | None:
 
             loaded: Callable[..., Any] = CompiledArtifact.load(path=str(cache / file), format="binary")
             return loaded
-    except Exception:  # damaged: it is built anew
+    except Exception:  # damaged: it is built again
         return None
 
 
@@ -191,7 +191,7 @@ def _save(made: Any, folder: Path, cache: Path, file: str) -> bool:
     try:
         made.save(path=str(folder / file), format="binary")
         if cache.is_dir():
-            # A folder cannot replace one that holds files: the damaged one steps aside first.
+            # A folder cannot replace one that holds files: the damaged one is moved aside first.
             aside = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
             os.replace(cache, aside)
             shutil.rmtree(aside, ignore_errors=True)
@@ -215,7 +215,7 @@ def _temporary(cache: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _quiet(device: str, folder: Path) -> Iterator[None]:
-    """Inductor at work in this process alone, without a word, with all that it writes in `folder`."""
+    """Inside, inductor works in this process alone, prints nothing, and writes only into `folder`."""
     import torch._inductor.config as config
     from torch._functorch import config as functorch
     from torch._inductor import cpu_vec_isa
@@ -250,7 +250,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _machine() -> str:
-    """Code is made for this very processor, and this very device."""
+    """This processor and this device: code is made for exactly these."""
     known: list[Any] = []
     with contextlib.suppress(AttributeError, RuntimeError):
         known += sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if "num_" not in k)

@@ -61,7 +61,7 @@ class OrtEngine(Engine):
             if model is not None:
                 return Session(part, model)
         except BackendError:
-            pass  # a file that was cut short: made anew
+            pass  # a truncated file: it is made again
         rows: tuple[PartInput | PartOutput, ...] = (*part.inputs, *part.outputs)
         odd = [f"{r.kind} {r.name} is {r.tensor.dtype}" for r in rows if r.tensor.dtype not in _TYPES]
         if odd:
@@ -82,7 +82,7 @@ class OrtEngine(Engine):
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of the cache so that no process ever sees half of it; where nothing can be written, nothing is."""
+    """Write a file of the cache so that no process ever sees half of it; if it cannot be written, do without."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         try:
@@ -250,7 +250,7 @@ class _BoundTensor:
         self.bound: int | None = None
 
     def fits(self, value: Tensor) -> bool:
-        """Whether the memory is as it should be though strides differ: those of single elements say nothing."""
+        """Whether the memory layout is right although strides differ: the stride of an axis of size 1 says nothing."""
         return all(
             a == b for a, b, size in zip(value.stride(), self.stride, self.layout.shape, strict=True) if size != 1
         )

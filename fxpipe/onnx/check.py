@@ -1,4 +1,4 @@
-"""Does a model compute in onnxruntime what it should? Its outputs against tensors that are known to be right."""
+"""Runs a model's file in onnxruntime: its outputs can then be compared with tensors that are known to be right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckedSession:
     """A model's file, checked and loaded into onnxruntime on the CPU, to be run more than once.
 
     Raises:
-        ExportError: the file is not a valid model, or onnxruntime does not take it.
+        ExportError: the file is not a valid model, or onnxruntime cannot load it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -38,7 +38,7 @@ def convert(
         module: functional ATen calls; every tensor it reads is a placeholder, its output a tuple of tensors.
         examples: a tensor for each placeholder; shape, strides and dtype count, not values. May be fake.
         input_names: a name for each placeholder. One that nothing reads stays an input of the model.
-        output_names: a name for each output. An input or a value put out twice is copied.
+        output_names: a name for each output. An output that is an input, or occurs twice, is copied.
         opset: the version of ONNX's operators.
         optimize: fold constants and remove what is superfluous.
 
@@ -72,7 +72,7 @@ def convert_exported(
         optimize: fold constants and remove what is superfluous.
     """
     with quiet():
-        # ATen's own backward kernels and the like: those of the user's composite calls go to torch.onnx as they are.
+        # Only ATen's own backward kernels and the like; the user's composite calls go to torch.onnx as they are.
         program = program.run_decompositions(dict(decomposition_table()))
         check_operators(program.graph_module)
         return _to_onnx(program, input_names, output_names, opset=opset, optimize=optimize, dynamic=dynamic)
@@ -137,7 +137,7 @@ def _check_counts(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch.onnx has to say about itself."""
+    """Inside, torch.onnx neither warns nor logs anything below an error."""
     loggers = [logging.getLogger(n) for n in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     loggers += [
         found

@@ -1,4 +1,4 @@
-"""A graph in operators that ONNX has, or a refusal that names every operator that it lacks and where it is called."""
+"""A graph in operators that ONNX has, or a refusal that names each operator that ONNX lacks, and where it is called."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decompose(
 
 
 class _OnCpu(fx.Interpreter):
-    """Runs a module on the CPU whatever device it names, free of strides, and passes places on to what is traced."""
+    """Runs a module on the CPU whatever device it names, without strides, and passes places on to what is traced."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -91,7 +91,7 @@ class _OnCpu(fx.Interpreter):
 
 @functools.cache
 def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
-    """Torch's decompositions of what torch.onnx lacks, and ours before them."""
+    """Torch's decompositions of what torch.onnx lacks; ours take precedence."""
     table: dict[OpOverload, Callable[..., Any]] = {}
     for overload, function in [
         *torch.export.default_decompositions().items(),

@@ -62,8 +62,8 @@ def program_of(
 
     Args:
         inputs: what each placeholder is.
-        results: what the graph puts out.
-        part_of: the program whose open sizes it has; all sizes are fixed where None.
+        results: the graph's outputs.
+        part_of: the program whose open sizes it has; if None, all sizes are fixed.
     """
     outputs = [
         OutputSpec(

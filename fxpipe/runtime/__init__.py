@@ -1,15 +1,16 @@
-"""What happens at run time: `wires/` (messages), `worker/` (one worker's part), `process/` (the processes around them).
+"""Running a build: `wires/` (messages), `worker/` (one worker), `process/` (the processes that hold the workers).
 
-`options` says how a run goes; every layer passes it on whole. In the order of a run:
+`options` holds the options of a run; every layer passes them on whole. In the order of a run:
 
-- `process/launch` starts a `process/child` for each worker, which does what `process/rank` says; or
-  `process/local_run` trains all workers in this process, with `process/local`.
-- `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (`checkpoint`, `initialise`),
-  `weights` with its `update` (`gradients`, `clip`), `executor`.
-- `process/loop`, or `local` for all workers in turn, gives the executor one action after the other. It reads weights
-  (`pending_reads`: which will be read again; `predictions`), calls emitted code (`stage_code`), and sends and receives
-  over a `wires/transport`: `mailbox` in one process, `distributed` between processes, by its `addresses`.
+- `process/launch` starts a `process/child` for each worker, which runs `process/rank`; or `process/local_run` trains
+  all workers in this process, with `process/local`.
+- `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or
+  `model_initial_values`), `weights` with its `update` (`gradients`, `clip`), `executor`.
+- `process/training_loop`, or `local` for all workers in turn, gives the executor one action after the other. The
+  executor reads weights (`pending_reads`: which will be read again; `predictions`), calls emitted code (`stage_code`),
+  and sends and receives over a `wires/transport`: `mailbox` in one process, `distributed` between processes, by its
+  `addresses`.
 - Between two actions, and at the end, `worker/evaluator` evaluates (`evaluation_data`; `process/local_evaluation` or
-  `process/distributed_evaluation`; `wires/moves`: tensors that it reads elsewhere).
-- `worker/final_weights`, `wires/trace` (`clocks`) and `process/run_summary` write what the run leaves.
+  `process/distributed_evaluation`; `wires/moves`: the tensors that it reads from other workers).
+- `worker/final_weights`, `wires/collect_trace` (`clocks`) and `process/run_summary` write the results of the run.
 """

@@ -1,6 +1,6 @@
 """The options of a run: plain data that every layer passes on whole, and that travels to worker processes.
 
-A field made by `option` is a flag of `fxpipe run`, too, where `cli/run.py` names it. Imports no torch.
+A field made by `option` is also a flag of `fxpipe run` if `cli/run.py` names it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PipelineOptions:
     Attributes:
         schedule: its name; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
-        clip_norm: scale the gradients of all workers together to this norm where theirs is greater; None does not clip.
+        clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
         log_staleness: compare the weights that forwards use with those that their updates change.
         backend: the engine of all stages; None or 'auto' means those of the build.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
@@ -69,22 +69,22 @@ class RunOptions(PipelineOptions):
         build: the build directory.
         model_file: the user's file; None means the one the plan names.
         steps, epochs: how long; one epoch if neither is given.
-        eval_every: evaluate after every so many steps, too; None evaluates the trained weights alone.
+        eval_every: evaluate after every so many steps, too; None evaluates only the trained weights.
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         tensorboard: the folder for TensorBoard's event files; None writes none.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
         threads: CPU threads of a worker; None shares the cores among the local workers.
         progress: show progress on stderr.
-        exchange: set by `launch`: the folder in which workers leave errors and the summary for it.
+        exchange: set by `launch`: the folder in which workers leave their errors and the summary.
     """
 
     build: str
     model_file: str | None = option(
         None, "--model", path="file", help="The model file, if it has moved since the compile."
     )
-    steps: int | None = option(None, "--steps", minimum=1, help="Train so many minibatches. [default: one epoch]")
+    steps: int | None = option(None, "--steps", minimum=1, help="Number of minibatches to train. [default: one epoch]")
     epochs: int | None = option(
-        None, "--epochs", minimum=1, help="Go so often through train_data(), if it has a length."
+        None, "--epochs", minimum=1, help="Number of passes through train_data(), if it has a length."
     )
     eval_every: int | None = option(
         None,

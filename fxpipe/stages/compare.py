@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 FLOOR = 1e-3
-"""Errors are relative to the tensor's norm, or to this part of what is usual among its peers, if that is more."""
+"""Errors are relative to the tensor's norm, or to this fraction of what is usual among its peers, if that is larger."""
 
 FLOOR_OF_SUMS = 1e-2
-"""The same for gradients: where terms cancel, as in that of a bias before a batch norm, only rounding is left."""
+"""The same for gradients: if terms cancel, as in that of a bias before a batch norm, only rounding is left."""
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-1}
-"""The largest relative error that is no mistake, by the coarsest type of the values; `EXACT` for all others."""
+"""The largest relative error that counts as rounding, by the coarsest of the values' dtypes; else `EXACT`."""
 
 EXACT = 1e-4
 
@@ -24,7 +24,7 @@ HUGE = 1e3
 """Elements this many times larger than usual, like the −1e9 of a mask, are compared apart from the others."""
 
 SLACK = 3
-"""An engine's value may be this many times as far from the exact one as eager's, where both are rounding."""
+"""An engine's value may be this many times as far from the exact one as eager's, if both are only rounding."""
 
 NAN = "is NaN in the stage's own code, so nothing can be compared"
 
@@ -34,9 +34,10 @@ class Expected:
     """What an output should be.
 
     Attributes:
-        peers: outputs of one name here are of one kind; a tensor of noise around zero is measured by the others.
-        summed: of the kind whose members have very different sizes (gradients): the floor follows their norms, else
-            the roots of their mean squares.
+        peers: outputs with the same text here are of one kind; a tensor that is only noise around zero is measured
+            against the others of its kind.
+        summed: whether its kind has members of very different sizes (gradients): their floor follows from their norms,
+            that of other kinds from the roots of their mean squares.
     """
 
     value: Tensor
@@ -46,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one output is off, relative; `inf` where that cannot be said, and then why."""
+    """How far one output is off: the relative error; `inf` if there is none, and then the reason."""
 
     output: str
     error: float
@@ -57,7 +58,7 @@ class Difference:
 
 
 def tolerance(dtypes: Iterable[str], autocast: str | None = None) -> float:
-    """What counts as right where these types take part."""
+    """The largest relative error that counts as right if these dtypes take part."""
     found = {*dtypes, *(["bfloat16"] if autocast else [])}
     return max((limit for dtype, limit in TOLERANCE.items() if dtype in found), default=EXACT)
 
@@ -68,10 +69,10 @@ def compare(
     """How far every expected output is off, and every output that is not expected.
 
     Errors are norms of differences over norms of what is expected. Whole numbers and truth values must be equal. What
-    is missing, has another shape or type, or is infinite or NaN elsewhere, is infinitely wrong.
+    is missing, has another shape or type, or is infinite or NaN in other places, is infinitely wrong.
 
     Args:
-        nan_equals_nan: whether a NaN that is expected is right; else nothing can be said of the output, which is wrong.
+        nan_equals_nan: whether a NaN that is expected is right; if not, an output that should have one counts as wrong.
     """
     floors = _floors(expected)
     made = [
@@ -81,7 +82,7 @@ def compare(
 
 
 def in_words(differences: Sequence[Difference], most: int = 5) -> str:
-    """The first of them, and how many more there are."""
+    """The first `most` differences, and how many more there are."""
     more = f"; and {len(differences) - most} more outputs" if len(differences) > most else ""
     return "; ".join(map(str, differences[:most])) + more
 
@@ -93,10 +94,10 @@ def rounding_alone(
     names: Sequence[str],
     exact: Callable[[], Sequence[Tensor]],
 ) -> bool:
-    """Whether an output that is off is as near to exact arithmetic as what is expected of it is, up to `SLACK`.
+    """Whether an output that is off is as near to the exact result as the expected value is, up to `SLACK`.
 
-    Where all terms of a sum cancel, as in the gradient of a bias before a batch norm, eager's value is rounding alone:
-    another order of the sum gives another one, and neither is wrong. No, where that cannot be said.
+    If all terms of a sum cancel, as in the gradient of a bias before a batch norm, eager's value is only rounding:
+    another order of summation gives another value, and neither is wrong. False if this cannot be decided.
 
     Args:
         names, exact: the outputs in float64.
@@ -147,7 +148,7 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
 
 
 def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Which elements have the usual size, and which are far above it: a mask of −1e9 would hide all others."""
+    """Which elements have the usual size, and which are far above it: a mask of −1e9 would hide errors elsewhere."""
     size = value.abs()
     usual = size[size > 0]
     if not usual.numel():
@@ -158,7 +159,7 @@ def _groups(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _floors(expected: Mapping[str, Expected]) -> dict[str, float]:
-    """By output: what its error is measured against if it is smaller itself: its lower peers, so that masks do not."""
+    """By output, the least norm that its error is relative to: from the lower quartile of its peers, without masks."""
     peers: dict[str, list[float]] = {}
     for row in expected.values():
         if 0 < (size := _size(row)) < HUGE**2:

@@ -1,8 +1,8 @@
 """Outputs that an engine need not compute: inputs, views, and what is made from nothing.
 
-A view costs torch nothing, but an engine would write a copy. So an engine runs a part without them, and they are made
-from what it gives: then they share memory and have the same strides as in eager PyTorch. A slice would keep all of the
-memory that it is cut from, so the engine computes it, without gaps.
+A view costs torch nothing, but an engine would write a copy. So an engine runs a part without these outputs, and torch
+makes them from the engine's: then they share memory and have the same strides as in eager PyTorch. A slice would keep
+alive all of the memory that it is taken from, so the engine computes it, without gaps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def trim(part: PurePart) -> TrimmedPart:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The value of which `node` shows all elements: what an engine has to compute so that `node` is free."""
+    """The value that an engine has to compute so that `node` is free: `node` shows all of its elements."""
     size = node.meta["val"].numel()
     found = node
     while _is_free_view(node):
@@ -82,7 +82,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_free_view(node: fx.Node) -> bool:
-    """Views but as_strided, which asks how the memory under its input is laid out."""
+    """Whether a node is a view; not as_strided, which depends on the memory layout of its input."""
     return (
         node.op == "call_function"
         and is_view(node)
@@ -93,7 +93,7 @@ def _is_free_view(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Inputs, and what is made from nothing: every call makes it anew."""
+    """Whether a node is an input, or is made from nothing: every call makes it again."""
     return node.op == "placeholder" or not (node.all_input_nodes or is_random(node))
 
 

@@ -28,7 +28,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage ready to run: its two functions and their engines, its file, and whether someone edited that."""
+    """A stage ready to run: its two functions and their engines, its file, and whether someone edited it."""
 
     path: Path
     forward: Callable[..., Any]
@@ -43,7 +43,7 @@ class LoadedStage:
 
 @dataclass(frozen=True)
 class LoadedEvaluation:
-    """A worker's share of an evaluation, ready to run: its function, its file, and whether someone edited that."""
+    """A worker's stage of an evaluation, ready to run: its function, its file, and whether someone edited it."""
 
     path: Path
     evaluate: Callable[..., Any]
@@ -80,7 +80,7 @@ def load_stages(plan: Plan, source: Path | Mapping[str, str]) -> list[LoadedStag
 
 
 def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation:
-    """Import a worker's share of an evaluation, as `load_stage` does a stage.
+    """Import a worker's stage of an evaluation, as `load_stage` does a stage of training.
 
     Raises:
         BuildError: as `load_stage`.
@@ -91,7 +91,7 @@ def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation
 
 
 def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:
-    """The functions of an emitted source by their names; the one way from text to functions.
+    """The functions of an emitted source by their names; the only way from text to functions.
 
     Raises:
         BuildError: a syntax error, an error when it is executed, or interfaces that differ from those of `parts`.
@@ -158,8 +158,8 @@ def _refuse_unknown_operators(source: bytes, path: Path) -> None:
                 raise BuildError(
                     f"the stage calls the operator {library}::{operator}, which is not registered in this process",
                     where=f"{path}:{number}: {line.strip()}",
-                    hint="import what registers it at the top of model.py: workers import that file, but call no "
-                    "model(); with the Python API import it before the build is run",
+                    hint="import what registers it at the top of model.py: workers import that file, but do not "
+                    "call model(); with the Python API, import it before the build is run",
                 )
 
 
@@ -229,7 +229,7 @@ def _unpacked(function: ast.FunctionDef, argument: str) -> list[int]:
 
 
 def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> list[str]:
-    """Only what the code returns literally; the rest is checked when it runs."""
+    """Only of what the code returns literally; the rest is checked when it runs."""
     found = []
     for node in ast.walk(function):
         if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)):

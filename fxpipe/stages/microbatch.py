@@ -26,11 +26,11 @@ def run_microbatch(
     """Run every part once: the forwards from the first worker to the last, the backwards from the last to the first.
 
     Args:
-        functions: gives the function of a worker's phase; asked right before it is called.
+        functions: gives the function of a worker's phase; called right before that function.
         state: weights and buffers by their first names, on the plan's device; takes the buffers' new values.
         leaves: the leaves of the batch by name.
-        seed: of torch's generators at each call; they go on from where they are where None.
-        packed: whether messages have the memory layout in which they come off a wire. No, for values of other types
+        seed: of torch's generators at each call; if None, they go on from where they are.
+        packed: whether messages have the memory layout in which they come off a wire; False for values of other dtypes
             than the plan's.
 
     Raises:
@@ -64,7 +64,7 @@ def run_microbatch(
 def record_calls(
     plan: Plan, stages: Sequence[LoadedStage], tensors: Mapping[str, Tensor], leaves: Mapping[str, Any]
 ) -> dict[tuple[int, Phase], PartCall]:
-    """What each part is called with in the first microbatch of initial weights; torch's generators are seeded."""
+    """What each part is called with in a first microbatch, with the initial weights; torch's generators are seeded."""
     state = {name: tensor.to(plan.device) for name, tensor in tensors.items()}
     torch.manual_seed(0)
     ran = run_microbatch(plan, lambda worker, phase: stages[worker].function(phase), state, leaves)

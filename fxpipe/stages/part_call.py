@@ -57,7 +57,7 @@ class PartCall:
         """Make the call.
 
         Args:
-            seed: of torch's generators; they go on from where they are where None.
+            seed: of torch's generators; if None, they go on from where they are.
         """
         if seed is not None:
             torch.manual_seed(seed)
@@ -66,7 +66,7 @@ class PartCall:
         return self.result(result, comm.sent)
 
     def result(self, returned: Any, sent: Mapping[str, Tensor]) -> PartResult:
-        """What the part's function returned and sent, under the names of its parts."""
+        """What the part's function returned and sent, as a `PartResult`."""
         sent = {name: sent[name] for name in self.spec.sends}
         if self.phase == "B":
             return PartResult(gradients=tuple(returned), sent=sent)

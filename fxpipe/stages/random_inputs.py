@@ -1,4 +1,4 @@
-"""Random numbers as inputs: dropout masks and the like are drawn outside a pure part, all engines get the same.
+"""Random numbers as inputs: dropout masks and the like are drawn outside a pure part, so that all engines get the same.
 
 They are drawn one after the other in the order in which the emitted code would draw them, by the same operators: with
 the same seed, eager PyTorch and every engine see the same masks, to the bit.
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 PLACE = "fxpipe_place"
 """Key of a node's `meta`: the line of the stage's file that it comes from, and the user's module and line."""
 
-# Random operators that look at the shapes of the tensors they are given, never at the values.
+# Random operators that read the shapes of the tensors they are given, never the values.
 _VALUE_FREE = {
     aten.bernoulli.p,
     aten.rand.default,
@@ -62,7 +62,7 @@ class Draw:
         return result
 
     def _mask(self, device: torch.device | str) -> Tensor:
-        """What survives a dropout."""
+        """The mask of a dropout: True for the elements that it keeps."""
         example, p, _ = self.args
         if torch.device(device).type == "cpu":  # what native_dropout does there, without the product
             return _blank(self.tensor, device).bernoulli_(1.0 - p)
@@ -71,7 +71,7 @@ class Draw:
 
 
 def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
-    """Replace every random call by a new placeholder after the others; the result draws what each holds.
+    """Replace every random call by a new placeholder after the others; return the draws that fill them.
 
     Raises:
         BackendError: an operator whose random numbers depend on computed values.

@@ -73,7 +73,7 @@ class TracedStep:
         return self.lines.get(line)
 
     def raised_by(self, error: Exception) -> str:
-        """The name of the torch function that raised an error; '' where none did."""
+        """The name of the torch function that raised an error; '' if none did."""
         return self.failed[1] if self.failed[0] is error else ""
 
 
@@ -307,5 +307,5 @@ def _seeding_refused() -> Iterator[None]:
 
 
 def version_hint() -> str:
-    """The error for when torch's tracing internals have changed."""
+    """The hint for errors that come if torch's tracing internals have changed."""
     return f"fxpipe supports torch 2.11 and newer; this is torch {torch.__version__}"

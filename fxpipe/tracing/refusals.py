@@ -191,7 +191,7 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
 
 
 def _cause(error: Exception, said: str, call: str) -> Refusal | None:
-    """The refusal for an error's text, the torch function that raised it, and the code it came through."""
+    """The refusal for an error's text, the torch function that raised it, and the frames it came through."""
     frames = list(_frames(error))
     codes = [frame.tb_frame.f_code for frame in frames]
     if "DynamicOutputShape" in said:

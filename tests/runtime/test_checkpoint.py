@@ -65,8 +65,8 @@ def test_dtypes_are_converted_and_strangers_left_out(
     state = build.local(weights=tmp_path / "mixed.safetensors").state_dict()
     assert torch.equal(state["tok.weight"], values["tok.weight"].float())
     said = capsys.readouterr().err
-    assert said.count("tensors that get the build's dtype, 1: tok.weight (BF16 to F32)") == 1, "worker 0 alone says it"
-    assert said.count("tensors that are not of the model and are not read, 1: stranger") == 1
+    assert said.count("tensors converted to the build's dtype, 1: tok.weight (BF16 to F32)") == 1, "from worker 0 alone"
+    assert said.count("tensors that are not in the model and are not read, 1: stranger") == 1
 
 
 def test_buffers_are_taken_where_they_are_there(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def pair(*shape: int, dtype: torch.dtype = torch.int64) -> Any:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (pair(3), r"batch 2 .* is of no shape .*: batch\[0\] is int64\[3\], captured as int64\[12\]; .*2 shapes"),
+        (pair(3), r"batch 2 .* has a shape .*: batch\[0\] is int64\[3\], captured as int64\[12\]; .*2 shapes"),
         (pair(12, dtype=torch.float32), r"batch\[0\] is float32\[12\], captured as int64\[12\] \(of 2 shapes"),
         (list(pair(12)), "batch 2 .* is built differently"),
         ((*pair(12), 1), "batch 2 .* is built differently"),
@@ -280,7 +280,7 @@ def test_a_batch_of_an_unknown_shape_ends_the_run(built: tuple[Task, Build], hom
     found = options(home, tmp_path / "out", model_file=str(path), eval_every=2)
     with pytest.raises(BatchError) as caught:
         launch(found, 3)
-    assert "batch 5 of eval_data() is of no shape" in str(caught.value)
+    assert "batch 5 of eval_data() has a shape that the build was not compiled for" in str(caught.value)
     assert "hint: compile again" in str(caught.value)
     assert "weights are safe" not in str(caught.value)
 

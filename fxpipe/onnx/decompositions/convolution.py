@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
-_FEW = 16  # channels: below, products are too thin to be worth one each
-_SMALL = 64  # outputs of a plane: likewise
+_FEW = 16  # channels: with fewer, a product for each place of the kernel is too thin to pay
+_SMALL = 64  # outputs of a plane: the same
 
 
 def _forward(
@@ -31,7 +31,7 @@ def _forward(
     step, pad, over = (list(v) * axes if len(v) == 1 else list(v) for v in (stride, padding, output_padding))
     if not transposed or all(o < s for o, s in zip(over, step, strict=True)):
         return NotImplemented
-    # onnxruntime takes an output padding below the stride only: all that is made, and then its part.
+    # onnxruntime takes only an output padding below the stride: make the full output, then take its part.
     full = aten.convolution.default(x, w, None, stride, [0] * axes, dilation, True, [0] * axes, groups)
     ends = [n for p, o in zip(reversed(pad), reversed(over), strict=True) for n in (-p, o - p)]
     out = torch.constant_pad_nd(full, ends)
@@ -78,8 +78,8 @@ def _input(
     reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:], strict=True)]
     plain = stride == [1] * axes and all(r >= p for r, p in zip(reach, padding, strict=True))
     if plain and w.numel() <= grad.numel() and x.shape[1] >= _FEW:
-        # A plain convolution with the weight turned round: its kernels are better than those of ConvTranspose, where
-        # turning is not most of the work.
+        # A plain convolution with the weight flipped: its kernels are better than those of ConvTranspose, unless the
+        # flip is most of the work.
         turned = w.reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
         turned = turned.reshape(-1, w.shape[0] // groups, *w.shape[2:])
         if max(w.shape[2:]) > 1:

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from fxpipe.onnx.decompositions.linear_maps import constant
 
 aten = torch.ops.aten
-_CHECKED = -2  # a padding index, of which the forward takes no notice: marks our own call
+_CHECKED = -2  # a padding index, which the forward ignores: it marks our own call
 
 
 def _embedding(

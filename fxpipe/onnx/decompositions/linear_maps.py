@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 def constant(make: Callable[[], T]) -> T:
-    """Tensors of values, computed now and not traced."""
+    """Tensors with values, computed now and not traced."""
     with _disable_current_modes(), torch.no_grad():
         return make()
 
 
 def matrix(apply: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] of a linear map on tensors [1, in, size-of-axis], found by what it makes of unit vectors."""
+    """The matrix [out, in] of a linear map on tensors [1, in, size-of-axis], found by applying it to unit vectors."""
     return constant(lambda: apply(torch.eye(size, dtype=torch.float64)[None])[0].t().contiguous()).to(dtype)
 
 
@@ -45,7 +45,7 @@ def along(x: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
 
 
 def repeat(x: Tensor, factors: Sequence[int]) -> Tensor:
-    """Each entry of the last axes, so many times in a row."""
+    """Each entry of the last axes, repeated so many times in a row."""
     first = x.ndim - len(factors)
     sizes, wide = list(x.shape[:first]), list(x.shape[:first])
     for size, factor in zip(x.shape[first:], factors, strict=True):

@@ -62,7 +62,7 @@ def _cdist_backward(grad: Tensor, a: Tensor, b: Tensor, p: float, cdist: Tensor)
 
 
 def _relu(x: Tensor) -> Tensor:
-    """onnxruntime has Relu for floating point alone; onnxscript's optimizer makes one of Max with 0 too."""
+    """onnxruntime has Relu only for floating point, and onnxscript's optimizer turns Max with 0 into Relu."""
     return NotImplemented if x.is_floating_point() else torch.where(x > 0, x, 0)
 
 

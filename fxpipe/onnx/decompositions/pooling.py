@@ -55,7 +55,7 @@ def _max_pool_backward(axes: int) -> Callable[..., Tensor]:
 
 
 def _disjoint(grad: Tensor, x: Tensor, kernel: list[int], indices: Tensor, axes: int) -> Tensor:
-    """Windows that share nothing: each entry asks whether it is its window's maximum. Much faster than to scatter."""
+    """Windows that do not overlap: is each entry the maximum of its window? Much faster than to scatter."""
     sizes = list(x.shape[-axes:])
     covered = [g * k for g, k in zip(grad.shape[-axes:], kernel, strict=True)]
     # float32 holds each place of a plane up to 2²⁴ entries, at half the width.
@@ -187,7 +187,7 @@ def _mean(axes: int) -> Callable[..., Tensor]:
         divisor_override: int | None = None,
     ) -> Tensor:
         if not divisor_override:
-            return NotImplemented  # torch.onnx has it; of a divisor it takes no notice
+            return NotImplemented  # torch.onnx has it, but ignores a divisor
         kernel, pad = _each(kernel_size, axes), _each(padding, axes)
         step = _each(stride, axes) if stride else kernel
         made = [

@@ -1,1 +1,1 @@
-"""The processes of a run: started, run to their end, summed up."""
+"""Starts the processes of a run, runs them to their end, and sums up what they did."""

@@ -1,6 +1,6 @@
 """A worker process that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS`.
 
-Ctrl-C ends it without a word, also while torch is still being imported: the launcher decides what is said.
+Ctrl-C ends it silently, even while torch is still being imported: the launcher decides what to print.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 
 def main(text: str) -> NoReturn:
-    """A worker under `launch`: its error or its summary is left in the exchange folder."""
+    """Run a worker for `launch`, and leave its error or its summary in the exchange folder."""
     from fxpipe.errors import FxpipeError
     from fxpipe.runtime.options import RunOptions
     from fxpipe.runtime.process.rank import end_process, join

@@ -1,11 +1,11 @@
 """Evaluation over worker processes: batches enter at worker 0 and go down the pipeline, several at a time.
 
     worker 0     reads a batch, tells the next worker its shape, runs its code
-    worker k     hears the shape, passes it on, runs its code: receives, sends, keeps its metrics
-    at the end   metrics go to worker 0; once it has all of them, a word goes down the line, and all train on
+    worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
+    at the end   metrics go to worker 0; once it has all of them, a note goes from worker to worker, and all train on
 
-A worker waits for no worker after it but for what it sent two batches before, so that no worker runs far ahead. It
-hears of a batch, and posts its receives, before it works on the batch before.
+A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
+ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
 
 AHEAD = 2
-"""Batches for which a worker may have sent values that no worker has taken yet."""
+"""How many batches a worker may be ahead: it has sent their values, and no worker has received them yet."""
 
 _OVER = -1
-"""In place of a shape: there are no more batches, or, said once more, all metrics have come."""
+"""Sent in place of a shape: there are no more batches. Sent a second time: worker 0 has all metrics."""
 
 
 class DistributedEvaluation:
-    """One process's end of a run's evaluations.
+    """What one process does in the evaluations of a run.
 
     Args:
         folder: of the build.
         seed: of the run.
-        data: the batches, on worker 0 alone.
+        data: the batches, on worker 0; None elsewhere.
 
     Raises:
         BuildError: as `Evaluator`.
@@ -58,12 +58,12 @@ class DistributedEvaluation:
         self._data = data
         self._batches: Iterator[Placed] | None = None
         self._moves = moves(plan)
-        self._fixed: dict[str, Tensor] = {}  # moved once and for all
-        self._given: set[str] = set()  # likewise, of this worker's own: names of messages
+        self._fixed: dict[str, Tensor] = {}  # received once, since they never change
+        self._given: set[str] = set()  # names of the messages that this worker sends only once, and has sent
         self._upcoming: _Batch | None = None
 
     def await_start(self) -> None:
-        """Wait until worker 0 has begun, if this is another one."""
+        """Wait until worker 0 has begun; on worker 0 itself, return at once."""
         if self.worker:
             self._begin()
 
@@ -77,7 +77,7 @@ class DistributedEvaluation:
             The mean of every metric on worker 0, None elsewhere.
 
         Raises:
-            FxpipeError: the data, or what was made of them, failed; or another worker did.
+            FxpipeError: making the data, or computing with them, failed; or another worker failed.
         """
         if self._upcoming is None:
             self._begin()
@@ -107,7 +107,7 @@ class DistributedEvaluation:
         self._upcoming = self._hear(0)
 
     def _exchange(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send what others read of this worker's tensors; what it reads of theirs."""
+        """Send this worker's tensors to the workers that read them; return the tensors of others that it reads."""
         for move in self._moves:
             if move.source == self.worker and move.edge.name not in self._given:
                 self._transport.send(move.edge, 0, 0, state[move.name])
@@ -122,7 +122,7 @@ class DistributedEvaluation:
         return found
 
     def _hear(self, number: int) -> _Batch:
-        """What batch comes next; the next worker is told, and this batch's receives are posted."""
+        """The batch that comes next; pass its shape on to the next worker, and post its receives."""
         if self._batches is not None:
             batch = _Batch(*next(self._batches, (_OVER, None)))
         else:
@@ -139,7 +139,7 @@ class DistributedEvaluation:
             self._transport.send_note(self.worker + 1, ("shape", 0), torch.tensor([shape], dtype=torch.float64))
 
     def _gather(self, shapes: list[int], values: list[Tensor]) -> dict[str, float] | None:
-        """The means of all workers' metrics, on worker 0."""
+        """The means of all workers' metrics on worker 0, None elsewhere."""
         own = torch.stack(values).cpu() if values else torch.empty(0, dtype=torch.float64)
         if self.worker:
             if values:
@@ -153,7 +153,7 @@ class DistributedEvaluation:
         return means(self.plan, shapes, made)
 
     def _pass_word(self) -> None:
-        """Train on when worker 0 does, so that no worker's training waits for another one's evaluation."""
+        """Wait until worker 0 has all metrics, and pass that on, so that no training waits for another evaluation."""
         if self.worker:
             self._numbers(self.worker - 1, "shape", 1)
         self._tell(_OVER)
@@ -165,7 +165,7 @@ class DistributedEvaluation:
 
 
 class _Batch(NamedTuple):
-    """What comes next: a shape, or `_OVER`; the leaves on worker 0."""
+    """The batch that comes next: its shape, or `_OVER`; on worker 0 its leaves."""
 
     shape: int
     leaves: tuple[Any, ...] | None

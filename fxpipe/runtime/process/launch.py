@@ -1,4 +1,4 @@
-"""Starts the workers of a run on this machine, through torch's elastic launcher, and says what went wrong first."""
+"""Starts the workers of a run on this machine by torch's elastic launcher, and reports the error that came first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def running_under_torchrun() -> bool:
 
 
 def launch(options: RunOptions, workers: int) -> dict[str, Any]:
-    """Run a build with `workers` local processes; the summary (see `summarize_run`).
+    """Run a build with `workers` local processes; return the summary (see `summarize_run`).
 
     Raises:
         FxpipeError: the first error of any worker.
@@ -54,7 +54,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
                 raise KeyboardInterrupt from None
             raise first_error(Path(exchange), exits) from None
         finally:
-            with suppress(OSError):  # of a worker that was stopped while it wrote
+            with suppress(OSError):  # left by a worker that was stopped while it wrote
                 if options.trace is not None:
                     partial(options.trace).unlink()
         summary: dict[str, Any] = json.loads((Path(exchange) / "summary.json").read_text())
@@ -64,7 +64,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
 def first_error(exchange: Path, exits: dict[int, int]) -> FxpipeError:
     """The error that stopped a run, from the files the workers left and their exit codes (negative: signals).
 
-    A worker's own error comes before a death by signal, and both before lost connections, which are echoes.
+    A worker's own error comes before a death by signal, and both before lost connections, which only follow from them.
     """
     left = sorted((json.loads(path.read_text()) for path in exchange.glob("*.json")), key=lambda e: e.get("time", 0))
     left = [entry for entry in left if "kind" in entry]
@@ -113,7 +113,7 @@ def _config(workers: int) -> Any:
         "local_addr": "localhost",
         "max_restarts": 0,
         "monitor_interval": 0.1,
-        "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),  # or it leaves a folder in /tmp
+        "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),  # otherwise it leaves a folder in /tmp
         "signals_to_handle": ",".join(s.name for s in SIGNALS),
         "shutdown_timeout": 5,
     }
@@ -123,7 +123,7 @@ def _config(workers: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The launcher's own log says nothing that we do not say ourselves."""
+    """Silence the launcher's own log: we report what it would say."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed", "torch.distributed.elastic")]
     loggers += [v for k, v in logging.Logger.manager.loggerDict.items()
                 if k.startswith("torch.distributed.") and isinstance(v, logging.Logger)]  # fmt: skip

@@ -44,13 +44,13 @@ class LocalPipeline:
 
     Args:
         folder: a build directory.
-        task: its optimizer is made once for each worker that trains.
+        task: its `optimizer` is called once for each worker that trains.
         out: the folder for the files of the staleness log, if the options ask for one; None writes no file.
         report: called when worker 0 ends a minibatch (see `fxpipe.observe.record.OnStep`).
         keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
 
     Attributes:
-        temporary: the folder that goes with the pipeline, if the build is in one.
+        temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
         BuildError, BackendError, ScheduleError, PolicyError: as `open_worker` and `choose`.
@@ -96,10 +96,10 @@ class LocalPipeline:
         return [e.stage.path for e in self.executors if e.stage.edited]
 
     def step(self, batch: Any) -> Tensor:
-        """Feed one minibatch and run every action that can run; its loss (a detached float32 scalar).
+        """Feed one minibatch and run every action that can run; return its loss (a detached float32 scalar).
 
-        Synchronous schedules have then made the update; `async` may still hold backwards of it, and of
-        minibatches before it, until later steps or `flush`.
+        With a synchronous schedule, the update is then made; with `async`, some backwards of this minibatch, and of
+        those before it, may wait for later steps or `flush`.
 
         Raises:
             BatchError: the batch does not fit the build.
@@ -133,7 +133,7 @@ class LocalPipeline:
         self._rows = []
 
     def run(self, batches: Iterable[Any]) -> list[float]:
-        """A step for every batch, then a flush; the losses."""
+        """Run a step for every batch, then a flush; return the losses."""
         losses = [self.step(batch) for batch in batches]
         self.flush()
         return [float(loss) for loss in losses]
@@ -143,7 +143,7 @@ class LocalPipeline:
 
         Raises:
             RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
-            BatchError: a batch is of no shape that the build was compiled for.
+            BatchError: a batch has a shape that the build was not compiled for.
             TaskError: there is no batch.
         """
         self._whole()
@@ -156,7 +156,7 @@ class LocalPipeline:
 
     @property
     def evaluation(self) -> LocalEvaluation:
-        """What evaluates, loaded when it is first asked for."""
+        """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
             self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors)
         return self._evaluation
@@ -183,7 +183,7 @@ class LocalPipeline:
         """The mean gradient of the last step for every trained parameter, under its first name.
 
         Raises:
-            RunError: the schedule is asynchronous, where no one moment has all gradients.
+            RunError: the schedule is asynchronous: at no moment do all gradients of one step exist.
         """
         if not self._synchronous:
             raise RunError(
@@ -256,7 +256,7 @@ class LocalPipeline:
         return True
 
     def _settle(self, worker: int) -> bool:
-        """Make the update that waits for other workers, if they have said what it waits for."""
+        """Make the update that waits for other workers, if what it waits for has arrived."""
         executor = self.executors[worker]
         if not executor.can_settle:
             return False
@@ -280,11 +280,11 @@ class LocalPipeline:
 
     def _settled(self, what: str) -> None:
         if self._in_flight:
-            raise RunError(f"{what}() was asked for while minibatches are in flight", hint="call flush() first")
+            raise RunError(f"{what}() was called while minibatches are in flight", hint="call flush() first")
 
     def _stuck(self) -> RunError:
         waiting = ", ".join(f"worker {w} at {action}" for w, action in enumerate(self._next))
         return RunError(
-            f"the pipeline stands still: {waiting}",
-            hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
+            f"the pipeline is stuck: {waiting}",
+            hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another stage waits for",
         )

@@ -1,4 +1,4 @@
-"""Evaluation with all workers in one process, in turn: the same bits as over processes."""
+"""Evaluation with all workers in one process, in turn: the same bits as with one process for each worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.schedule.action import Action
 
 
 class LocalEvaluation:
-    """Evaluates what a pipeline's workers hold, one worker after the other for every batch.
+    """Evaluates the weights that a pipeline's workers hold: for every batch, one worker after the other.
 
     Raises:
         BuildError: as `Evaluator`.
@@ -38,10 +38,10 @@ class LocalEvaluation:
         self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def run(self, data: EvaluationData, version: int) -> dict[str, float]:
-        """The mean of every metric after so many updates, which every worker has made.
+        """The mean of every metric after `version` updates, all of which every worker has made.
 
         Raises:
-            FxpipeError: the data, or what was made of them, failed.
+            FxpipeError: making the data, or computing with them, failed.
         """
         states = [self._state(worker, version) for worker in range(self.plan.workers)]
         held = [dict(state) for state in states]
@@ -57,16 +57,16 @@ class LocalEvaluation:
         return means(self.plan, shapes, values)
 
     def while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
-        """From now on, evaluate after so many updates as are `due`, and `report` it.
+        """From now on, evaluate whenever `due` says so of the number of updates, and `report` the metrics.
 
-        Workers may be ahead by then: the weights that they had are kept until the last one has come so far.
+        Some workers may be ahead by then: their weights of that version are kept until the last worker has reached it.
         """
         self._while_training = (data, report)
         for executor in self._executors:
             executor.evaluates = due
 
     def before(self, worker: int, action: Action) -> None:
-        """Copy the weights that the action's update changes, if they have yet to be evaluated."""
+        """Before an action: copy the weights that its update changes, if they have yet to be evaluated."""
         executor = self._executors[worker]
         version = executor.store.version
         updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
@@ -76,7 +76,7 @@ class LocalEvaluation:
             self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}
 
     def after(self) -> None:
-        """Evaluate, once all workers have come to a version that is due."""
+        """After an action: evaluate if all workers have reached a version that is due."""
         version = min(executor.store.version for executor in self._executors)
         if self._while_training is None or version <= self._evaluated or not self._executors[0].evaluates(version):
             return

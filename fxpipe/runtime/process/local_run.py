@@ -1,4 +1,4 @@
-"""`fxpipe run --local`: the whole run in this process, with the same files and the same numbers as the real one."""
+"""`fxpipe run --local`: the whole run in this process, with the same files and numbers as a distributed run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from fxpipe.threads import threads
 def run_local(
     options: RunOptions, task: TrainingTask | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Train a build with all its workers in this process; the summary (see `summarize_run`).
+    """Train a build with all its workers in this process; return the summary (see `summarize_run`).
 
     Args:
         task: the user's hooks; by default the file that options or plan name.
         progress: by default one that fits stderr, if `options.progress`.
 
     Raises:
-        FxpipeError: whatever the user can mend.
+        FxpipeError: any mistake that the user can fix.
     """
     plan = read_plan(options.build)
     task = task or task_of_build(plan, options.build, options.model_file)

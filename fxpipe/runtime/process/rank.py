@@ -67,7 +67,7 @@ def join(
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
-        FxpipeError: the user's problem, on the worker where it showed.
+        FxpipeError: a mistake of the user's, on the worker that found it.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise RunError(
@@ -115,7 +115,7 @@ class RankRun:
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
         recipe = choose(plan, options.schedule, options.policy)
         self.recipe = recipe
-        # The user's code first, the data before all of it: as in a local run.
+        # In the order of a local run: the data, then the rest of the user's code.
         self.feed = Feed(task, options.seed) if rank == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
@@ -141,7 +141,7 @@ class RankRun:
         self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
 
     def run(self) -> dict[str, Any] | None:
-        """All actions, then the final weights, and last of all their evaluation: nothing is lost if that fails."""
+        """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
         options, plan = self.options, self.plan
         warn_if_edited(self.executor.stage)
         for loaded in self.evaluation.evaluator.loaded if self.evaluation is not None else ():
@@ -197,13 +197,13 @@ class RankRun:
         return WorkerTrace(watch.spans, before, self._clock())
 
     def _evaluate_if_due(self, version: int) -> None:
-        """Evaluate between two actions, where a version is due that this worker has just reached."""
+        """Evaluate, between two actions, if this worker has just reached a version that is due."""
         if self.evaluation is None or version == self._evaluated or not self.executor.evaluates(version):
             return
         self._evaluated = version
         watch = self.executor.watch
         watch.at(Action("B", version - 1))
-        if self.rank and self.recipe.schedule.synchronous:  # it would wait as long for the next minibatch
+        if self.rank and self.recipe.schedule.synchronous:  # otherwise it would wait as long for the next minibatch
             watch.open("wait", Cause("token", "evaluation", self.rank - 1))
             self.evaluation.await_start()
             watch.close()
@@ -215,14 +215,14 @@ class RankRun:
             self.record.evaluated(version, metrics, perf_counter() - begin)
 
     def _clock(self) -> ClockOffset:
-        """This process's clock against worker 0's; only a trace needs it."""
+        """Compare this process's clock with worker 0's, if there is a trace, which alone needs it."""
         if self.options.trace is None:
             return ClockOffset(0, 0, 0)
         with peer_errors(self.rank):
             return read_offset(self.rank, self.plan.workers)
 
     def _trace(self, path: str, own: WorkerTrace, summary: dict[str, Any] | None) -> None:
-        """Send what was recorded to worker 0, which writes it, or takes it from all workers even if it cannot."""
+        """Send what was recorded to worker 0, which receives it from all workers even if it cannot write it."""
         if summary is None:
             with peer_errors(self.rank):
                 send_trace(own)
@@ -254,7 +254,7 @@ class RankRun:
         return int(box[0])
 
     def _backend(self) -> str:
-        """NCCL if every worker everywhere has a device of its own, else gloo."""
+        """NCCL if every worker on every machine has a device of its own, else gloo."""
         local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.workers))
         own = self.device.type == "cuda" and torch.cuda.device_count() >= local_workers
         answers: list[Any] = [None] * self.plan.workers
@@ -283,8 +283,8 @@ class RankRun:
 def end_process(code: int) -> NoReturn:
     """End this process without tearing the interpreter down.
 
-    Threads of gloo may still hold Python objects: one that lets go of them while the interpreter ends takes the
-    process down with SIGABRT, and threads of a broken process group would be waited for.
+    Threads of gloo may still hold Python objects: a thread that releases one while the interpreter shuts down aborts
+    the process (SIGABRT). And the interpreter would wait for the threads of a broken process group.
     """
     if code == 0:
         atexit._run_exitfuncs()
@@ -297,7 +297,7 @@ def _device(name: str) -> torch.device:
     if name != "cuda":
         return torch.device(name)
     if not torch.cuda.is_available():
-        raise RunError("the run wants CUDA, but torch sees no CUDA device", hint="compile the model with --device cpu")
+        raise RunError("the build is for CUDA, but torch sees no CUDA device", hint="compile with --device cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -31,12 +31,13 @@ _PLANNED: tuple[Kind, ...] = ("F", "B", "update")
 def worker_row(executor: Executor) -> dict[str, Any]:
     """What a worker did.
 
-    `engines` run its forward and its backward; `forward_ms` and `backward_ms` (with its update) are means over actions
-    without their waits, `wait_ms` over pairs of them (microbatches). `seconds` is all of the worker's training, `spent`
-    its parts: they add up to it; `evaluate` is what evaluations took in addition, while it trained. `took` is what its
-    forwards, its backwards without updates, and its updates took with all that is in them but waits and receives:
-    what the plan calls so (see `fxpipe.plan.cost_records.StageTime`). `waits` says what was waited for and from whom,
-    `fill` how much of it before the first backward. `staleness` is there if it was logged (see `StalenessLog.summary`).
+    `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with updates) are means over
+    actions, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the time of the worker's training,
+    and the entries of `spent` add up to it; `evaluate` is the time of evaluations during training, which comes on top.
+    `took` is the time of its forwards, of its backwards without updates, and of its updates, each without waits and
+    receives, as the plan has it (see `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and
+    from whom, `fill` how much of that came before the first backward. `staleness` is there if it was logged (see
+    `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
     if log is not None:
@@ -69,16 +70,16 @@ def summarize_run(
     transport: str,
     threads: int,
 ) -> dict[str, Any]:
-    """The run in one JSON object; all of it but the losses is `run.json`, which is written here. It has no trace yet.
+    """The run as one JSON object, which has no trace yet; write all of it but the losses to `run.json`.
 
-    `seconds` and all that is computed from times are of training; `evaluation_seconds` are those of evaluations before
-    the last step, on worker 0. `evaluations` are `{"step", "metrics"}`, `evaluation` the newest one's metrics if there
-    is any: they are kept up to date by `add_evaluation`.
+    `seconds`, and all that is computed from times, is of training; `evaluation_seconds` is the time of evaluations
+    before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics"}`, `evaluation` the metrics of the
+    newest, if there is one; `add_evaluation` keeps both up to date.
 
-    `busy` of the workers is of the time that the whole run took, since who is ready first waits for the others to end.
-    `bubble` is what the workers are not busy, `efficiency` the throughput between the filling and the emptying of the
-    pipeline over the forecast's: None where too few steps are between these. In one process (`local`) the workers take
-    turns: there is neither of them.
+    `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
+    `bubble` is the share in which the workers are not busy. `efficiency` is the throughput between the filling and the
+    emptying of the pipeline, divided by the forecast's; None if too few steps are between them. In one process
+    (`local`) the workers take turns, and both are None.
 
     Args:
         rows: of all workers, by rank.
@@ -127,20 +128,20 @@ def summarize_run(
 
 
 def add_evaluation(summary: dict[str, Any], step: int, metrics: dict[str, float]) -> None:
-    """Put an evaluation into a run's summary, which is to be written again."""
+    """Put an evaluation into a run's summary; the caller writes the summary again."""
     summary["evaluations"].append({"step": step, "metrics": metrics})
     summary["evaluation"] = metrics
 
 
 def evaluated_last(record: Record, summary: dict[str, Any], metrics: dict[str, float], seconds: float) -> None:
-    """The trained weights were evaluated: say so wherever a run says something."""
+    """Record the evaluation of the trained weights in the metrics, in the summary and in `run.json`."""
     record.evaluated(summary["steps"], metrics, seconds)
     add_evaluation(summary, summary["steps"], metrics)
     write_run(summary)
 
 
 def write_run(summary: dict[str, Any]) -> None:
-    """Write `run.json` into the run's folder, if it has one; a line on stderr if the disk says no."""
+    """Write `run.json` into the run's folder, if it has one; if that fails, print a warning."""
     if summary["out"] is None:
         return
     out = Path(summary["out"])
@@ -156,7 +157,7 @@ def write_run(summary: dict[str, Any]) -> None:
 
 
 def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> None:
-    """Write the trace of a run whose weights and summary are safe; a line on stderr if that fails."""
+    """Write the trace of a run whose weights and summary are safe; if that fails, print a warning."""
     try:
         write()
     except FxpipeError as error:
@@ -169,10 +170,10 @@ def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> 
 
 
 def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
-    """What the build's compile expects of such a run; None for a build that says nothing of its costs.
+    """What the simulator forecasts of such a run from the build's costs; None if it cannot.
 
-    `milliseconds` are of a minibatch between the filling and the emptying of the pipeline; of each worker `forward_ms`
-    and `backward_ms` are of a microbatch, `update_ms` and `copy_ms`, the copying of messages, of a minibatch.
+    `milliseconds` is the time of a minibatch between the filling and the emptying of the pipeline. For each worker,
+    `forward_ms` and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch.
     """
     try:
         costs = read_costs(Path(folder))

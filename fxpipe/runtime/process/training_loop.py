@@ -1,4 +1,4 @@
-"""One process's way through its actions, with receives posted ahead."""
+"""Runs one process's actions one after the other, with receives posted ahead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(
     Args:
         feed: on worker 0, the microbatches of a minibatch.
         report: on worker 0, called when it ends a minibatch (see `OnStep`).
-        between: called between actions, when an update that waited is made, with the number of updates made.
+        between: called between actions, after any update that waited, with the number of updates made so far.
     """
     last = plan.microbatches - 1
     window: deque[Action] = deque()

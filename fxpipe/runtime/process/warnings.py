@@ -1,4 +1,4 @@
-"""What a run warns of before it begins: one line on stderr for each."""
+"""What a run warns about before it begins: one line on stderr for each warning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpipe.stages.loaded import LoadedEvaluation, LoadedStage
 
 
 def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
-    """Warn of a policy that failed with this worker's optimizer in the accuracy study."""
+    """Warn about a policy that failed with this worker's optimizer in the accuracy study."""
     optimizer = executor.store.updater.optimizer
     if recipe.schedule.synchronous or optimizer is None:
         return
@@ -22,6 +22,6 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
 
 
 def warn_if_edited(stage: LoadedStage | LoadedEvaluation) -> None:
-    """Warn of a file that is no longer as it was emitted."""
+    """Warn about a file that was edited since it was emitted."""
     if stage.edited:
         print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)

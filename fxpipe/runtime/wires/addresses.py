@@ -10,7 +10,7 @@ from fxpipe.runtime.wires.moves import evaluation_edges
 
 Channel = tuple[Any, ...]
 NOTES = ("behind", "total", "before", "shape", "metrics")
-"""Kinds of notes, those of clipping and those of evaluation: each has a tag of its own."""
+"""Kinds of notes, for clipping and for evaluation; each has its own tag."""
 
 
 class Addresses:
@@ -37,10 +37,10 @@ class Addresses:
         return self._channels[edge.name]
 
     def tag(self, name: str) -> int:
-        """The tag of an edge's values, or of a kind of notes; no channel has it."""
+        """The tag of an edge's values, or of a kind of notes; no channel has the same tag."""
         return self._tags[name]
 
 
 def _edge_channel(edge: EdgeSpec) -> Channel:
-    """Messages of one channel keep one order: one phase at each end, since phases interleave differently."""
+    """Messages of a channel stay in order, so it has one phase at each end: the ends interleave phases differently."""
     return ("edge", edge.src, edge.dst, edge.kind, edge.src_phase, edge.dst_phase)

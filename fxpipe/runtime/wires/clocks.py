@@ -1,9 +1,9 @@
 """How far another process's clock is from worker 0's, by exchanging the time.
 
-Each machine's `perf_counter_ns` begins anywhere. A worker asks worker 0 for its time some times over; of the quickest
-exchange it takes worker 0's answer to have been given in the middle. So it is wrong by half of that exchange's time at
-most (Cristian, Probabilistic clock synchronization, 1989). Clocks also drift: what was found before and after a run
-makes a straight line, where they differ by more than they may be wrong.
+The zero of `perf_counter_ns` differs from machine to machine. A worker asks worker 0 for its time several times, and
+assumes that worker 0 answered in the middle of the quickest exchange. So the offset is wrong by at most half of that
+exchange's time (Cristian, Probabilistic clock synchronization, 1989). Clocks also drift: if the offsets before and
+after a run differ by more than their errors, a straight line between them corrects the times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXCHANGES = 16
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """At the time `at` of the own clock, worker 0's was `offset` further, give or take `error`; nanoseconds."""
+    """At the time `at` of this process's clock, worker 0's was `offset` ahead, give or take `error`; nanoseconds."""
 
     at: int
     offset: int
@@ -28,7 +28,7 @@ class ClockOffset:
 
 
 def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
-    """Compare all clocks with worker 0's: a call for every process of the default group, one after the other."""
+    """Compare clocks with worker 0's, one process after the other; every process of the default group calls it."""
     time = torch.zeros(1, dtype=torch.int64)
     if rank == 0:
         for worker in range(1, workers):
@@ -49,10 +49,10 @@ def read_offset(rank: int, workers: int, now: Callable[[], int] = perf_counter_n
 
 
 def aligned(time: int, before: ClockOffset, after: ClockOffset) -> int:
-    """A time of the own clock as worker 0's, by what was read before and after it.
+    """A time of this process's clock as a time of worker 0's, by the readings before and after training.
 
-    Readings that differ by no more than their errors say nothing of a drift: the surer one counts, and times keep their
-    lengths.
+    Readings that differ by no more than their errors show no drift: the more precise one counts, and durations stay as
+    they are.
     """
     if abs(after.offset - before.offset) <= before.error + after.error:
         return time + min(before, after, key=lambda reading: reading.error).offset

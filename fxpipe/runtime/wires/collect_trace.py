@@ -1,7 +1,7 @@
 """`fxpipe run --trace`: every worker's spans, in worker 0's time, in one file.
 
 Nothing travels while the run trains. At its end the workers send their columns to worker 0 one after the other, which
-writes each and lets go of it.
+writes each and frees it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorkerTrace:
 
     Attributes:
         spans: in its own time.
-        before, after: worker 0's time against its own, before and after training.
+        before, after: the offset of worker 0's clock from its own, before and after training.
     """
 
     spans: Spans
@@ -41,17 +41,18 @@ class WorkerTrace:
 
     @staticmethod
     def of(watch: Watch) -> WorkerTrace:
-        """That of a worker whose clock is worker 0's."""
+        """The trace of a worker whose clock is worker 0's."""
         return WorkerTrace(watch.spans, ClockOffset(watch.began, 0, 0), ClockOffset(watch.ended, 0, 0))
 
 
 def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Callable[[int], WorkerTrace]) -> None:
     """Write the file, on worker 0.
 
+    Its time begins when worker 0 first read its clock: at that moment no worker had begun to train.
+
     Args:
         seconds: what the run took.
-        fetch: gives what a worker recorded; called in the order of the workers. The file's time begins where worker 0
-            had read its clock: at that moment no worker had begun to train.
+        fetch: gives what a worker recorded; called in the order of the workers.
 
     Raises:
         RunError: the file cannot be written.

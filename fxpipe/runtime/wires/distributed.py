@@ -1,11 +1,11 @@
 """Messages between processes: torch.distributed point to point, over gloo or NCCL.
 
 Both ends know every message beforehand, so receives are posted ahead and nothing but values travels. With gloo
-every edge has its own tag; NCCL has none, so there every channel (a pair of workers, a kind, a phase at each
+every edge has its own tag; NCCL has no tags, so there every channel (a pair of workers, a kind, a phase at each
 end) has a communicator of its own, in which both ends keep the plan's order.
 
-A send is waited for when the schedule says that its receiver has taken it, so that this wait is none: gloo's
-`is_completed` tells nothing before `wait`.
+A worker waits for its sends only once the schedule says that the receiver has taken them, so that the wait takes no
+time: gloo's `is_completed` says nothing before `wait`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Work = Any
 
 @contextmanager
 def peer_errors(worker: int) -> Iterator[None]:
-    """Communication that fails means that another process is gone."""
+    """Turn failures of communication into PeerLost: they mean that another process is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -63,7 +63,7 @@ class Wires:
             self._connect(channels)
 
     def isend(self, flat: Tensor, to: int, channel: Channel, tag: int | None = None) -> tuple[Work, Tensor]:
-        """Begin to send; the pair must be kept until the work is waited for."""
+        """Begin to send; the caller keeps the pair until it has waited for the work."""
         with peer_errors(self.worker):
             if self.backend == "nccl":
                 return dist.isend(flat, to, group=self._groups[channel]), flat
@@ -106,7 +106,7 @@ class Wires:
             pending[0].wait()
 
     def _connect(self, channels: list[Channel]) -> None:
-        """A communicator a channel, set up in one global order: their set-up waits for the other end."""
+        """Set up a communicator for each channel, in one global order: each set-up waits for the other end."""
         for channel in channels:
             source, target = channel[1], channel[2]
             group = dist.new_group([source, target], backend="nccl")
@@ -122,11 +122,11 @@ class Wires:
 
 
 class DistTransport(Transport):
-    """One process's end of the messages of training, or of those of evaluation.
+    """One process's end of the wires, for the messages of training or for those of evaluation.
 
     Args:
-        edges: whose values it carries.
-        microbatches: of a minibatch; 1 for evaluation, whose minibatches are the batches.
+        edges: the edges whose values it carries.
+        microbatches: how many a minibatch has; 1 for evaluation, which counts every batch as a minibatch.
         in_flight: how many microbatches may be in flight. When a worker ends an action of microbatch q, everything of
             microbatch q − in_flight has been received everywhere.
     """
@@ -158,14 +158,14 @@ class DistTransport(Transport):
 
     @staticmethod
     def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
-        """What carries a worker's messages of training."""
+        """The transport of a worker's messages of training."""
         in_flight = check(schedule, 2 * plan.workers + 2).in_flight[0]
         transport = DistTransport(plan, worker, wires, addresses, plan.edges, plan.microbatches, in_flight)
         transport.set_order(plan.edges)
         return transport
 
     def set_order(self, edges: Sequence[EdgeSpec]) -> None:
-        """From now on this worker's values of these edges are sent in this order, time after time."""
+        """From now on this worker sends the values of these edges in this order, again and again."""
         self._order = {}
         for edge in edges if self.wires.ordered else ():
             if edge.src == self.worker:
@@ -182,7 +182,7 @@ class DistTransport(Transport):
         if order := self._order.get(channel):
             if order[0] != edge.name:
                 raise RunError(
-                    f"worker {self.worker} sends {edge.name} where {order[0]} is due",
+                    f"worker {self.worker} sends {edge.name} when {order[0]} is due",
                     hint="over NCCL, an edited file must keep the order of its sends",
                 )
             order.rotate(-1)
@@ -217,7 +217,7 @@ class DistTransport(Transport):
         return self.wires.received_numbers(pending)
 
     def expect_loss(self, minibatch: int) -> None:
-        """Worker 0, which is not the loss worker: the loss of `minibatch` will be received soon."""
+        """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
         pending = self.wires.irecv(1, torch.float32, self._loss_worker, self._loss_channel)
         self._posted["loss", minibatch] = pending
 
@@ -226,7 +226,7 @@ class DistTransport(Transport):
         self._keep(self.wires.isend(loss.reshape(1), 0, self._loss_channel))
 
     def recv_loss(self, minibatch: int) -> Tensor:
-        """Worker 0: wait for a minibatch's loss."""
+        """On worker 0: wait for a minibatch's loss."""
         return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))[0]
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:
@@ -245,7 +245,7 @@ class DistTransport(Transport):
         return self.wires.received(self._finished(key, cause))
 
     def _finished(self, key: tuple[Any, ...], cause: Cause) -> tuple[Work, Tensor]:
-        """The receive that was posted under a key, once it is over."""
+        """The receive that was posted under a key, once it has finished."""
         pending = self._posted.pop(key)
         self.watch.open("wait", cause)
         self.wires.finished(pending)

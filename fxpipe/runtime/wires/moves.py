@@ -1,4 +1,4 @@
-"""Tensors that evaluation reads on another worker than the one that has their newest value: sent before the batches."""
+"""Tensors that evaluation reads on a worker that does not have their newest value: they are sent before the batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Move:
     """A tensor that is sent from one worker to another before the batches of an evaluation.
 
     Attributes:
-        once: it never changes, so that it is sent before the first evaluation alone.
+        once: whether it never changes, and so is sent only before the first evaluation.
     """
 
     name: str
@@ -23,12 +23,12 @@ class Move:
 
     @property
     def edge(self) -> EdgeSpec:
-        """The message that it is."""
+        """The edge by which it is sent."""
         return EdgeSpec(f"evaluate:{self.name}:{self.reader}", "input", self.source, "F", self.reader, "F", self.spec)
 
 
 def moves(plan: Plan) -> list[Move]:
-    """All of them, in the one order in which every worker sends and receives its own."""
+    """All moves of a plan, in the order in which every worker sends and receives its own."""
     aliases = first_names(plan)
     readers: dict[str, set[int]] = {}
     for spec in plan.evaluations:
@@ -46,7 +46,7 @@ def moves(plan: Plan) -> list[Move]:
 
 
 def evaluation_edges(plan: Plan) -> list[EdgeSpec]:
-    """All that evaluation sends from worker to worker but numbers: moved tensors, and the values of every shape."""
+    """All edges of evaluation, which notes are not: of moved tensors, and of the values for every shape of batch."""
     return [*(move.edge for move in moves(plan)), *(edge for spec in plan.evaluations for edge in spec.edges)]
 
 

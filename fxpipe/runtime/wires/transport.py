@@ -16,10 +16,10 @@ class Transport(ABC):
     """Carries one worker's messages. Every message is known beforehand: by its edge, minibatch and microbatch.
 
     `expect…` says what will be received soon, in the order of the worker's actions; a transport may post its
-    receives then. `arrived…` is asked only by drivers that run several workers in turn.
+    receives then. Only drivers that run several workers in turn call `arrived…`.
 
     Attributes:
-        watch: the worker's own: opens a 'wait' wherever the worker waits for another one.
+        watch: the worker's own; the transport opens a 'wait' in it wherever the worker waits for another one.
     """
 
     watch: Watch
@@ -73,7 +73,7 @@ class Transport(ABC):
 
 
 class EdgeComm:
-    """The `comm` that emitted code sends and receives with, set to one action or one batch at a time.
+    """The `comm` that emitted code sends and receives with, bound to one action or one batch at a time.
 
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
@@ -90,7 +90,7 @@ class EdgeComm:
         self.sent: set[int] = set()
 
     def bind(self, minibatch: int, microbatch: int) -> None:
-        """Begin an action; of an evaluation, `minibatch` is the number of the batch."""
+        """Begin an action; in an evaluation, `minibatch` is the number of the batch."""
         self._minibatch = minibatch
         self._microbatch = microbatch
         self.sent.clear()

@@ -39,13 +39,13 @@ def open_worker(
 
     Args:
         folder: of the build.
-        keep_gradients: keep those of the last update.
+        keep_gradients: keep the gradients of the last update.
         out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
         TaskError: the build has no values of the parameters, and the model does not initialise them.
-        BackendError: the engine is not there, or cannot run the stage.
+        BackendError: the engine is not available, or cannot run the stage.
     """
     folder = Path(folder)
     stage = load_stage(folder / plan.stages[worker].file, plan.stages[worker])

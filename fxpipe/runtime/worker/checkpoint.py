@@ -28,7 +28,7 @@ class Checkpoint:
     Attributes:
         path: as the user gave it.
         places: by the first name of each parameter or buffer that it holds: the file, and the name there.
-        warnings: what the user should know: other dtypes, tensors of no use.
+        warnings: what the user should know: other dtypes, unused tensors.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @staticmethod
     def open(path: str | Path, plan: Plan) -> Checkpoint:
-        """Look at the headers of its files, and whether they fit the plan; any name of a tied parameter will do.
+        """Read the headers of its files, and check them against the plan; any name of a tied parameter will do.
 
         Raises:
             BuildError: it cannot be read, or parameters are missing, or have another shape (all are listed).
@@ -65,15 +65,15 @@ class Checkpoint:
         unknown = sorted(set(found) - known)
         warnings = []
         if converted:
-            warnings.append(f"{path}: tensors that get the build's dtype, {len(converted)}: {listed(converted)}")
+            warnings.append(f"{path}: tensors converted to the build's dtype, {len(converted)}: {listed(converted)}")
         if unknown:
             warnings.append(
-                f"{path}: tensors that are not of the model and are not read, {len(unknown)}: {listed(unknown)}"
+                f"{path}: tensors that are not in the model and are not read, {len(unknown)}: {listed(unknown)}"
             )
         return Checkpoint(path, places, tuple(warnings))
 
     def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the rows that it holds, by first name, in the plan's dtype and layout; one at a time.
+        """Yield those of the rows that it holds, by first name, in the plan's dtype and layout.
 
         Raises:
             BuildError: a file cannot be read.
@@ -142,9 +142,9 @@ def _opened(file: Path) -> safe_open:
 def _unfit(path: Path, missing: list[str], wrong: list[str], found: set[str]) -> BuildError:
     lines = [f"missing: {listed(missing)}"] if missing else []
     lines += [f"of another shape: {listed(wrong)}"] if wrong else []
-    prefix = min(found, default="").partition(".")[0] + "."  # of a module around the model: "module.", "model."
+    prefix = min(found, default="").partition(".")[0] + "."  # of a wrapper around the model: "module.", "model."
     if all(name.startswith(prefix) for name in found) and any(prefix + name in found for name in missing):
-        hint = f"all names of the checkpoint begin with {prefix!r}: save the state_dict() of the model within"
+        hint = f"all names of the checkpoint begin with {prefix!r}: save the state_dict() of the wrapped model"
     else:
-        hint = "tensors go by the names of model().named_parameters(); the checkpoint has " + listed(sorted(found), 5)
+        hint = "name tensors as model().named_parameters() does; the checkpoint has " + listed(sorted(found), 5)
     return BuildError("the checkpoint does not fit the model:\n  " + "\n  ".join(lines), where=str(path), hint=hint)

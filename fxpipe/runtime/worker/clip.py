@@ -1,8 +1,8 @@
-"""Clipping by the norm of all workers' gradients, in one go up and down the pipeline.
+"""Clips by the norm of all workers' gradients; norms travel once up and once down the pipeline.
 
-What a worker knows travels with the pipeline's own order: from worker to worker after the backwards, from the last to
-the first, and ahead of the forwards, from the first to the last. So there is no collective call, no worker waits
-for one that it would not wait for anyway, and every run sees the same numbers.
+They travel in the pipeline's own order: from the last worker to the first after the backwards, and from the first to
+the last before the forwards. So there is no collective call, no worker waits for a worker that it would not wait for
+anyway, and every run sees the same numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Clip(ABC):
     """Scales one worker's gradients so that the norm over all workers' is at most `limit`.
 
     Attributes:
-        norm: of all gradients, as far as this worker knew it at its last update; exact on worker 0.
-        waits: `apply` may have to wait for other workers.
+        norm: of all gradients, as this worker knew it at its last update; exact on worker 0.
+        waits: whether `apply` may have to wait for other workers.
     """
 
     def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
@@ -39,7 +39,7 @@ class Clip(ABC):
         self.waits = False
         self._final = plan.microbatches - 1
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
-        # That of the norm: torch's own norm of tensors of these types has it.
+        # The norm's dtype: torch's own norm of tensors of these dtypes has it.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
 
     def expect(self, action: Action) -> None:
@@ -55,7 +55,7 @@ class Clip(ABC):
         """The minibatch's gradients are complete on this worker: tell the others."""
 
     def ready(self, minibatch: int) -> bool:
-        """Whether `apply` would find what it waits for; asked by drivers that run several workers in turn."""
+        """Whether what `apply` waits for has arrived; for drivers that run several workers in turn."""
         return True
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Clip(ABC):
     @property
     @abstractmethod
     def _behind(self) -> int:
-        """How many numbers come from the workers after this one."""
+        """How many numbers come up from the next worker."""
 
     def _scale(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> None:
         self.norm = float(norm)
@@ -75,8 +75,8 @@ class Clip(ABC):
 class ExactClip(Clip):
     """`torch.nn.utils.clip_grad_norm_` over all workers, for schedules with a flush.
 
-    Every tensor's norm travels up to worker 0, which knows the norm of all when its last backward is over; that number
-    travels down ahead of the next minibatch's forwards. Worker k holds one number for each parameter of the workers
+    The norm of every gradient travels up to worker 0, which knows the total norm when its last backward is over; the
+    total travels down before the next minibatch's forwards. Worker k holds one number for each parameter of the workers
     from k on.
     """
 
@@ -123,23 +123,23 @@ class ExactClip(Clip):
 
 
 class PipelinedClip(Clip):
-    """Clipping without a flush: no worker waits, those before it count as they were some minibatches ago.
+    """Clipping without a flush: no worker waits; norms of the workers before it are some minibatches old.
 
     The update of minibatch m on worker k uses the norm over
 
         workers from k on: their gradients of m itself, whose norms came up with the backwards of m;
-        worker j < k: the newest of its gradients that came down with the forwards, of minibatch m − (k−j) − 1 where
-        minibatches are not split.
+        worker j < k: the newest of its gradients whose norm came down with the forwards, those of minibatch
+        m − (k−j) − 1 if minibatches are not split.
 
-    So worker 0 clips exactly as `clip_grad_norm_` would with these gradients, and the others use the norms of a few
-    minibatches ago for what is before them. As long as nothing has come down from a worker, it is taken to have as
-    much in each element as the others have.
+    So worker 0 clips exactly as `clip_grad_norm_` would with these gradients, and the others use norms of a few
+    minibatches ago for the workers before them. As long as no norm has come down from a worker, the mean square of its
+    gradients is taken to be that of the others.
     """
 
     def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
         super().__init__(limit, plan, worker, transport)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
-        self._before = torch.zeros(2, dtype=torch.float64)  # square of the norm, elements that it is of
+        self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
         self._own = torch.zeros(2, dtype=torch.float64)
         self._known = self._own
 
@@ -174,7 +174,7 @@ class PipelinedClip(Clip):
 
 
 def _norms(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """The norms of the gradients that are there."""
+    """The norms of the gradients, without those that are None."""
     present = [p.grad for p in parameters if p.grad is not None]
     return torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
 
@@ -188,6 +188,6 @@ def make_clip(limit: float | None, plan: Plan, worker: int, schedule: Schedule, 
     if limit is None:
         return None
     if not limit > 0:
-        raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="clip_norm above 0, or None")
+        raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
     kind = ExactClip if schedule.synchronous else PipelinedClip
     return kind(limit, plan, worker, transport)

@@ -1,4 +1,4 @@
-"""Whether a run evaluates in its pipeline, and why it cannot."""
+"""Whether a run evaluates in its pipeline, and if it cannot, why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def evaluates(plan: Plan, task: TrainingTask, eval_every: int | None) -> bool:
     """Whether a run evaluates in its pipeline.
 
     Raises:
-        RunError: it is asked to while it trains, and cannot.
+        RunError: `eval_every` is given, but the build or the task has no evaluation.
     """
     if eval_every is not None:
         check_evaluation(plan, f"evaluation every {eval_every} steps")
@@ -24,12 +24,12 @@ def check_evaluation(plan: Plan, what: str) -> None:
     """Refuse `what` for a build without evaluation.
 
     Raises:
-        RunError: it has none; says why.
+        RunError: the build has none; the message says why.
     """
     if plan.evaluations:
         return
     reason = f": {plan.not_evaluated}" if plan.not_evaluated else ""
     hint = "define eval_data() and metrics(model, batch) in the model file, and compile it again"
     if reason:
-        hint = "mend that and compile again; without it, `fxpipe run` evaluates the trained weights in one process"
+        hint = "fix that and compile again; without it, `fxpipe run` evaluates the trained weights in one process"
     raise RunError(f"{what} needs a build with evaluation, and this one has none{reason}", hint=hint)

@@ -19,12 +19,12 @@ Placed = tuple[int, tuple[Any, ...]]
 
 
 class EvaluationData:
-    """The batches of one evaluation after the other: every time the same, and nothing else that is random notices.
+    """The batches of each evaluation: the same every time, without any effect on other random numbers.
 
     Args:
         batches: gives a fresh iterable of batches, such as `eval_data`.
         seed: of the run: torch, `random` and numpy are seeded with it before `batches` is called.
-        task: whose file errors are to be found in.
+        task: its file is named in errors.
     """
 
     def __init__(self, plan: Plan, batches: Batches, seed: int, task: object = None) -> None:
@@ -38,7 +38,7 @@ class EvaluationData:
 
         Raises:
             TaskError: producing them failed, or there was none.
-            BatchError: one is of no shape that was captured.
+            BatchError: one has a shape that was not captured.
         """
         state: RandomState | None = None
         found: Iterator[Any] | None = None
@@ -69,7 +69,7 @@ class EvaluationData:
 
 
 class Shapes:
-    """Tells which shape a batch has, and lays it out as that one was captured."""
+    """Finds which captured shape a batch has, and lays it out as it was captured."""
 
     def __init__(self, plan: Plan) -> None:
         self._specs = plan.evaluations
@@ -77,7 +77,7 @@ class Shapes:
         self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
 
     def __call__(self, batch: Any, number: int) -> Placed:
-        """The batch's shape and its leaves: copies, since an iterable may fill the same memory again.
+        """The batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
 
         Args:
             number: which batch of `eval_data()` it is, from 1.
@@ -98,14 +98,14 @@ class Shapes:
         if not alike:
             return BatchError(
                 f"batch {number} of eval_data() is built differently from those that were captured: "
-                f"{tree} for {pytree.treespec_loads(self._specs[0].batch_spec)}",
+                f"{tree}, not {pytree.treespec_loads(self._specs[0].batch_spec)}",
                 hint=hint,
                 page="batch-shapes",
             )
         nearest = min(alike, key=lambda spec: len(_differences(leaves, spec)))
         more = f" (of {len(alike)} shapes that were captured, the nearest)" if len(alike) > 1 else ""
         return BatchError(
-            f"batch {number} of eval_data() is of no shape that the build was compiled for: "
+            f"batch {number} of eval_data() has a shape that the build was not compiled for: "
             + "; ".join(_differences(leaves, nearest))
             + more,
             hint=hint,

@@ -25,8 +25,8 @@ class Evaluator:
     Args:
         folder: of the build.
         seed: of the run: code that draws random numbers even in eval mode is seeded from it, by worker and batch.
-        transport: of evaluation's own messages. What a batch waits for is part of its evaluation: the transport gets a
-            watch that no one reads.
+        transport: for the messages of evaluation. Waits are part of the evaluation, so the transport gets a watch that
+            no one reads.
 
     Raises:
         BuildError: a file is missing, or does not fit the plan.
@@ -59,7 +59,7 @@ class Evaluator:
         self._comm = EdgeComm(edges, transport, transport.watch)
 
     def run(self, shape: int, number: int, state: Mapping[str, Tensor], leaves: Sequence[Any] | None) -> list[Tensor]:
-        """Evaluate one batch; the metrics that this worker makes of it, float64 scalars in the plan's order.
+        """Evaluate one batch; return the metrics that this worker computes, float64 scalars in the plan's order.
 
         Args:
             number: which batch of the evaluation it is, from 0.
@@ -92,11 +92,11 @@ class Evaluator:
 
 
 def means(plan: Plan, shapes: Sequence[int], values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The mean of every metric over an evaluation's batches, summed up in their order.
+    """The mean of every metric over an evaluation's batches, summed in their order.
 
     Args:
         shapes: of every batch.
-        values: what each worker made of the batches, one batch after the other.
+        values: the metrics that each worker computed, batch after batch.
     """
     streams = [iter(of_worker) for of_worker in values]
     totals: dict[str, float] = {}
@@ -113,5 +113,5 @@ def means(plan: Plan, shapes: Sequence[int], values: Sequence[Sequence[float]]) 
 
 
 def every(steps: int | None, total: int) -> Callable[[int], bool]:
-    """Whether a run evaluates after so many updates, before it has made all of them: the end is evaluated anyway."""
+    """Whether a run evaluates after so many updates; not after its last one, since the end is evaluated anyway."""
     return lambda version: steps is not None and 0 < version < total and version % steps == 0

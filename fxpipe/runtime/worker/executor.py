@@ -112,7 +112,7 @@ class Executor:
 
     @property
     def can_settle(self) -> bool:
-        """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
+        """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
         return self.store.can_settle
 
     def settle(self) -> None:
@@ -125,7 +125,7 @@ class Executor:
     def state(self, version: int) -> dict[str, Tensor]:
         """The parameters it owns, live, and its buffers as the forwards of minibatch `version` − 1 left them.
 
-        They are what an evaluation after so many updates reads, and are forgotten here once they are given.
+        An evaluation after `version` updates reads them. Buffers kept for it are given once, then forgotten.
         """
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self._kept.pop(version, {})}

@@ -1,4 +1,4 @@
-"""Worker 0's data: epochs of the user's iterable, apart from the random numbers of the stages."""
+"""Worker 0's data: epochs of the user's iterable, with random numbers separate from those of the stages."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Feed:
         self._batches: Iterator[Any] | None = None
 
     def total(self, steps: int | None, epochs: int | None) -> int:
-        """How many minibatches a run has; one epoch unless something is asked for.
+        """How many minibatches a run has; those of one epoch if neither is given.
 
         Raises:
-            TaskError: the data have no length, and no end that could be counted soon.
+            TaskError: the data are empty; or have no length, and counting them takes too long.
         """
         if steps is not None:
             return steps
@@ -93,7 +93,7 @@ def _count(data: Iterable[Any]) -> int:
     for count, _ in enumerate(data, 1):  # noqa: B007
         if perf_counter() - begin > COUNTING_SECONDS:
             raise TaskError(
-                f"train_data() has no length, and counting found no end within {COUNTING_SECONDS:.0f} s",
+                f"train_data() has no length, and counting its batches took more than {COUNTING_SECONDS:.0f} s",
                 hint="say how many steps to train: --steps N",
             )
     return count

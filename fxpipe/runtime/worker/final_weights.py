@@ -1,4 +1,4 @@
-"""The trained model as one file under the model's own names, whoever holds the tensors."""
+"""The trained model as one file under the model's own names, whichever worker holds each tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpipe.runtime.worker.safetensors_writer import SafetensorsWriter
 
 @dataclass(frozen=True)
 class FinalTensor:
-    """A tensor of the final file: its names (tied ones stand in the file once each) and the worker that holds it."""
+    """A tensor of the final file: its names (the file has a copy under each) and the worker that holds it."""
 
     names: tuple[str, ...]
     spec: TensorSpec
@@ -26,7 +26,7 @@ class FinalTensor:
 
 
 def final_tensors(plan: Plan) -> Iterator[FinalTensor]:
-    """Every parameter and persistent buffer, in the one order that all workers walk."""
+    """Every parameter and persistent buffer, in the order that all workers use."""
     for parameter in plan.parameters:
         yield FinalTensor(parameter.names, parameter.tensor, parameter.owner)
     for buffer in plan.buffers:
@@ -47,7 +47,7 @@ def held(executor: Executor, tensor: FinalTensor) -> Tensor:
 
 @contextmanager
 def weights_are_safe(out: str | None) -> Iterator[None]:
-    """An error that comes after the trained weights were written says that they were."""
+    """Errors raised inside say that the trained weights were already written."""
     try:
         yield
     except PeerLost:
@@ -59,7 +59,7 @@ def weights_are_safe(out: str | None) -> Iterator[None]:
 
 
 def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:
-    """Write `model.safetensors`; `fetch` is asked for one tensor after the other, in `final_tensors`' order.
+    """Write `model.safetensors`; `fetch` gives one tensor after the other, in `final_tensors`' order.
 
     Raises:
         RunError: the file cannot be written.

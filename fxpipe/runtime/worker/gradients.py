@@ -12,7 +12,7 @@ class GradientSum:
     """The gradients of one worker's trained parameters, added over microbatches in their order.
 
     Args:
-        parameters: what the gradients are of.
+        parameters: the parameters that the gradients are of.
         order: for each gradient that a backward returns, the index of its parameter.
     """
 
@@ -24,9 +24,9 @@ class GradientSum:
     def add(self, gradients: Sequence[Tensor | None], taken: set[int]) -> None:
         """Add one microbatch's gradients.
 
-        Optimizers and later additions write into a gradient. So one that shares memory with another
-        gradient, a weight that the action read or what it has sent (`taken`, storage addresses), or that is not
-        laid out as its parameter is copied, as autograd does.
+        Optimizers and later additions write into a gradient. So a gradient is copied, as autograd does, if it shares
+        memory with another gradient, with a weight that the action read or with a value that it sent (`taken`: storage
+        addresses), or if its layout is not that of its parameter.
         """
         old: list[Tensor] = []
         new: list[Tensor] = []
@@ -49,7 +49,7 @@ class GradientSum:
             torch._foreach_add_(old, new)
 
     def take_mean(self, microbatches: int) -> list[Tensor | None]:
-        """The mean over the microbatches, by parameter; the next sum begins empty."""
+        """The mean over the microbatches, by parameter; the next sum starts empty."""
         sums, self._sums = self._sums, [None] * len(self._parameters)
         present = [gradient for gradient in sums if gradient is not None]
         if microbatches > 1 and present:

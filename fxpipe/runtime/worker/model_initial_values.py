@@ -1,13 +1,13 @@
-"""Initial values of parameters that a build has none of: those that the user's model() gives them, a worker's alone.
+"""Initial values of one worker's parameters, for a build without values: those that the user's model() gives them.
 
-The model is made twice more (`fxpipe.task.meta`): once without values, to see in which order its code makes the
-parameters, and which are made from others; then so that those the worker needs, and those they are made from, keep
-their values, whatever sets them: a module's reset_parameters(), the model's _init_weights(), model() itself. All
-others are without memory, and what initialises them does nothing.
+The model is made twice more (`fxpipe.task.meta`): first without values, to see in which order its code makes the
+parameters, and which are made from others; then with values for the parameters that the worker needs, and for those
+that they are made from, whatever sets them: a module's reset_parameters(), the model's _init_weights(), model() itself.
+All other parameters have no memory, and code that initialises them does nothing.
 
-Random numbers are drawn afresh for every operator, seeded by the run's seed and a name: of the parameter that they are
-drawn for, or of the one that was made last. A parameter's values are the same whatever else has memory: on every
-worker, and however the model is cut. They are other numbers than an ordinary model() draws.
+The generator is seeded afresh for every random operator, by the run's seed and a name: that of the parameter for which
+the numbers are drawn, or of the one that was made last. So a parameter's values do not depend on what else has memory:
+they are the same on every worker, and for all cuts. They are not the numbers that an ordinary model() draws.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def initialised(
         _check_same(plan, first.model)
         unseen = [p.name for p in needed if p.name not in numbers]
         if unseen:
-            raise TaskError(f"nothing shows how {listed(unseen)} came into the model", hint=CURE)
+            raise TaskError(f"fxpipe did not see how {listed(unseen)} came into the model", hint=CURE)
         mode = _Seeded(seed, {number: name for name, number in reversed(numbers.items())})
         _seed_others(seed)
         with mode:
@@ -82,7 +82,7 @@ def initialised(
 
 
 def _own(value: Tensor, layout: Layout, device: torch.device | str) -> Tensor:
-    """The value in memory of its own on the device, laid out so: itself, if it is."""
+    """The value in separate memory on the device, in this layout; the tensor itself if it is so already."""
     alone = value.untyped_storage().nbytes() == value.nbytes
     if alone and value.stride() == layout.stride and value.device == torch.device(device):
         return value
@@ -106,7 +106,7 @@ def _check_same(plan: Plan, model: nn.Module) -> None:
 
 
 def _explained(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The same, but an error says why it came: without values for all parameters it had gone well."""
+    """The same function, whose errors say the likely cause: some parameters have no values."""
 
     def model() -> nn.Module:
         try:
@@ -132,12 +132,12 @@ class _Mode(TorchDispatchMode):
 
 
 class _Lineage(_Mode):
-    """Which parameters' values are made from those of which others: copies, norms, averages."""
+    """Records which parameters' values are made from those of which others: copies, norms, averages."""
 
     def __init__(self) -> None:
         super().__init__()
         self._from: dict[int, set[int]] = {}  # by memory: the parameters whose values are in it
-        self._owner: dict[int, int] = {}  # by memory: the parameter that it is
+        self._owner: dict[int, int] = {}  # by memory: the parameter that it belongs to
         self._parents: dict[int, set[int]] = {}
 
     def born(self, number: int, parameter: nn.Parameter) -> None:
@@ -147,7 +147,7 @@ class _Lineage(_Mode):
         self._from[memory] = {number}
 
     def of(self, numbers: Iterable[int]) -> set[int]:
-        """Parameters, and all that they are made from."""
+        """These parameters, and all that they are made from."""
         found: set[int] = set()
         left = list(numbers)
         while left:
@@ -193,12 +193,12 @@ def _is_written(argument: Any) -> bool:
 class _Seeded(_Lineage):
     """Seeds the random generator afresh for every random operator.
 
-    What is drawn for a parameter, into it or into what was made of it, counts by that parameter alone: how often
-    depends on whether it has memory, as torch's initialisers return at once for what has none, or draw until a value
-    fits. Other draws count since the parameter that was made last.
+    Draws for a parameter, into it or into a tensor made from it, are counted for that parameter alone. Their number
+    depends on whether it has memory: torch's initialisers return at once if it has none, and some draw until a value
+    fits. Other draws are counted from the parameter that was made last.
 
     Args:
-        names: of parameters, by birth.
+        names: of parameters, by the order in which they were made.
     """
 
     def __init__(self, seed: int, names: Mapping[int, str]) -> None:
@@ -209,7 +209,7 @@ class _Seeded(_Lineage):
         self.drawn: Counter[str] = Counter()
 
     def born(self, number: int, parameter: nn.Parameter) -> None:
-        """A parameter was made: those in the model count under their own name, whatever else was made before."""
+        """A parameter was made: if it is in the model, draws that are for no parameter count under its name."""
         super().born(number, parameter)
         if number in self.names:
             self.mark = f"made {self.names[number]}"
@@ -239,7 +239,7 @@ def _number(mark: str) -> int:
 
 
 def _seed_others(seed: int) -> None:
-    """Python's and numpy's generators: what has no memory draws from them as well."""
+    """Seed Python's and numpy's generators, from which code draws for parameters without memory as well."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -12,7 +12,7 @@ Key = tuple[int, int, int]  # owner, version, ahead
 
 @dataclass
 class Weights:
-    """Weights of one key.
+    """The weights of one key.
 
     Attributes:
         left: how many actions of each phase have yet to read them.
@@ -23,7 +23,7 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """What of them will still be read."""
+        """The names of those that will still be read."""
         wanted = (self.message.by_phase[phase] for phase, left in self.left.items() if left)
         return list(dict.fromkeys(name for names in wanted for name in names))
 
@@ -31,8 +31,8 @@ class Weights:
 class Unread:
     """The weights that one worker has yet to read, its own and others', in one segment of a run.
 
-    A version is opened when it is first asked for, with all that reads it; it must not be asked for again once
-    everything of it has been read.
+    The first request for a version opens it, with the counts of all its reads. Once all of it has been read, it must
+    not be requested again.
     """
 
     def __init__(self, demand: Demand, worker: int) -> None:
@@ -41,7 +41,7 @@ class Unread:
         self.begin(0, None)
 
     def begin(self, start: int, stop: int | None) -> None:
-        """A new segment, of the minibatches from `start` to before `stop`; None while there is no end in sight."""
+        """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown."""
         self.start, self.stop = start, stop
         self._versions: dict[tuple[int, int], dict[int, Weights]] = {}
 
@@ -57,13 +57,13 @@ class Unread:
         return self._versions.get((owner, version), {})
 
     def read(self, key: Key, phase: Phase) -> bool:
-        """An action has read these weights, or was left out; whether it was the last."""
+        """An action has read these weights, or was left out; return whether it was the last."""
         owner, version, ahead = key
         self.of(owner, version)[ahead].left[phase] -= 1
         return self._over(key)
 
     def end(self, stop: int) -> list[Key]:
-        """The end has come in sight: which weights no action will read any more."""
+        """The end is now known; return the weights that no action will read any more."""
         over: list[Key] = []
         for (owner, version), opened in list(self._versions.items()):
             ending = self.demand.messages(owner, self.worker, version, self.start, stop)

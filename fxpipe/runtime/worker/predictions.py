@@ -11,14 +11,14 @@ from fxpipe.runtime.wires.transport import Transport
 
 
 class Predictions:
-    """Predictions from the live version, each computed once; their memory serves the next ones.
+    """Predictions from the live version, each computed once; later predictions reuse their memory.
 
     Args:
-        predictor: None where the policy does not predict, or the worker trains nothing.
+        predictor: None if the policy does not predict, or the worker trains nothing.
         trained: the live weights by name.
 
     Attributes:
-        made: by distance and name.
+        made: the predictions, by distance and name.
     """
 
     def __init__(self, predictor: Predictor | None, trained: Mapping[str, nn.Parameter], transport: Transport) -> None:
@@ -29,7 +29,7 @@ class Predictions:
         self._index = {name: i for i, name in enumerate(trained)}
 
     def look(self, names: Sequence[str], ahead: int) -> Mapping[str, Tensor]:
-        """The live weights, predicted so many updates ahead."""
+        """The live weights, predicted `ahead` updates ahead."""
         if ahead == 0 or self._predictor is None:
             return self._trained
         found = self.made.setdefault(ahead, {})
@@ -43,25 +43,25 @@ class Predictions:
         return found
 
     def keep(self, names: Sequence[str], ahead: int) -> dict[str, Tensor]:
-        """The same, for longer than the live version: predictions as they are, copies of what is not predicted."""
+        """The same, to outlive the live version: predictions as they are, copies of what is not predicted."""
         found = self.look(names, ahead)
         predicted = self.made.get(ahead, {})
         kept: dict[str, Tensor] = {}
         for name in names:
-            live = found[name] is self._trained[name]  # also where nothing is known yet to predict from
+            live = found[name] is self._trained[name]  # also if there is nothing yet to predict from
             kept[name] = found[name].detach().clone() if live else predicted.pop(name)
         return kept
 
     def forget(self, ahead: int) -> None:
-        """Nothing reads this prediction any more."""
+        """Free a prediction that nothing reads any more."""
         self.give_back(self.made.pop(ahead, {}))
 
     def forget_all(self) -> None:
-        """The live weights are about to change, or have changed."""
+        """Free all predictions: the live weights are about to change, or have changed."""
         for ahead in list(self.made):
             self.forget(ahead)
 
     def give_back(self, predicted: Mapping[str, Tensor]) -> None:
-        """Take memory back that `keep` gave away."""
+        """Take back the memory that `keep` gave away."""
         if predicted and self._predictor is not None:
             self._predictor.give_back(list(predicted.values()), [self._index[name] for name in predicted])

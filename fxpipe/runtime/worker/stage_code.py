@@ -24,11 +24,11 @@ def reseed(device: torch.device, *place: object) -> None:
 
 @contextmanager
 def explained(path: Path, worker: int, what: Callable[[], str], out_of_memory: str) -> Iterator[None]:
-    """Errors of the emitted code in `path` come out as RunError with their place; our own get their place.
+    """Turn errors of the emitted code in `path` into RunError with their place; give our own errors their place.
 
     Args:
-        what: says what was done, if it fails.
-        out_of_memory: the hint where the device has no memory left.
+        what: gives the words for what was done, if it fails.
+        out_of_memory: the hint if the device has no memory left.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""How far the weights that forwards used are from those that their updates met: `fxpipe run --log-staleness`."""
+"""How far the weights that forwards used are from those that their updates changed: `fxpipe run --log-staleness`."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class _Sample:
 
 
 class StalenessLog:
-    """Compares, on the worker that owns them, the weights a forward used with those that its update met.
+    """Compares, on the worker that owns them, the weights a forward used with those that its update changed.
 
-    One minibatch at a time: a copy of what its forward (of the first microbatch) reads is kept until that minibatch's
-    update, and the next minibatch is taken then. So it costs one copy of the weights, and a worker with s updates
-    between forward and update reports every (s+1)-th minibatch. A parameter that several workers' forwards read is
-    compared as its owner reads it, else the first of them.
+    It samples one minibatch at a time: it keeps a copy of what the forward of the first microbatch reads until that
+    minibatch's update, and then takes the next minibatch. So it costs one copy of the weights, and a worker with s
+    updates between forward and update reports every (s+1)-th minibatch. If several workers' forwards read a parameter,
+    it compares what the owner reads, or what the first of them reads if the owner does not.
 
-    A row is `{"step", "worker", "group", "stale", "ahead", "rmse", "rms"}`: the group of the optimizer's, how many
-    updates old the forward's version was, how many it was predicted ahead, the root mean square of the difference,
-    and of the weights themselves.
+    A row is `{"step", "worker", "group", "stale", "ahead", "rmse", "rms"}`: the optimizer's parameter group, how many
+    updates old the forward's version was, how many updates ahead it was predicted, the root mean square of the
+    difference, and that of the weights themselves.
 
     Args:
-        path: a JSON line for every row goes there; None keeps only the means.
+        path: the file that gets a JSON line for every row; None keeps only the means.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StalenessLog:
         self._sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
     def begin(self) -> None:
-        """The pipeline is empty: nothing that was begun will be finished."""
+        """The pipeline is empty: drop the sample that was begun."""
         self._sample = None
 
     def live(self, version: int, start: int, stop: int | None, look: Look) -> None:
@@ -120,7 +120,7 @@ class StalenessLog:
         ]
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""One worker's update: gradients in, an optimizer step, and what the step says about the weights to come."""
+"""One worker's update: gradients in, a step of the optimizer, and what that step tells about later weights."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fxpipe.task.hooks import TrainingTask
 
 
 class Updater:
-    """The optimizer of one worker's trained parameters, with its schedule, clipping, prediction and compensation.
+    """The optimizer of one worker's trained parameters, with its scheduler, clipping, prediction and compensation.
 
     Args:
         trained: the parameters by name; none on a worker that trains nothing.
-        gradients: takes the backward's gradients, for the next update.
+        gradients: sums the backwards' gradients for the next update.
         delays: how many updates old each parameter's gradients are, for spike compensation.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
-            optimizer: what it gives, if anything, is stepped after every update.
+            optimizer; the scheduler that it returns, if any, makes a step after every update.
         keep_gradients: leave them in `grad` until the next update.
 
     Raises:
-        TaskError: the user's hooks made something else than an optimizer of these parameters, or a scheduler.
-        PolicyError: the policy has an option that this optimizer cannot serve.
+        TaskError: the user's hooks returned something other than an optimizer of these parameters, or a scheduler.
+        PolicyError: the policy has an option that does not work with this optimizer.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Updater:
             self.clip.forward(minibatch)
 
     def gather(self, minibatch: int) -> None:
-        """The minibatch's backwards are over: its mean gradient is in `grad`, and its norm on its way."""
+        """The minibatch's backwards are over: put the mean gradients into `grad`, and send their norms on."""
         for parameter, gradient in zip(self.parameters, self._sum.take_mean(self._microbatches), strict=True):
             parameter.grad = gradient
         if self.clip is not None:
@@ -140,7 +140,7 @@ class Updater:
         )
 
     def _refuse_foreign_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer over other tensors would train nothing here, and no one would notice."""
+        """Refuse an optimizer over other tensors: it would train nothing here, and no one would notice."""
         own = {id(parameter) for parameter in self.parameters}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:

@@ -25,11 +25,11 @@ from fxpipe.task.hooks import TrainingTask
 
 @dataclass
 class _Argument:
-    """The `weights` argument of one phase: what never changes is in `weights` already."""
+    """The `weights` argument of one phase; the weights that never change are already in `weights`."""
 
     weights: tuple[Any, ...]
     readings: list[WeightReads]
-    keys: tuple[Key, ...] = ()  # what `argument` was made of
+    keys: tuple[Key, ...] = ()  # those that `argument` was made from
     argument: tuple[Any, ...] = field(default=())
     storages: set[int] | None = None  # addresses of what an action reads, once they are asked for
 
@@ -38,7 +38,7 @@ class WeightStore:
     """What one worker's forward and backward read, and where its gradients go.
 
     Args:
-        initial: the initial values of all parameters the worker owns or reads, by name; given away.
+        initial: the initial values of all parameters the worker owns or reads, by name; the store takes them over.
         task: makes the optimizer of the owned trained parameters, if there are any, and its scheduler.
         keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
         clip: scales the gradients before every update; None leaves them as they are.
@@ -126,7 +126,7 @@ class WeightStore:
             self.predictions.forget_all()
 
     def end(self, stop: int) -> None:
-        """The segment's end has come in sight: forget what is kept for minibatches from `stop` on."""
+        """The segment's end is now known: forget what is kept for minibatches from `stop` on."""
         for key in self._unread.end(stop):
             self._forget(key)
 
@@ -151,7 +151,7 @@ class WeightStore:
         return [key for key in keys if key not in self._copies]
 
     def read(self, action: Action) -> tuple[Any, ...]:
-        """The `weights` argument for an action; waits for replicas. Actions of the same versions read the same."""
+        """The `weights` argument for an action; waits for replicas. Actions of the same versions share it."""
         part = self._parts[action.phase]
         if not part.readings:
             return part.weights
@@ -181,7 +181,7 @@ class WeightStore:
         self._sum.add(gradients, part.storages | sent)
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's last backward is over: make the update, or begin it where others have a say in it.
+        """The minibatch's last backward is over: make the update, or begin it if it must wait for other workers.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.
@@ -189,7 +189,7 @@ class WeightStore:
         assert self.version == minibatch, f"update {self.version} by minibatch {minibatch}"
         watch = self.transport.watch
         watch.open("update")
-        self._keep_past()  # first: some predictions are made from the last update's gradient, which now goes
+        self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self.updater.gather(minibatch)
         clip = self.updater.clip
         if clip is None or not clip.waits:
@@ -205,12 +205,12 @@ class WeightStore:
 
     @property
     def can_settle(self) -> bool:
-        """Whether the others have said what the update waits for; for drivers that run several workers in turn."""
+        """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
         clip = self.updater.clip
         return self._pending is not None and (clip is None or clip.ready(self._pending))
 
     def settle(self) -> None:
-        """Make the update that was begun; then replicas of the new version go out."""
+        """Finish the update that was begun, and send replicas of the new version."""
         if self._pending is None:
             return
         minibatch, self._pending = self._pending, None
@@ -253,7 +253,7 @@ class WeightStore:
         return (reading.owner, version, self.demand.ahead(reading, action, version))
 
     def _open_own(self) -> None:
-        """Its own weights have a new live version: who will read it is counted from now on."""
+        """The worker's own weights have a new live version: count its reads from now on."""
         if self._counts_own:
             self._unread.of(self.worker, self.version)
 
@@ -272,7 +272,7 @@ class WeightStore:
         return self._copies[key]
 
     def _forget(self, key: Key) -> None:
-        """Nothing reads these weights any more; a prediction's memory serves the next ones."""
+        """Nothing reads these weights any more; later predictions reuse the memory of a prediction."""
         owner, version, ahead = key
         copies = self._copies.pop(key, {})
         if owner == self.worker and ahead:
@@ -299,7 +299,7 @@ class WeightStore:
         self.predictions.forget_all()
 
     def _keep_past(self) -> None:
-        """Before the live version goes: keep what own actions have yet to read of it."""
+        """Before the live version changes: keep what this worker's actions have yet to read of it."""
         for ahead, unread in self._unread.kept(self.worker, self.version).items():
             self._copies[self.worker, self.version, ahead] = self.predictions.keep(unread.names, ahead)
         self._let_go()
