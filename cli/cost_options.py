@@ -47,7 +47,7 @@ class CostOptions:
     ) -> CompileOptions:
         """The options of a compile with these read: its cost, device, links, speeds and memory.
 
-        What was typed goes before files, and --links before --device-spec.
+        What was typed takes precedence over files, and --links over --device-spec.
 
         Args:
             default_links: the links of which --bandwidth or --latency alone changes one value; for a device that is not

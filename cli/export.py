@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--weights",
     type=click.Choice(["inputs", "initializers", "external"]),
-    help="Inputs of the models; the initial weights, inside; or the same, in a file next to each model.  "
+    help="As inputs of the models, inside the models (the initial weights), or in a file next to each model.  "
     "[default: inputs, with --inference initializers]",
 )
 @click.option(
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--inference",
     is_flag=True,
-    help="Export what predicts instead: forward in eval mode, without the loss, for any batch size.",
+    help="Export for inference instead: forward in eval mode, without the loss, for any batch size.",
 )
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
@@ -89,7 +89,7 @@ def export_command(
     if from_file and model is not None:
         raise click.UsageError("--model goes with a build; the model file has been given already")
     if inference and weights == "inputs":
-        raise click.UsageError("--weights inputs goes with training; what predicts has its weights: take initializers")
+        raise click.UsageError("--weights inputs is for training; an inference model has its weights: use initializers")
     form = weights or ("initializers" if inference else "inputs")
     if trained is not None and form == "inputs":
         raise click.UsageError("--trained needs models that hold weights: add --inference, or --weights initializers")
@@ -118,7 +118,7 @@ def _compile(model: str, folder: str, wanted: dict[str, Any]) -> None:
     for name, value in wanted.items():
         for one in value if isinstance(value, tuple) else [value]:
             options += [] if one is None else [name, str(one)]
-    with redirect_stdout(io.StringIO()):  # what it says is of a build that goes again
+    with redirect_stdout(io.StringIO()):  # it reports on a build that is deleted again
         compile_command.main([model, "-o", folder, *options], standalone_mode=False)
 
 
@@ -149,7 +149,7 @@ def _export_inference(
             value.copy_(build.tensors.get(names[0], value))
     edited = [s.file for s in build.plan.stages if is_edited(build.files[s.file].encode(), s)]
     if edited:
-        warn(f"{', '.join(edited)} edited since the compile: exported is the model file's forward, without that")
+        warn(f"{', '.join(edited)} edited since the compile: the model file's forward is exported, without the edits")
     say("the forward in eval mode, stage by stage")
     with replacing(Path(out)) as fresh:
         done = export_inference(
@@ -178,7 +178,7 @@ def _read(folder: str, model: str | None, trained: str | None, say: Callable[[st
     path = model_path(build.plan, folder, model)
     if path is None:
         raise ExportError(
-            "the build was compiled from objects, so there is no file whose train_data() gives a batch to check by",
+            "the build was compiled from objects, so there is no file whose train_data() gives a batch to check with",
             where=folder,
             hint="give a file with --model, or use the Python API: fxpipe.export.stages.export(build, OUT, batch)",
         )

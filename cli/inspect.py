@@ -36,7 +36,7 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
-@click.option("--run", type=click.Path(), metavar="DIR", help="Show also what a run of the build wrote to its --out.")
+@click.option("--run", type=click.Path(), metavar="DIR", help="Also show what a run of the build wrote to its --out.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write everything to one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
 @option_fields(

@@ -53,7 +53,7 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     """Load a model file and compile it, in memory; time its stages where times are measured.
 
     Raises:
-        click.UsageError, FxpipeError: everything that the user can mend.
+        click.UsageError, FxpipeError: for everything that the user can fix.
     """
     from fxpipe.lowering.lower import compile
     from fxpipe.planner.links import NCCL_NODE

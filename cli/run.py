@@ -95,7 +95,7 @@ def _compiled(options: RunOptions, workers: int) -> str:
     for name in ("schedule", "policy", "threads", "backend"):
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name}", str(value)]
-    with redirect_stdout(sys.stderr):  # stdout is for what the run says
+    with redirect_stdout(sys.stderr):  # stdout is for the run's own output
         compile_command.main([options.build, "-o", folder, *arguments], standalone_mode=False)
     return folder
 
@@ -111,7 +111,7 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
         try:
             return join(options)
         except PeerLost:
-            end_process(1)  # the first error is another worker's, and it says it
+            end_process(1)  # the first error is another worker's, which reports it
     plan = _checked_plan(options)
     overlaps = options.schedule in (None, "async", plan.schedule)
     if not overlaps and plan.microbatches == 1 and plan.workers > 1:

@@ -22,7 +22,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU, Device
 
 COMMAND = "fxpipe.compile(...)"
-"""What made the stages, where no command did."""
+"""What the stages' headers name if no command made them."""
 
 
 def default_passes(
@@ -33,7 +33,7 @@ def default_passes(
 
 
 def front_passes(split_backward: bool = False) -> list[Pass]:
-    """Captured program in, one with units out: what costs can be measured of."""
+    """Captured program in, program with units out: its costs can be measured."""
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
         *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
@@ -62,9 +62,9 @@ def evaluation_passes(workers: int, owners: Mapping[str, int], shape: int, comma
     return [
         Fold(),
         MergeEqual(),  # metrics often call the model several times on the same batch
-        OrderEvaluation(owners),  # before units: these number what cuts can part, in order
+        OrderEvaluation(owners),  # before units, which numbers in this order
         Units(),
-        Cost(),  # bytes; nothing is chosen by its times
+        Cost(),  # for the bytes; the times decide nothing
         PlaceEvaluation(workers, owners),  # where the weights are
         Rematerialize(),  # masks and positions are made where they are read
         Comm(prefix=f"evaluate.{shape}:"),  # edges of their own, next to those of training

@@ -23,12 +23,12 @@ from fxpipe.task.batch import tensor_spec
 class Comm(Pass):
     """Wire the workers.
 
-    A value goes straight to each worker that reads it, once: sent as soon as it exists, but for saved values, which
-    leave behind the activations on the same way; received where it is first needed. If that worker's forward reads it,
+    A value goes straight to each worker that reads it, once: sent as soon as it exists, except saved values, which
+    leave after the activations on the same way; received where it is first needed. If that worker's forward reads it,
     its backward keeps what forward received. A value without a dense layout (sliced) is copied by its sender; of an
-    expanded one the memory alone travels, and the receiver expands it again; a view of a weight is copied.
+    expanded one only the memory travels, and the receiver expands it again; a view of a weight is copied.
 
-    Neighbours that exchange no value in a phase get a token, one byte that says nothing: without it the second would
+    Neighbours that exchange no value in a phase get a token, one byte without meaning: without it the second would
     run ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves as soon as the first is in step itself. An
     evaluation needs none.
 
@@ -73,7 +73,7 @@ class _Wiring:
         self.first = next(iter(program))
 
     def place_of(self, node: fx.Node) -> tuple[int, Phase] | None:
-        """The worker and phase where a value is at home; None for what every worker has or nobody computes."""
+        """The worker and phase that a value comes from; None for what every worker has or no worker computes."""
         if node.op == "call_function":
             worker = info(node).worker
             assert worker is not None
@@ -131,8 +131,8 @@ class _Wiring:
         self.edges[send.name] = self.edges[recv.name] = spec
 
     def postpone(self) -> None:
-        """Let saved values for workers behind leave at the end of their forward: a link carries one message at a time,
-        and the next forward waits for activations only."""
+        """Let saved values for later workers leave at the end of their forward: a link carries one message at a time,
+        and the next forward waits only for activations."""
         last: dict[int, fx.Node] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and info(node).phase == "F":
@@ -144,7 +144,7 @@ class _Wiring:
                 last[worker] = send
 
     def pace(self, gap: Gap, device: str) -> None:
-        """Fill a gap with a token that leaves as soon as it may; its receiver takes it before what stands behind."""
+        """Fill a gap with a token that leaves as soon as it may; its receiver takes it before all later nodes."""
         after = gap.after
         if after is None:  # at the start of the phase
             calls = (n for n in self.graph.nodes if n.op == "call_function" and info(n).phase in (gap.phase, "B"))
@@ -182,7 +182,7 @@ class _Wiring:
         """One element of every dimension that repeats the same memory; made once.
 
         A dense copy would do as a value, but not as a layout: operators that find a dimension expanded choose their
-        output's layout by their other inputs, and a view that was captured behind them may need just that layout.
+        output's layout by their other inputs, and a view that was captured after them may need just that layout.
         """
         for user in node.users:
             if user.meta.get("made_unexpanded"):
@@ -216,7 +216,7 @@ class _Wiring:
             if user.meta.get("made_dense"):
                 return user
         # Dimensions keep their order in memory: operators choose their output's layout by it, and a view that was
-        # captured behind them may need just that layout.
+        # captured after them may need just that layout.
         clone = self._insert_after(node, torch.ops.aten.clone.default, (node,), f"{node.name}_dense")
         clone.meta["val"] = torch.ops.aten.clone.default(value(node))
         clone.meta["made_dense"] = True
@@ -224,7 +224,7 @@ class _Wiring:
         return clone
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """Whether the value lies in a parameter's memory, which the optimizer writes while it may be on its way."""
+        """Whether the value is in a parameter's memory, which the optimizer may write while the value is on its way."""
         while node.op == "call_function" and is_view(node):
             node = node.all_input_nodes[0]
         return node.name in self.parameters

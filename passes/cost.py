@@ -18,7 +18,7 @@ class Cost(Pass):
 
     Fields:
         seconds: what was measured, by node name; None computes them from FLOPs and bytes, which needs no data.
-        device: what is computed for; it need not be here.
+        device: the device to compute for; it need not be here.
     """
 
     name: ClassVar[str] = "cost"

@@ -12,7 +12,7 @@ from fxpipe.planner.cuts import Cuts
 
 @dataclass(frozen=True)
 class Cut(Pass):
-    """Place every node: stage k runs F of the units between its forward cuts, and so B and W.
+    """Place every node: stage k runs F of the units between its forward cuts, and likewise B and W.
 
     Fields:
         cuts: for as many units as the program has; `fxpipe/lowering/choose_cuts.py` chooses them.

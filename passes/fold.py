@@ -49,7 +49,7 @@ class Fold(Pass):
 
 
 def _stride_over_base(node: fx.Node) -> None:
-    """as_strided counts in its input's memory: let it read the whole of it, not a slice that may travel as a copy."""
+    """as_strided indexes its input's memory: let it read all of that, not a slice that may travel as a copy."""
     base = node.args[0]
     assert isinstance(base, fx.Node)
     offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
@@ -70,7 +70,7 @@ def _forget_running_statistics(node: fx.Node) -> None:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Erase every call whose value nobody reads; but what draws random numbers stays, or the next draw would differ."""
+    """Erase every call whose value nothing reads, except random draws: without one, the next draw would differ."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)

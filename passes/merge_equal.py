@@ -14,7 +14,7 @@ from fxpipe.ir.transform import Pass
 
 @dataclass(frozen=True)
 class MergeEqual(Pass):
-    """Let the same call of the same values be one node; but what draws random numbers stays apart.
+    """Let the same call of the same values be one node, except if it draws random numbers.
 
     Metrics often call the model once for each of them, `loss(model, batch)` and `model(x).argmax(1)`: in eval mode both
     give the same.

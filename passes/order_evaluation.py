@@ -1,4 +1,4 @@
-"""order_evaluation: what reads a worker's weights stands behind what reads the weights of those before."""
+"""order_evaluation: what reads a worker's weights comes after what reads the weights of earlier workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxpipe.ir.transform import Pass
 
 @dataclass(frozen=True)
 class OrderEvaluation(Pass):
-    """Stand the calls of an evaluation in the order of the workers, which cuts can then follow.
+    """Put the calls of an evaluation in the order of the workers, which cuts can then follow.
 
-    A call belongs to the first worker that has all it needs: behind its inputs, and behind the owners of the weights it
-    reads. What is made of the batch alone belongs to its first reader. Within a worker the order stays.
+    A call belongs to the first worker that has all it needs: not before its inputs, nor before the owners of the
+    weights it reads. What is made of the batch alone belongs to its first reader. Within a worker the order stays.
 
     Fields:
         owners: the worker that holds a parameter or an updated buffer, by its first name; others are everywhere.

@@ -1,4 +1,4 @@
-"""place_evaluation: every worker computes of an evaluation what its own weights are for."""
+"""place_evaluation: every worker computes the part of an evaluation that its own weights are for."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class PlaceEvaluation(Pass):
         workers: how many there are.
         owners: the worker that holds a parameter or an updated buffer, by its first name; others are everywhere.
 
-    What moves is least: first the bytes of weights and buffers that a worker reads and another one holds, then the
-    bytes of values that cross. Where both are equal, a unit stays with the worker of the unit before.
+    The placement moves the least: first in bytes of weights and buffers that a worker reads and another one holds, then
+    in bytes of values that cross. If both are equal, a unit stays with the worker of the unit before.
 
     Before:                                      After (head.weight is embed.weight, which worker 0 owns):
         x = embedding(embed_weight, ids)  # u0       x = embedding(embed_weight, ids)  # w0
@@ -66,7 +66,7 @@ class Passed(NamedTuple):
 
 
 def held_of(program: Program, owners: Mapping[str, int]) -> list[Held]:
-    """The parameters and buffers that lie on one worker alone."""
+    """The parameters and buffers that only one worker holds."""
     placeholders, sources = program.placeholders, sources_of(program).cheap
     found = []
     rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
@@ -78,7 +78,7 @@ def held_of(program: Program, owners: Mapping[str, int]) -> list[Held]:
 
 
 def values_of(program: Program) -> list[Passed]:
-    """What units hand to later ones, and the batch. What is made anywhere from what is there counts as nothing."""
+    """What units pass to later ones, and the batch. What every worker can make from what it has does not count."""
     sources = sources_of(program).cheap
     inputs = {b.node for b in program.batch if b.node}
     found = [
@@ -115,14 +115,14 @@ def cheapest(workers: int, units: int, held: Sequence[Held], values: Sequence[Pa
 
     Exact, by dynamic programming over (worker, unit) for the pair of bytes of held tensors and bytes of values. What a
     worker receives depends only on where it begins and ends, and grows with its end: a reader counts for all beginnings
-    behind the reader (or the maker) before it. Takes workers x units^2 steps at worst; beginnings that already cost
-    more than some placement does are left behind, which mostly leaves few.
+    after the reader (or the maker) before it. Takes workers x units^2 steps at worst; beginnings that already cost more
+    than some placement does are dropped, so that few are usually left.
     """
     return _Search(workers, units, held, values, _bound(workers, held)).cuts()
 
 
 def _bound(workers: int, held: Sequence[Held]) -> int:
-    """Bytes of held tensors that move where cuts stand only where owners change; exact if nothing is tied."""
+    """Bytes of held tensors that move if there are cuts only where owners change; exact if nothing is tied."""
     owners: dict[int, int] = {}
     for tensor in sorted(held, key=lambda t: t.bytes):
         owners.update(dict.fromkeys(tensor.readers, tensor.owner))  # the largest of a unit decides
@@ -140,7 +140,7 @@ class _Search:
     """The tables of the dynamic programming, filled.
 
     Attributes:
-        begin: by worker and beginning, the bytes of held tensors that it has to get up to the end looked at.
+        begin: by worker and beginning, the bytes of held tensors that it has to get, up to the current end.
         cross: by beginning, the bytes of values; the same for every worker but the first, which gets none.
         held, values: by number of workers and end, the least cost of all units before it.
         origin: where the last of those workers begins.
@@ -175,7 +175,7 @@ class _Search:
         return int(self.held[self.workers, self.units])
 
     def _extend(self, end: int) -> None:
-        """Fill the column of `end`: of all beginnings the best, the latest among equals."""
+        """Fill the column of `end`: the best of all beginnings, the latest among equals."""
         span = slice(self.low, end)
         moved = self.held[:-1, span] + self.begin[:, span]
         passed = self.values[:-1, span] + self.cross[span]

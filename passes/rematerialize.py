@@ -1,4 +1,4 @@
-"""rematerialize: compute again where it is used what need not, or must not, be sent or saved."""
+"""rematerialize: compute again, where it is used, what need not or must not be sent or saved."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
-    """Copy forward nodes to the workers and into the backward passes that use them.
+    """Copy forward nodes to the workers and into the backward parts that use them.
 
-    Four reasons, in this order; never is a random node computed twice, nor a buffer's new value:
+    Four reasons, in this order; a random node, or a buffer's new value, is never computed twice:
 
-    - weights: what backward reads of weights alone (a transpose, a cast under autocast, weight norm) is derived again
-      in backward, from the weights that its policy gives it, never from what forward saw;
+    - weights: what backward reads that is made of weights alone (a transpose, a cast under autocast, weight norm) is
+      derived again in backward, from the weights that its policy gives it, never from what forward saw;
     - checkpoints: what backward reads of a `torch.utils.checkpoint` region is recomputed from the region's inputs;
     - mismatches: where the cuts say so (`Cuts.recompute`), backward computes units whose forward ran on another worker
-      again from what enters them, instead of receiving what they saved; what its own forward receives it keeps;
+      again from what enters them, instead of receiving what they saved; it keeps what its own forward receives;
     - cheapness: what is made cheaply from constants and the batch (causal masks, position ids, rotary tables) is made
       on the worker that uses it, unless that would need more bytes of batch or weights there than it saves.
 
@@ -129,7 +129,7 @@ class _Kinds:
         return sum(size_of(value(n)) for n in moved) <= size_of(value(node))
 
     def _only_once(self, node: fx.Node) -> bool:
-        """Whether the value comes from the random generator, or is what a buffer becomes."""
+        """Whether the value comes from the random generator, or is a buffer's new value."""
         return is_random(node) or node in self.once or (is_getitem(node) and _counts_once(node))
 
 
@@ -147,7 +147,7 @@ def _trains_statistics(node: fx.Node) -> bool:
 
 
 def _forgets_statistics(node: fx.Node) -> bool:
-    """Whether a copy of it can do without them; where nothing else is wide, they decide the precision."""
+    """Whether a copy of it can do without them; if nothing else is wide, they decide the precision."""
     if not _trains_statistics(node):
         return False
     read, weight = node.args[:2]

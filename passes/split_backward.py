@@ -21,8 +21,8 @@ _INPUT, _WEIGHT, _MASK = 1, 2, 10  # arguments of convolution_backward
 class SplitBackward(Pass):
     """Split the backward of every convolution, so that its weight gradient can be placed apart (W).
 
-    Both calls give the bits of the one: PyTorch computes the two gradients by kernels of their own in any case. Of
-    the tensor whose gradient it makes a call reads the layout alone, so it gets an empty stand-in: the input's
+    The two calls give the same bits as the one: PyTorch computes the two gradients with separate kernels in any case. A
+    call reads only the layout of the tensor whose gradient it makes, so it gets an empty stand-in for it: the input's
     gradient must not need the saved input, nor the weight's gradient the weight.
 
     Before:                                                     After:
@@ -54,7 +54,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
         _Half("weight", _WEIGHT, (False, True, True)): [n for n in node.users if n.args[1] != 0],
     }
     if not all(parts.values()):
-        return  # it makes one kind alone, as the first convolution of a model does
+        return  # it makes only one kind, as the first convolution of a model does
     for half, elements in parts.items():
         made = half.make(graph, node)
         for element in reversed(elements):
@@ -65,7 +65,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
 
 @dataclass(frozen=True)
 class _Half:
-    """One of the two calls: which argument is only stood in for, and which gradients it makes."""
+    """One of the two calls: which argument gets a stand-in, and which gradients it makes."""
 
     name: str
     stands_in: int

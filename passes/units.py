@@ -21,9 +21,9 @@ class Units(Pass):
 
     Forward: each node that computes opens a unit; views and tuple elements stay with what is before them, and what is
     made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
-    Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients,
-    and any node whose inputs lie earlier, the earliest unit among its inputs. So a backward edge never runs towards
-    a later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked.
+    Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients, and
+    any node with inputs from earlier units, the earliest unit among its inputs. So a backward edge never runs towards a
+    later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked.
     """
 
     name: ClassVar[str] = "units"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 APART = "≠"
-"""Stands where the cuts are distinct: a unit there has forward, backward, weight gradients on different workers."""
+"""Marks distinct cuts: a unit there has forward, backward and weight gradients on different workers."""
 
 OWN = "(own code)"
 
@@ -49,7 +49,7 @@ def print_modules(modules: Sequence[Module], console: Console, depth: int | None
     """The tree, a line a module or a run of like siblings.
 
     Args:
-        depth: shows every module down to there; by default those open whose insides lie on different workers.
+        depth: shows every module down to there; by default, modules are open if their insides are on different workers.
     """
     lines = list(_Tree(modules, depth).lines())
     phases = ("forward", "backward")
@@ -143,7 +143,7 @@ class _Tree:
         return number == 0 or _parted(module)
 
     def _groups(self, number: int) -> Iterator[tuple[int, ...]]:
-        """Children, of which neighbours with numbers for names and on the same workers stand together."""
+        """The children; neighbours with numbers as names and on the same workers form one group."""
         group: list[int] = []
         for child in self.children[number]:
             if group and not (self._folds(group[-1], child)):

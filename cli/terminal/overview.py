@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 WIDE = 120
-"""Columns from which on sizes are written in full, and stages with where they begin."""
+"""From this many columns on, sizes are written in full, and stages with the modules where they begin."""
 
 MANY = 40
-"""Edges of one kind, from which on they are summed up by where they go."""
+"""From this many edges of one kind on, they are summed up by where they go."""
 
 KINDS = ("input", "activation", "saved", "gradient", "weights", "token")
 _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
 def print_overview(facts: Facts, console: Console, depth: int | None = None, edges: bool = False) -> None:
-    """Everything in its order.
+    """Everything, in order.
 
     Args:
         depth: of the module tree.
@@ -52,7 +52,7 @@ def print_overview(facts: Facts, console: Console, depth: int | None = None, edg
 
 
 def print_header(facts: Facts, console: Console) -> None:
-    """What it is, and what it promises."""
+    """What the build is, and its forecast."""
     from fxpipe.inspection.evaluation import evaluation_text
 
     build, forecast = facts["build"], facts["forecast"]
@@ -92,7 +92,7 @@ def _line(console: Console, parts: Sequence[str]) -> None:
 
 
 def print_workers(facts: Facts, console: Console) -> None:
-    """A row a worker."""
+    """A row for each worker."""
     from rich.text import Text
 
     wide = console.width >= WIDE
@@ -157,7 +157,7 @@ def _timed_as_wholes(facts: Facts) -> bool:
 
 
 def print_edges(edges: Sequence[Facts], console: Console, every: bool = False) -> None:
-    """A row an edge, kind by kind; those of one kind and way together where they are many."""
+    """A row for each edge, kind by kind; if one kind has many, one row for all on the same way."""
     if not edges:
         console.print("nothing crosses workers")
         return
@@ -224,7 +224,7 @@ def _dtype(name: str) -> str:
 
 
 def print_hints(facts: Facts, console: Console) -> None:
-    """What else can be asked of it."""
+    """What else can be shown of it."""
     build = facts["build"]
     target = build["folder"] or build["model"] or "BUILD"
     values = (edge["name"] for edge in facts["edges"] if edge["kind"] in ("activation", "saved", "gradient"))
@@ -233,7 +233,7 @@ def print_hints(facts: Facts, console: Console) -> None:
     hints = [
         (f"--stage {build['workers'] - 1}", "a stage's code"),
         *([(f"--node {shlex.quote(name)}", "where a value comes from and goes to")] if name and facts["nodes"] else []),
-        (f"--schedule {facts['grid']['schedule']}", "the weights that every pass sees"),
+        (f"--schedule {facts['grid']['schedule']}", "the weights that every action sees"),
         *([("--after cut", "the program after a pass")] if build["model"] else []),
         ("--html report.html", "all of it on a page"),
     ]

@@ -1,4 +1,4 @@
-"""The grid of actions in a terminal: what every worker does, and which version of its weights each pass sees."""
+"""The grid of actions in a terminal: what every worker does, and which version of its weights each action sees."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MANY = 8
-"""Workers, from which on only so much time is shown as fits into the width."""
+"""With more workers than this, only as much time is shown as fits into the width."""
 
 _CELL = re.compile(r"(?P<phase>[FB])(?P<minibatch>\d+)(\.(?P<part>\d+))?@(?P<version>\d+)(\+(?P<ahead>\d+))?")
 
 
 def print_grid(grid: dict[str, Any], console: Console) -> None:
-    """A sentence that explains a cell, then a row a worker, a column an action; broken where the width ends."""
+    """A sentence that explains a cell, then a row for each worker and a column for each action, broken at the width."""
     rows: list[list[str]] = grid["rows"]
     console.print(f"{grid['schedule']} · {grid['policy']}")
     if not rows:

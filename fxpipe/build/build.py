@@ -5,13 +5,13 @@ build/
     stage_0.py …          the product
     evaluate_0.py …       evaluation on each worker; evaluate_0_1.py for batches of a second shape, and so on
     weights.safetensors   initial parameters, buffers and constants, under the model's own names
-    costs.json            what the workers take, and how the cuts came about: not part of the plan, which stays the
+    costs.json            what the workers take, and how the cuts were chosen: not part of the plan, which stays the
                           same from compile to compile
-    program.json          the program after its last pass, a row a node, for `fxpipe inspect`
-    passes.txt            what every pass made of the program: a line a pass
+    program.json          the program after its last pass, one row per node, for `fxpipe inspect`
+    passes.txt            what every pass made of the program: one line per pass
     profile.json          what every unit costs, for `fxpipe inspect` and `fxpipe plan`
-    node_costs.json       what every node took when it was measured: compiling again takes it from here
-    engines/              what engines other than eager make of the stages' parts; made anew where it is missing
+    node_costs.json       the measured time of every node; the next compile into this folder uses it
+    engines/              what engines other than eager make of the stages' parts; made again if it is missing
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Build:
     Attributes:
         files: emitted source by file name.
         tensors: initial parameters, buffers and constants by their first name.
-        costs: what the workers cost, and how the cuts came about; empty for a loaded build without `costs.json`.
+        costs: what the workers cost, and how the cuts were chosen; empty for a loaded build without `costs.json`.
         profile: what every unit costs; None for a loaded build without `profile.json`.
         nodes: the program after its last pass; None for a loaded build without `program.json`.
         passes: what every pass did, `fold  812 → 640 nodes`; empty for a loaded build without `passes.txt`.
-        engine_files: what engines made of the parts, by path within `engines/`; left there for a loaded build.
-        node_costs: what was measured, kept so that the next compile need not.
+        engine_files: what engines made of the parts, by path within `engines/`; a loaded build leaves it there.
+        node_costs: what was measured, kept so that the next compile need not measure it.
         folder: where it is on disk, if it is.
         warnings: what capture wants the user to know.
     """
@@ -83,7 +83,7 @@ class Build:
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """What the planner compared, the chosen one last; empty where the cuts were given."""
+        """What the planner compared, the chosen one last; empty if the cuts were given."""
         return self.costs.partitions
 
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
@@ -130,16 +130,16 @@ class Build:
         model: Callable[[], nn.Module] | None = None,
         **options: Any,
     ) -> LocalPipeline:
-        """All workers in this process: for debugging, for accuracy studies of N workers on one machine.
+        """All workers in this process: for debugging, and for accuracy studies of N workers on one machine.
 
-        The stages of a build in memory are written to a temporary folder, where a debugger finds them; it goes with
-        the pipeline.
+        The stages of a build in memory are written to a temporary folder, where a debugger finds them; it is deleted
+        with the pipeline.
 
         Args:
             optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
             lr_scheduler: made for each optimizer; none by default.
-            model: gives the model again; for a build whose parameters have no values (`fxpipe.task.meta`), its modules
-                then initialise themselves, by `seed`. Not needed with `weights`.
+            model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
+                initialise them, by `seed`. Not needed with `weights`.
             options: schedule, policy, clip_norm, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`.
 
@@ -209,7 +209,7 @@ def load(folder: str | Path) -> Build:
     """Read a build back.
 
     Raises:
-        BuildError: a file is missing, was changed (but for stages, which may be edited), or is of another version.
+        BuildError: a file is missing, was changed (except stages, which may be edited), or is of another version.
     """
     folder = Path(folder)
     plan = load_plan(folder)
@@ -266,12 +266,12 @@ def _source(path: Path) -> str:
 
 
 def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of Python, in which paths may be `Path`s, as those of a run."""
+    """Options given in Python, with every `Path` as text, as a run has them."""
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of tensors that are in another one's memory: the file format wants each apart."""
+    """The tensors, with copies of those that share another's memory: the file format does not allow sharing."""
     seen: set[int] = set()
     made = {}
     for name, tensor in tensors.items():

@@ -19,14 +19,14 @@ TRUSTED = 0.25
 def node_costs(
     program: Program, threads: int | None = None, known: Path | None = None, repeats: int | None = None
 ) -> MeasuredCosts:
-    """An earlier compile's costs if they are this program's and beyond doubt, else new ones.
+    """An earlier compile's costs if they are of this program and not in doubt, else new ones.
 
     Forward and backward are run on the model's own device (`fxpipe/costs/node_times.py`).
 
     Args:
         threads: CPU threads while measuring: as many as one worker will have.
         known: where an earlier compile may have left its costs.
-        repeats: runs after the warm-up; adapted to the step's length where None.
+        repeats: runs after the warm-up; None adapts them to the step's length.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.

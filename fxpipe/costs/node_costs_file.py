@@ -2,7 +2,7 @@
 
 `node_costs.json` is in the build folder, next to `costs.json`; like that file, it is not part of the plan: it may be
 deleted.
-It is believed only under its fingerprint: the program's calls with their shapes, the device, the threads, torch.
+It is used only if its fingerprint is the same: the program's calls with their shapes, the device, the threads, torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read(path: str | Path, fingerprint: str) -> MeasuredCosts | None:
         found = convert(body, MeasuredCosts)
         for name, time in (*found.seconds.items(), *found.ratios.items()):
             if not 0 <= time < MOST:
-                raise Malformed(f"{name[:80]!r} has {time:g}, which is no time", ", $")
+                raise Malformed(f"{name[:80]!r} has {time:g}, which is not a time", ", $")
         if found.ratios.keys() != {"F", "B"} or not all(found.ratios.values()):
             raise Malformed("F and B need a ratio each", ", $.ratios")
     return found if found.fingerprint == fingerprint else None
@@ -113,7 +113,7 @@ def _processor() -> str:
 
 
 def _lines(program: Program) -> Iterator[str]:
-    """Every node with its phase, shapes and strides; neither its origin nor its unit: they cost nothing."""
+    """Every node with its phase, shapes and strides; but not its origin or its unit, which do not affect its time."""
     from fxpipe.ir.printer import call_text
     from fxpipe.ir.program import info, value
 

@@ -1,11 +1,12 @@
 """How long every node of a program takes in its place: between the nodes before and after it, in plain code.
 
-Forward and backward are each run twice: as they are, and with a clock's tick between every two nodes. A node has all
-the time between two ticks, the freeing of values that die with it included; nothing is interpreted. The ticks' own
-time, and what they hinder, is taken out again: a phase's nodes are scaled to add up to the phase without ticks.
+Forward and backward are each run twice: as they are, and with a clock's tick between every two nodes. A node gets all
+the time between two ticks, including that of freeing values that die with it; nothing is interpreted. The time of the
+ticks themselves, and the delays that they cause, are taken out again: a phase's nodes are scaled to add up to the phase
+without ticks.
 
-On a machine that others use, a run of a phase is rarely left in peace, but some are: the fastest counts. A single node
-is so short that most runs of it are: the median counts.
+On a machine that others use, most runs of a phase are disturbed, but some are not: the fastest counts. A single node is
+so short that most of its runs are not disturbed: the median counts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fxpipe.plan.spec import Phase
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
 ROUNDS = Rounds(budget=1.5, least=3, most=100, long=20.0)
-"""Of a plain run and one with ticks: few of a long step, one of a very long one."""
+"""Each is a plain run and one with ticks: few for a long step, one for a very long one."""
 
 Times = tuple[dict[str, float], dict[str, float]]
 
@@ -41,8 +42,8 @@ def measure(program: Program, threads: int | None = None, repeats: int | None = 
     the ticks are events of the stream. The random state stays as it was.
 
     Args:
-        threads: CPU threads while measuring; as many as there are where None.
-        repeats: runs of each kind after the warm-up; where None, as `ROUNDS` says.
+        threads: CPU threads while measuring; None means as many as there are.
+        repeats: runs of each kind after the warm-up; None means as `ROUNDS` says.
 
     Raises:
         CaptureError: the step fails on the example batch, or does not fit the device; names the node's place.
@@ -89,7 +90,7 @@ class _Code:
         self.function = self._compiled(list(results), list(used), ticks)
 
     def __call__(self, feed: Mapping[str, torch.Tensor], kept: dict[str, Any]) -> list[float]:
-        """Run once: takes what it needs out of `kept`, leaves its results there; seconds between the ticks."""
+        """Run once: takes its inputs out of `kept`, leaves its results there; returns the seconds between the ticks."""
         if not self.nodes:
             return []
         ticks: list[Any] = []

@@ -1,4 +1,4 @@
-"""What an optimizer costs for each byte of parameters: memory for its state, and time for its step; measured small."""
+"""What an optimizer costs for each byte of parameters: state memory and step time, measured on a sample."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fxpipe.task.model_file import MakeOptimizer
 Named = Sequence[tuple[str, Tensor]]
 
 STATE_SAMPLE = 4 << 20
-"""Bytes of parameters on which the size of the state is seen, at most."""
+"""The most bytes of parameters on which the size of the state is measured."""
 
 TIME_SAMPLE = 16 << 20
-"""Bytes of parameters on which a step is timed, at most: with gradients and state more than caches hold."""
+"""The most bytes of parameters on which a step is timed: with gradients and state, more than caches hold."""
 
 ROUNDS = Rounds(budget=0.5, least=5, most=100)
 STILL = 1e-6
-"""What learning rates are multiplied by: the weights stay where they are, and nothing overflows or underflows."""
+"""Learning rates are multiplied by this: the weights hardly change, and nothing overflows or underflows."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OptimizerCosts:
     Attributes:
         state_bytes: of its state, for each byte of trained parameters.
         seconds_per_byte: of its step, for each byte of trained parameters.
-        doubt: one sentence for a warning, where the optimizer could not be tried and they are assumed; else None.
+        doubt: one sentence for a warning, if the optimizer could not be tried and the costs are assumed; else None.
     """
 
     state_bytes: float
@@ -49,7 +49,7 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
         named: the trained parameters.
         timed: measure a step here, with the threads that torch has now; else compute it: weight, gradient and state
             are read, weight and state written.
-        bandwidth: bytes a second of the memory that is computed for; also where the optimizer cannot be tried.
+        bandwidth: bytes a second of the device's memory; also used if the optimizer cannot be tried.
     """
     state = 1.0
     try:
@@ -66,12 +66,12 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
 def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
     """Bytes of optimizer state for each byte of parameters: 1.0 for SGD with momentum, 2.0 for Adam.
 
-    Every parameter takes part, made smaller as far as needed, so that one that has no state, or another group's,
-    counts as it does in the model.
+    Every parameter takes part, made smaller if necessary, so that one without state, or of another group, counts as
+    much as in the model.
 
     Args:
         parameters: names and tensors; only shapes and dtypes are looked at.
-        device: where the sample is; the tensors' own where None.
+        device: where the sample is; None means the tensors' own.
 
     Raises:
         TaskError: the optimizer fails.
@@ -91,7 +91,7 @@ def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | N
 def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
     """Seconds that the optimizer's step takes for each byte of parameters, with the threads that torch has now.
 
-    Timed on up to 16 MB of tensors like the model's own: every so many of them, large ones cut down.
+    Timed on up to 16 MB of tensors like the model's own: every n-th of them, with large ones made smaller.
 
     Args:
         parameters, device: as for `optimizer_bytes`.
@@ -114,7 +114,7 @@ def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device:
 
 
 def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> list[tuple[str, nn.Parameter]]:
-    """Parameters under the same names, of no more elements than said (but one each), with gradients."""
+    """Parameters under the same names, with at most the given numbers of elements (at least one), and gradients."""
     made = []
     for (name, tensor), numel in zip(parameters, numels, strict=True):
         place = device or ("cpu" if tensor.is_meta else tensor.device)
@@ -146,7 +146,7 @@ def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -
 
 @contextmanager
 def _users() -> Iterator[None]:
-    """Errors in here are the user's optimizer's."""
+    """Errors inside come from the user's optimizer."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The one timer: how often something is measured, and what time it is once a device has done what it was asked to."""
+"""The one timer: how often something is measured, and a clock that waits until the device is done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rounds:
     Attributes:
         budget: seconds for all measured rounds together.
         least, most: rounds, whatever the budget allows.
-        long: seconds of one round, from which on there is no other, not even up to `least`.
+        long: if rounds take this many seconds or more on average, no more follow, even with fewer than `least`.
         warm: rounds before those that are measured.
     """
 
@@ -30,7 +30,7 @@ class Rounds:
 
     @staticmethod
     def exactly(count: int, warm: int = 0) -> Rounds:
-        """So many rounds, whatever they take."""
+        """Exactly `count` rounds, however long they take."""
         return Rounds(least=count, most=count, warm=warm)
 
     def more(self, done: int, spent: float) -> bool:
@@ -71,5 +71,5 @@ def seconds_of(call: Callable[[], Any], clock: Clock) -> float:
 
 
 def quartile(times: Sequence[float]) -> float:
-    """The lower quartile of times: not the luckiest, and not what the machine's other work has lengthened."""
+    """The lower quartile of times: neither the luckiest one nor one that the machine's other work has lengthened."""
     return sorted(times)[len(times) // 4]

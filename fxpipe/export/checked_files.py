@@ -1,4 +1,4 @@
-"""Models become files: each is run in onnxruntime, and refused if it computes something else than the stage's code."""
+"""Writes models as files: each is run in onnxruntime, and refused if it differs from the stage's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.onnx.model_file import WeightsForm, write
 from fxpipe.stages.compare import NAN, Difference, Expected, compare, in_words
 
 Verdict = Literal["rounding", "unstable", "wrong"]
-"""Why an output is off: by rounding alone, as far as the stage's own code moves by it, or by a mistake."""
+"""Why an output is off: rounding alone; rounding to which the stage's own code is as sensitive; or a mistake."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class ExportedFile:
     """One model that was written, and how it compares with the stage's own code.
 
     Attributes:
-        nodes: those of its functions count as well.
-        bytes: with the file of weights next to it, if there is one.
+        nodes: their number, including those of its functions.
+        bytes: its size, including the file of weights next to it, if there is one.
         error: the largest relative error of an output in onnxruntime, on the example batch.
-        worst: the output that has it.
-        seconds: what the export took.
+        worst: the output with that error.
+        seconds: how long the export took.
     """
 
     name: str
@@ -45,10 +45,10 @@ class CheckedModel:
 
     Attributes:
         weights: values of inputs that the model may hold itself.
-        inputs, expected: by name, the values to run it on, and what it should give.
-        limit: the largest relative error that is right without a verdict.
+        inputs, expected: by name, the values to run it on, and the values that it should compute.
+        limit: the largest relative error that is accepted without a verdict.
         source: the code that it was made from, for errors.
-        verdict: on an output of those found that is off by more than the limit.
+        verdict: judges an output that is off by more than the limit, given all outputs that were found.
     """
 
     name: str
@@ -61,9 +61,9 @@ class CheckedModel:
     verdict: Callable[[Difference, Mapping[str, Tensor]], Verdict]
 
     def write(self, folder: Path, form: WeightsForm) -> tuple[ExportedFile, Difference | None]:
-        """Write the model's file and run it; gives the output that is most unstable, too, if one is.
+        """Write the model's file and run it; return the file, and the worst output if that is unstable.
 
-        The time is left to the caller.
+        The caller fills in `seconds`.
 
         Raises:
             ExportError: onnxruntime cannot run it, or it computes something else.

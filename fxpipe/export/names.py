@@ -12,7 +12,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 PREFIXES: dict[str, str] = {"gradient": "grad:", "update": "new:"}
-"""Of outputs that have the names of weights and buffers."""
+"""Of outputs that are named after weights and buffers."""
 
 NAMES = (
     "weights, buffers, batch, saved values and edges have the names they have in the build; gradients are grad:NAME, "
@@ -61,7 +61,7 @@ def row_of(plan: Plan, value: str, row: PartInput | PartOutput) -> dict[str, Any
 
 
 def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
-    """The same for a reader of the graph."""
+    """The same in words, for a reader of the graph."""
     kind = row["kind"]
     if kind == "received":
         return f"{row['edge']} received from worker {row['from']}"
@@ -82,7 +82,7 @@ def _in_words(row: Mapping[str, Any], worker: int | None) -> str:
 
 
 def describe(model: onnx.ModelProto, body: Mapping[str, Any], worker: int | None) -> str:
-    """Write what the model is into it; gives the text. `worker` is None where it is all of them."""
+    """Write into the model what it is, and return that text. `worker` is None for the model of all workers."""
     return note(model, body, *([_in_words(row, worker) for row in body[side]] for side in ("inputs", "outputs")))
 
 

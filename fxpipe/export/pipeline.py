@@ -16,7 +16,7 @@ from fxpipe.export.names import Names
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 
 DOMAIN = "fxpipe"
-"""Of the functions."""
+"""The ONNX domain of the functions."""
 
 Row = TypeVar("Row", PartInput, PartOutput)
 
@@ -144,7 +144,7 @@ class _MainGraph:
         return name
 
     def _key(self, part: PurePart, row: PartInput | PartOutput) -> tuple[str, ...]:
-        """The same for an output and for the inputs that it becomes."""
+        """A key that is the same for an output and for the inputs that it becomes."""
         if row.kind in ("sent", "received"):
             return "edge", row.name
         if row.kind in ("buffer", "update"):

@@ -37,7 +37,7 @@ from fxpipe.task.batch import Splitter
 OPSET = 20
 PIPELINE = "pipeline"
 SLACK = 3
-"""How much more than a rounding error in every weight moves an output may the pipeline be off: each operator rounds."""
+"""An output of the pipeline may be off this many times as far as a rounding error in every weight moves it."""
 
 
 def export(
@@ -51,23 +51,24 @@ def export(
     say: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> list[ExportedFile]:
-    """Write every part of every stage, and the pipeline, as ONNX models, each run and compared before it counts.
+    """Write every part of every stage, and the pipeline, as ONNX models; each is run and compared first.
 
-    The stages' files are what is exported: an edit is exported as well.
+    The stages' files are exported, with their edits.
 
     Args:
         folder: an earlier export there is replaced; written whole or not at all.
-        batch: one minibatch, as `train_data()` gives them; its first microbatch is what the models are run on.
+        batch: one minibatch, as `train_data()` gives it; the models are run on its first microbatch.
         weights: 'inputs' of the models, as they are arguments of the stages; 'initializers': the build's initial
             weights, in the models; 'external': the same, in a file next to each model.
         opset: the version of ONNX's operators.
         seed: of dropout masks.
-        say: is told what is being done.
-        warn: is told of edited stages, and of parts that are not written as they compute nothing.
+        say: is called with what is being done.
+        warn: is called about edited stages, parts that are not written because they compute nothing, and unstable
+            outputs.
 
     Raises:
         ExportError: a model that cannot be made, or computes something else; a folder that holds something else.
-        BackendError: a stage that is no plain tensor code, by an edit.
+        BackendError: a stage that an edit has made into something other than plain tensor code.
         BatchError: the batch does not fit the build.
     """
     check_packages()
@@ -92,10 +93,10 @@ def export(
         job = _Export(build, values, fresh, weights, opset, seed, say)
         for stage in job.stages:
             if stage.edited:
-                warn(f"{stage.path.name} was edited since it was compiled; the edit is what is exported")
+                warn(f"{stage.path.name} was edited since it was compiled; the edited version is exported")
         job.parts()
         for name in job.empty:
-            warn(f"{name} computes nothing, so there is no file of it")
+            warn(f"{name} computes nothing, so there is no file for it")
         unstable = job.pipeline()
         if unstable:
             warn(
@@ -116,7 +117,8 @@ class _Export:
     Attributes:
         empty: names of the parts that compute nothing.
         ran: the parts that were run, by worker and phase.
-        example, expected: by name of the part and of the row, what the pipeline is run on and what it should give.
+        example, expected: by names of part and row, the values that the pipeline is run on and those that it should
+            compute.
     """
 
     def __init__(
@@ -152,10 +154,10 @@ class _Export:
             self._part(self.ran[call.worker, call.phase], call, result)
 
     def pipeline(self) -> Difference | None:
-        """Write the model of all parts, run as a whole; gives the output that is off most, if the stages' own is, too.
+        """Write and run the model of all parts; return the worst output if the stages' own code is unstable there, too.
 
-        Deep networks with batch norm over few values are unstable: a rounding error in the weights moves them by far
-        more than one part adds, so that each part was right alone.
+        Deep networks with batch norm over few values are unstable: a rounding error in the weights moves their outputs
+        by far more than one part adds, so each part alone was right.
         """
         begun = time.perf_counter()
         self.say(f"{PIPELINE}: joining the stages")
@@ -206,7 +208,7 @@ class _Export:
         if not part.outputs:
             self.empty.append(part.name)
             return
-        torch.manual_seed(self.seed)  # as the emitted code was given
+        torch.manual_seed(self.seed)  # the one that the emitted code had
         inputs = [*call.inputs(), *(draw(part.device) for draw in part.draws)]
         outputs = result.flat()
         for kinds, table, found in (

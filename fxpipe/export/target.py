@@ -1,4 +1,4 @@
-"""What is refused before any work is done: missing packages, an opset, a folder with something else. No torch."""
+"""Refuses, before any work is done: missing packages, a wrong opset, a folder with something else. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.files import check_creatable
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 OLDEST = 18
-"""PyTorch's exporter writes this opset and converts from there; asked for less, it gives this one, or what is wrong."""
+"""PyTorch's exporter writes this opset and converts from there; an older one comes out wrong, or as this one."""
 
 NEWEST = 25
 """The newest opset that PyTorch's exporter converts to."""
@@ -23,7 +23,7 @@ _HEAD = 64  # bytes of a model's file within which the producer's name is
 
 
 def check_packages() -> None:
-    """Refuse to start without what the export needs.
+    """Refuse to start without the packages that the export needs.
 
     Raises:
         ExportError: names every missing package.
@@ -58,7 +58,7 @@ def check_export_target(folder: str | Path, *, inference: bool = False) -> None:
     """Refuse a folder that an export could not be written to; an earlier export of the same kind may be replaced.
 
     Raises:
-        ExportError: it holds something else, an export of the other kind among it, or is a file.
+        ExportError: it holds something else, such as an export of the other kind, or is a file.
         BuildError: it cannot be created.
     """
     folder = Path(folder)

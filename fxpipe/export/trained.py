@@ -1,4 +1,4 @@
-"""A build with trained weights in the place of its initial ones."""
+"""A build with trained weights instead of its initial ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fxpipe.runtime.worker.final_weights import final_tensors
 
 
 def with_trained(build: Build, file: str | Path) -> Build:
-    """The build with the weights of a `model.safetensors`, which a run left: the model's own names, all of them.
+    """The build with the weights of a run's `model.safetensors`, which has all of the model's own names.
 
-    What the file does not hold, as a run does not write it (buffers that are not persistent, constants), stays as it
-    was. Of a tied weight one name is enough.
+    What a run does not write into the file (buffers that are not persistent, constants) stays as it was. For a tied
+    weight, one name is enough.
 
     Raises:
         ExportError: the file cannot be read, or is not of this model: names every tensor that is missing, unknown or

@@ -14,10 +14,10 @@ from fxpipe.planner.workers import Workers
 from fxpipe.policy.recipe import Recipe
 
 BUDGET = 1_000_000
-"""Pairs of cuts that may be looked at to prove a partition the best: what takes a second."""
+"""Pairs of cuts that may be looked at to prove that a partition is the best: about a second's work."""
 
 ROUNDS = 6
-"""Rounds of improvement where nothing is proved; of more workers fewer, as each takes longer."""
+"""Rounds of improvement if nothing is proved; fewer for more workers, because each round takes longer."""
 
 PINNED = "pinned"
 
@@ -27,10 +27,10 @@ class CutsComparison:
     """The build's own cuts compared with the best of each kind.
 
     Attributes:
-        efficiency: how much of the ideal the build's own cuts reach; None where the costs of its units or links are
-            not known.
-        rows: a row for each kind of cuts. The row of what the build has is `chosen`: one of them, or one more after
-            them.
+        efficiency: how much of the ideal the build's own cuts reach; None if the costs of its units or links are not
+            known.
+        rows: a row for each kind of cuts. The row of the build's own cuts is `chosen`: one of these, or an extra row
+            after them.
     """
 
     efficiency: float | None = None
@@ -40,8 +40,8 @@ class CutsComparison:
 def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) -> CutsComparison:
     """Compare the build's own cuts with the best of each kind, under a schedule and a policy.
 
-    What the compile compared is taken from there. The rest is planned without limits of memory. The build's own cuts
-    are priced anew, as a row of their own, where they were planned for another schedule or policy, or given by hand.
+    What the compile compared is taken from its results. The rest is planned without limits of memory. The build's own
+    cuts are priced again, as a row of their own, if they were planned for another schedule or policy, or given by hand.
 
     Args:
         compare: whether to plan the cuts that the build does not have, which takes seconds for many workers; without
@@ -67,7 +67,7 @@ def balance_of(subject: Subject, recipe: Recipe | None, compare: bool = True) ->
 
 
 def _widened(found: dict[str, Partition]) -> dict[str, Partition]:
-    """Each no worse than the narrower ones: their cuts are among its own, where a short search missed them."""
+    """Each made no worse than the narrower ones: it includes their cuts, even if a short search missed them."""
     best: Partition | None = None
     result = {}
     for mode in MODES:

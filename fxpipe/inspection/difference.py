@@ -19,7 +19,7 @@ Json = dict[str, Any]
 Files = Mapping[str, Mapping[str, str]]
 
 NOTICEABLE = 0.02
-"""The part of a time below which a difference is noise."""
+"""A difference of times below this fraction is noise."""
 
 _SETTINGS = (
     "model", "workers", "schedule", "policy", "microbatches", "samples", "autocast", "device", "cuts", "costs",
@@ -36,7 +36,7 @@ def between(first: Path, second: Path) -> Json:
     """`difference` of two build folders.
 
     Raises:
-        BuildError: one of them is no build, or cannot be read.
+        BuildError: one of them is not a build, or cannot be read.
     """
     from fxpipe.inspection.facts import facts
 
@@ -65,10 +65,10 @@ def difference(
         "moved": units whose "phase" (forward, backward, weights) went "from" a worker "to" another, as "modules",
         with their number of "units" and "ms"; "weights" only where W has cuts of its own;
         "owners": parameters that went "from" an owner "to" another;
-        "workers": each with its facts in "first" and "second", None where it is not there, and what "changed" of them;
+        "workers": each with its facts in "first" and "second", None if it is not there, and what "changed" of them;
         "edges": by kind, number and bytes in both, and the rows that "came", "went" and "changed" what they carry;
         "parameters", "sources", "code": names that are in one only, and those that changed;
-        "weights": whether the initial weights differ; None where that is not known;
+        "weights": whether the initial weights differ; None if that is not known;
         "edited": stages that someone edited; "stale": sources that changed since, of both;
         "units", "nodes", "balance", "forecast": of both.
     """
@@ -225,7 +225,7 @@ def _edges(first: Json, second: Json) -> dict[str, Json]:
 
 
 def _edge_key(edge: Json) -> tuple[Any, ...]:
-    """What makes an edge the same one: a value's name (without the `:2` of several ways) and its way.
+    """What makes two edges the same one: the value's name (without the `:2` of several ways) and the way.
 
     All weights from one owner to one reader are one, whatever phases read them.
     """
@@ -241,7 +241,7 @@ def _value(edge: Json) -> tuple[Any, ...]:
 
 
 def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Names that are in one only; and, where their value is a digest, those where it differs."""
+    """Names that are in one only; and, if their values are digests, those whose digests differ."""
     both = [name for name in first if name in second]
     return {
         "first": [name for name in first if name not in second],
@@ -264,7 +264,7 @@ def _forecast(forecast: Json | None) -> Json | None:
 
 
 class ModuleNames:
-    """Many module paths as few: `blocks.3 to blocks.5`, `head` for all that is in them.
+    """Many module paths as a few names: `blocks.3 to blocks.5`, `head` for all that is in them.
 
     Args:
         totals: how many things of each path there are.
@@ -284,16 +284,16 @@ class ModuleNames:
                 self.place.setdefault(module, len(self.place))
 
     def of(self, chosen: Mapping[str, int]) -> list[str]:
-        """Names for what was chosen, each as high in the module tree as all below it was chosen.
+        """Names for what was chosen, each for the highest module of which everything was chosen.
 
-        Takes time by what was chosen, not by what there is.
+        The time depends on what was chosen, not on the size of the model.
 
         Args:
             chosen: how many things of each path were chosen.
 
         Returns:
             In the order of `totals`. Numbered neighbours are joined (`blocks.3 to blocks.5`); a path of which only some
-            was chosen says so (`head (3 of 7)`), and one that is meant without what is in it (`blocks.2 itself`).
+            was chosen says so (`head (3 of 7)`), and so does one without what is in it (`blocks.2 itself`).
         """
         below: Counter[str] = Counter()
         children: dict[str, set[str]] = defaultdict(set)

@@ -11,10 +11,10 @@ from fxpipe.plan.spec import ParameterSpec
 
 
 def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:
-    """A row an edge of the plan, in the order of the sends; then one for each owner and reader of weights.
+    """A row for each edge of the plan, in the order of the sends; then one for each owner and reader of weights.
 
     Args:
-        traffic: says what is sent of the weights, of which one may need several versions; without it each counts once.
+        traffic: says how many versions of the weights are sent; without it, each weight counts once.
     """
     sends = {} if subject.nodes is None else subject.nodes.sends
     rows = []

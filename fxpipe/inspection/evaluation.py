@@ -9,10 +9,10 @@ from fxpipe.runtime.wires.moves import moves
 
 
 def evaluation_facts(plan: Plan) -> dict[str, Any] | None:
-    """The metrics, every shape of batch with its files, and why there are none; None without validation hooks.
+    """The metrics and every shape of batch with its files, or why there are none; None without validation hooks.
 
-    Before the batches of an evaluation `moved_bytes` of weights and buffers go to workers that do not hold them; with
-    every batch, `crossing_bytes` of values.
+    Before the first batch of an evaluation, `moved_bytes` of weights and buffers go to workers that do not hold them;
+    with every batch, `crossing_bytes` of values cross.
     """
     if not plan.evaluations and not plan.not_evaluated:
         return None

@@ -2,8 +2,8 @@
 
 Times are milliseconds unless they are called seconds, sizes bytes, workers ranks. `modules` are referred to by row, and
 so are `nodes`. `forward` and `backward` of a module are rows of worker, milliseconds, nodes; W is part of backward;
-`apart` counts its units that do not run forward, backward and W on one worker; of a unit it says whether.
-What an older build does not know is None, or empty.
+`apart` counts its units that do not run forward, backward and W on one worker; for a unit it says whether it is one of
+them. What an older build does not know is None, or empty.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def facts(
     """All that can be said of a build.
 
     Args:
-        schedule, policy: others than its own; another schedule brings its own default policy.
-        run: what a run left, as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy count where
-            none are given.
+        schedule, policy: instead of its own; another schedule brings its own default policy.
+        run: what a run left, as `fxpipe.observe.run_folder.read_run` reads it; its schedule and policy apply if none
+            are given.
         compare: whether to plan the cuts that the build does not have, which takes a second or more for many workers.
 
     Raises:
@@ -71,7 +71,7 @@ def facts(
 
 
 def recipe_of(subject: Subject, schedule: str | None, policy: str | None) -> Recipe | None:
-    """How the build is run; None if its own policy is one that only its model file knows, which is not imported here.
+    """How the build is run; None if its own policy is defined in its model file, which is not imported here.
 
     Raises:
         ScheduleError, PolicyError: as `facts`.
@@ -88,7 +88,7 @@ def recipe_of(subject: Subject, schedule: str | None, policy: str | None) -> Rec
 
 
 def _asked(schedule: str | None, policy: str | None, run: dict[str, Any] | None) -> tuple[str | None, str | None]:
-    """The schedule and the policy that count."""
+    """The schedule and the policy that apply."""
     if run is not None and schedule is None and policy is None:
         return run.get("schedule"), run.get("policy")
     return schedule, policy
@@ -97,7 +97,8 @@ def _asked(schedule: str | None, policy: str | None, run: dict[str, Any] | None)
 def value_facts(
     subject: Subject, schedule: str | None = None, policy: str | None = None, run: dict[str, Any] | None = None
 ) -> Facts:
-    """As much of `facts` as tells where values come from and go to (`fxpipe.inspection.values`): nothing is simulated.
+    """The part of `facts` that tells where values come from and go to (`fxpipe.inspection.values`): nothing is
+    simulated.
 
     Raises:
         ScheduleError, PolicyError: as `facts`.
@@ -118,7 +119,7 @@ def value_facts(
 
 
 def build_facts(subject: Subject) -> Facts:
-    """The build as a whole. What its compile was told of links, speeds and costs is None where `costs.json` is gone."""
+    """The build as a whole. What its compile was told of links, speeds and costs is None if `costs.json` is gone."""
     plan, costs = subject.plan, subject.costs
     cuts = None if costs is None else costs.partitions[-1].mode if costs.partitions else PINNED
     return {
@@ -146,7 +147,7 @@ def build_facts(subject: Subject) -> Facts:
 
 
 def grid_facts(subject: Subject, recipe: Recipe | None) -> Facts:
-    """What every pass sees under the schedule and the policy."""
+    """What every action sees under the schedule and the policy."""
     if recipe is None:
         return {"schedule": subject.plan.schedule, "policy": subject.plan.policy, "rows": []}
     return {"schedule": recipe.schedule.name, "policy": str(recipe.policy), "rows": grid_rows(recipe)}

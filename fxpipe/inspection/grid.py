@@ -6,15 +6,15 @@ from fxpipe.policy.picture import sight_rows
 from fxpipe.policy.recipe import Recipe
 
 ACTIONS = 8
-"""Forwards of a worker that are shown at the least: of as many minibatches, or fewer with several microbatches."""
+"""At least this many forwards of a worker are shown: of as many minibatches, or fewer with several microbatches."""
 
 
 FLUSHES = 3
-"""Minibatches of a schedule that flushes."""
+"""The most minibatches that are shown of a schedule that flushes."""
 
 
 def grid_rows(recipe: Recipe) -> list[list[str]]:
-    """A row of cells for each worker, from an empty pipeline to an empty one: `F3@1+2`, or `..` where it waits."""
+    """A row of cells for each worker, from an empty pipeline to an empty one: `F3@1+2`, or `..` when it waits."""
     schedule = recipe.schedule
     minibatches = max(2, ACTIONS // schedule.microbatches)
     if schedule.synchronous:  # after a flush it only repeats itself

@@ -10,15 +10,15 @@ from fxpipe.inspection.units import WIRES, units_apart, workers_of_units
 from fxpipe.plan.spec import Phase
 
 LOSS = "(loss)"
-"""The name of the row of what comes after the last module: its path is None."""
+"""The name of the row for what comes after the last module; its path is None."""
 
 
 class ModuleTree:
-    """Module rows, parents in front of their children, and which row a node belongs to.
+    """Module rows, parents before their children, and which row a node belongs to.
 
-    Code outside modules, the model's own forward among it, is the whole model's; what of it comes after the last
-    module in forward, and its backward, is the loss function's: that row's path is None. Sends and receives are
-    nodes of their module, but no place where it runs.
+    Code outside submodules, such as the model's own forward, belongs to the whole model. What comes after the last
+    module in forward, with its backward, belongs to the loss function: the path of that row is None. Sends and receives
+    are nodes of their module, but do not count as places where it runs.
 
     Attributes:
         rows: as `fxpipe.inspection.facts` describes them.
@@ -39,7 +39,7 @@ class ModuleTree:
         self._add_parameters()
 
     def of(self, module: str, unit: int | None) -> int:
-        """The row of a node in a module, by its unit where that is none."""
+        """The row of a node of a module; by its unit, if the node is outside all modules."""
         if not module and unit is not None and unit > self._last:
             return self._index[None]
         return self._index[module]

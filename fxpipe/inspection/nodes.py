@@ -13,10 +13,10 @@ MODULE = COLUMNS.index("module")
 
 
 def node_table(subject: Subject, tree: ModuleTree) -> dict[str, Any] | None:
-    """`fxpipe.ir.program_table.Row`'s columns, with the number of a module's row for its path; None for older builds.
+    """The columns of `fxpipe.ir.program_table.Row`, but the module's row instead of its path; None for older builds.
 
-    `gradients` has the row that makes a parameter's gradient, by the parameter's row's name; `names` what the model
-    calls parameters, buffers and inputs, likewise.
+    `gradients` has the row that makes a parameter's gradient, by the name of the parameter's row; `names`, likewise,
+    what the model calls parameters, buffers and inputs.
     """
     if subject.nodes is None:
         return None

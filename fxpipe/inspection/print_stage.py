@@ -32,7 +32,7 @@ def _print_coloured(source: str) -> None:
 
 
 def _calls(source: str) -> Iterator[tuple[int, int, int]]:
-    """Where sends and receives stand: the line, from 1, and the columns of the call, from 0."""
+    """Where sends and receives are: the line, from 1, and the columns of the call, from 0."""
     for number, line in enumerate(source.split("\n"), 1):
         found = _CALL.search(line)
         if found:

@@ -1,6 +1,6 @@
 """The program after any pass, as text: what `fxpipe inspect --after PASS` prints.
 
-Of a build, it is the program that the build was made from: the model file is captured again, and the passes run with
+For a build, it is the program that the build was made from: the model file is captured again, and the passes run with
 the build's own cuts.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.ir.transform import Applied
 
 CAPTURE = "capture"
-"""The program before the first pass, by this name."""
+"""The name for the program before the first pass."""
 
 _MADE_BY = ", made by: "
 AS_MADE = ModelOptions()
@@ -45,7 +45,7 @@ def check_pass(name: str) -> None:
     """Refuse a name that no pass has.
 
     Raises:
-        FxpipeError: names all passes in their order, and the near ones.
+        FxpipeError: names all passes in their order, and similar ones.
     """
     known = pass_names()
     if name not in known:
@@ -70,10 +70,9 @@ def after(
 
     Args:
         target: a build directory, or a model file.
-        made, options, changes: of a model file, how its model is made and what its compile is asked; a build has its
-            own.
-        say: is told what is being done.
-        warn: is told what makes the text doubtful; on stderr by default.
+        made, options, changes: for a model file, how its model is made and compiled; a build has its own.
+        say: is called with what is being done.
+        warn: is called with what makes the text doubtful; writes to stderr by default.
 
     Raises:
         FxpipeError: no pass has that name, or it does not run with these options; the model cannot be captured or cut.
@@ -110,14 +109,14 @@ def after(
     build = watched.lower(program, options)
     if plan is not None and build is not None and (others := _changed(plan, build)):
         warn(
-            f"the passes now make {', '.join(others)} otherwise than they did for {target}: another torch, or a model "
-            "that is not the same every time; what follows is what they make now"
+            f"the passes now write {', '.join(others)} differently than for {target}: torch is another version, or "
+            "the model is not the same every time; this is the program that they make now"
         )
     return watched.text
 
 
 def _model_of(plan: Plan, folder: Path, pass_name: str) -> Path:
-    """The model file of a build, which is as it was."""
+    """The model file of a build; an error if it has changed."""
     model = model_path(plan, folder)
     if model is None:
         raise BuildError(
@@ -130,7 +129,7 @@ def _model_of(plan: Plan, folder: Path, pass_name: str) -> Path:
 
 
 def _options_of(plan: Plan, folder: Path) -> CompileOptions:
-    """What makes the same stages again."""
+    """The options that make the same stages again."""
     mode, recompute = _chosen(folder)
     forward, backward, weights = (
         (*(bounds[0] for bounds in kind), kind[-1][1])
@@ -144,7 +143,7 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
         autocast=plan.autocast,
         cuts=Cuts(forward, backward, weights, recompute),
         split_backward=mode == "three-way" or (mode is None and weights != backward),
-        cost="analytic",  # what nodes take decides nothing where the cuts are given, and the text does not say it
+        cost="analytic",  # times decide nothing if the cuts are given, and the text has none
         command=_command(folder, plan),
     )
 
@@ -155,7 +154,7 @@ def _changed(plan: Plan, build: Build) -> list[str]:
 
 
 class _Reached(Exception):
-    """Ends a lowering once the program is there that is wanted."""
+    """Ends a lowering once the wanted program is there."""
 
 
 class _Watched:
@@ -168,10 +167,10 @@ class _Watched:
         self.seen: list[str] = [CAPTURE]
 
     def lower(self, program: Program, options: CompileOptions) -> Build | None:
-        """Lower the program; `text` then is what it was after the pass.
+        """Lower the program; `text` is then the program after the pass.
 
         Returns:
-            The build; None where the lowering ended at the pass.
+            The build; None if the lowering ended at the pass.
 
         Raises:
             FxpipeError: as `lower`; or the pass did not run.
@@ -211,7 +210,7 @@ def _chosen(folder: Path) -> tuple[str | None, tuple[tuple[int, int, int], ...]]
 
 
 def _command(folder: Path, plan: Plan) -> str:
-    """The command that the stages' headers name: what is made again differs in nothing, then."""
+    """The command that the stages' headers name, so that the same text is made again."""
     for stage in plan.stages:
         try:
             with open(folder / stage.file, encoding="utf-8", errors="replace") as file:

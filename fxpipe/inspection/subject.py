@@ -26,9 +26,9 @@ class Subject:
         costs: None for a build whose `costs.json` is gone.
         nodes, profile: None for a build of an earlier fxpipe.
         folder: where it is; None for one in memory.
-        model: the user's file, as it is known from here; None for a build made from objects.
+        model: the path of the user's file; None for a build made from objects.
         edited: the stages that are no longer as they were emitted.
-        stale: what became of the model file, and of what it imports, since.
+        stale: what has happened since to the model file and the files that it imports.
         measured: whether its times were measured.
     """
 
@@ -45,12 +45,12 @@ class Subject:
 
     @property
     def digest(self) -> str:
-        """The plan's own, by which a run is known to be of this build."""
+        """The plan's digest, which tells whether a run is of this build."""
         return self.plan.digest
 
     @property
     def known(self) -> BuildCosts:
-        """Its costs, empty where they are not known."""
+        """Its costs, empty if they are not known."""
         return self.costs or BuildCosts()
 
 
@@ -75,7 +75,7 @@ def read_subject(folder: str | Path) -> Subject:
     """A build's folder. Reads neither the weights nor the model, and imports no stage.
 
     Raises:
-        BuildError: it is no build, of another version, or a file of it is missing or cannot be read.
+        BuildError: it is not a build, is of another version, or a file of it is missing or cannot be read.
     """
     folder = Path(folder)
     if not folder.exists():

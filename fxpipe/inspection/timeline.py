@@ -14,7 +14,7 @@ from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate
 
 MINIBATCHES = 12
-"""How many are shown, at the least where they are so few."""
+"""How many are shown, or more with many workers, if there is room for their spans."""
 
 SPANS = 6000
 """About how many spans are shown at the most."""
@@ -22,7 +22,7 @@ SPANS = 6000
 
 @dataclass(frozen=True)
 class Outlook:
-    """The simulated build; its fields are None where the costs of the workers are not known."""
+    """The simulated build; its fields are None if the costs of the workers are not known."""
 
     forecast: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ def _share(scenario: Scenario, worker: int, microbatches: int, period: float) ->
 
 
 def _minibatches(subject: Subject) -> int:
-    """So many that the pipeline is seen full, and not more than a page can hold."""
+    """Enough to show the full pipeline, and no more than a page can hold."""
     workers, each = subject.plan.workers, 4 * subject.plan.microbatches  # spans of a worker's minibatch, about
     return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
 
@@ -74,7 +74,7 @@ def _timeline(simulation: Simulation, scenario: Scenario) -> dict[str, Any]:
 
 
 def _memory(simulation: Simulation, scenario: Scenario, worker: int) -> dict[str, Any]:
-    """The bytes held from each of some moments on: a microbatch's saved values from its F's start to its B's end."""
+    """The bytes held from each of several moments on; a microbatch's saved values from its F's start to its B's end."""
     cost = scenario.workers[worker]
     begins: dict[tuple[int, int], float] = {}
     ends: dict[tuple[int, int], float] = {}

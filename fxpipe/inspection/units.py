@@ -13,7 +13,7 @@ WIRES = ("send", "recv")
 
 
 def unit_rows(subject: Subject) -> list[dict[str, Any]]:
-    """A row a unit; times are None for a build of an earlier fxpipe."""
+    """A row for each unit; times are None for a build of an earlier fxpipe."""
     units = subject.profile.units if subject.profile else (None,) * len(subject.plan.units)
     return [
         {
@@ -35,8 +35,8 @@ def unit_rows(subject: Subject) -> list[dict[str, Any]]:
 def units_apart(subject: Subject) -> list[bool]:
     """For each unit whether its forward, its backward and its weight gradients are not all on one worker.
 
-    A unit without nodes of one kind has nothing to part there. What other workers compute again of a unit does not
-    count. For an older build without nodes the cuts alone do.
+    A kind of which the unit has no nodes does not count, nor does what other workers compute again. For an older build
+    without nodes, only the cuts count.
     """
     homes = workers_of_units(subject.plan)
     if subject.nodes is None:

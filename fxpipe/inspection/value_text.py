@@ -105,7 +105,7 @@ def _step_lines(step: Json) -> Iterator[str]:
 
 
 def _reader_lines(readers: Sequence[Json]) -> Iterator[str]:
-    """Those on the spot first, then edge by edge."""
+    """Those that no edge leads to first, then edge by edge."""
     ways: dict[str, list[Json]] = {}
     for reader in readers:
         ways.setdefault(f"{_sent(reader['via'])}, for:" if reader["via"] else "", []).append(reader)

@@ -18,7 +18,7 @@ MOST = 40
 """Lines of one list; what comes after them is counted."""
 
 PLACEHOLDERS = ("parameter", "buffer", "input")
-"""The operators of nodes that are no calls but what the step is given."""
+"""The operators of nodes that are not calls but inputs of the step."""
 
 Json = dict[str, Any]
 
@@ -34,11 +34,11 @@ def trace(facts: Json, name: str) -> Json:
     Returns:
         By "kind":
         "node": "value", "readers", "kept" (who keeps it for backward, or gets it for that) and "inputs": its steps
-        back, each with its "level", and "more" where its own inputs are not listed after it.
+        back, each with its "level", and "more" if it has inputs that are not listed after it.
         "parameter": "value", "names", "owner", "replicas", "edges", "readers" and "gradient" (the node that makes it;
-        None where it is not trained).
+        None if it is not trained).
         "module": the module's row with "nodes", the first 40 of its "of" nodes.
-        "edge": "edges" and, where it is a node's value, "value" and "readers".
+        "edge": "edges" and, if it is a node's value, "value" and "readers".
         A value, and so a reader and a step, has "name", "op", "phase", "module", "type", "bytes", "ms", "worker",
         "unit", "weight", "source" and "text"; "via" is the edge between a reader and what it reads, or None.
 
@@ -103,7 +103,7 @@ class _ValueGraph:
                 yield from ((i, found) for found in self.model_names(i))
 
     def model_names(self, row: int) -> list[str]:
-        """What the model calls a placeholder; of a tied parameter all names."""
+        """What the model calls a placeholder; all names of a tied parameter."""
         return self.facts["nodes"]["names"].get(self.names[row]) or [self.rows[row][self.text] or ""]
 
     def known(self) -> list[str]:
@@ -146,7 +146,7 @@ class _ValueGraph:
 
     def module(self, module: Json) -> Json:
         inside: list[bool] = []
-        for m in self.facts["modules"]:  # parents stand before their children
+        for m in self.facts["modules"]:  # parents come before their children
             inside.append(m is module or (m["parent"] is not None and inside[m["parent"]]))
         rows = [i for i, m in enumerate(self.modules) if inside[m] and self.op[i] not in PLACEHOLDERS]
         return {"kind": "module", **module, "nodes": [self.value(i) for i in rows[:MOST]], "of": len(rows)}
@@ -201,7 +201,7 @@ class _ValueGraph:
         }
 
     def _steps(self, row: int) -> list[Json]:
-        """The inputs, their inputs, …: as one reads them, every value's own inputs once, where it is nearest."""
+        """The inputs, their inputs, …: depth first; each value's own inputs once, where the value is nearest."""
         level, layer = {row: 0}, [row]
         for depth in range(1, LEVELS + 1):
             found = dict.fromkeys(source for reader in layer for source, _ in self._sources(reader))

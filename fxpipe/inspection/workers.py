@@ -11,10 +11,10 @@ from fxpipe.schedule.check import in_flight
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
-    """A row a worker. What only `costs.json` knows is None without it.
+    """A row for each worker. What only `costs.json` knows is None without it.
 
     Args:
-        recipe: how the build is run, for what is in flight; as it was compiled where None.
+        recipe: how the build is run, for what is in flight; None means as it was compiled.
         traffic: of that recipe.
     """
     flights = None if recipe is None else in_flight(recipe.schedule)
@@ -24,7 +24,7 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
 
 
 def speed_of(subject: Subject, rank: int) -> float:
-    """How fast a worker is, where the device that the costs are of has 1."""
+    """A worker's speed; 1 is the device that the costs are of."""
     return subject.known.speeds[rank] if subject.known.speeds else 1.0
 
 

@@ -60,7 +60,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def repeats(node: fx.Node) -> fx.Node | None:
-    """The earlier value that a call only gives again: it does nothing, or transposes a transpose; None for others."""
+    """The earlier value that a call only repeats: it does nothing, or transposes a transpose; None for others."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -87,7 +87,7 @@ def viewed(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if isinstance(parent.meta.get("val"), (tuple, list)):
-            break  # an element of a tuple is memory of its own
+            break  # an element of a tuple has memory of its own
         node = parent
     return node
 

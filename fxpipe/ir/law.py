@@ -1,17 +1,17 @@
-"""The law of the program, per level; run between passes.
+"""The law of the program, per level; checked after each pass.
 
 CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value, or all are metrics;
           every placeholder is in a table and comes before all calls; forward comes before backward, and an evaluation
           has no backward.
-FOLDED    no call only repeats its input, and something reads every value, but for random draws.
+FOLDED    no call only repeats its input, and something reads every value, except random draws.
 NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
-          Until workers follow from them, units never decrease along an F edge and never increase along a B edge.
+          Until nodes have workers, units never decrease along an F edge and never increase along a B edge.
 COSTED    every node has bytes and time.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
           buffer that is updated only on the worker that updates it.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker comes after F
-          of the worker before, B after B of the next worker; but in an evaluation, whose workers are kept in step by
-          who runs it.
+          of the worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers
+          in step.
 SPLIT     every call is in exactly one part, which reads only its inputs, saved values and what it receives.
 EMITTED   the text of every part parses, reads only its arguments and what it defined before, and sends and receives
           what its part does.
@@ -65,9 +65,9 @@ def _captured(program: Program) -> None:
         raise VerifyError("an evaluation gives metrics and nothing else")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
-            raise VerifyError(f"{output.target} has a gradient but is no trained parameter")
+            raise VerifyError(f"{output.target} has a gradient but is not a trained parameter")
         if output.kind == "buffer" and output.target not in buffers:
-            raise VerifyError(f"{output.target} has a new value but is no buffer")
+            raise VerifyError(f"{output.target} has a new value but is not a buffer")
     last = max((i for i, n in enumerate(program.graph.nodes) if n.op == "placeholder"), default=-1)
     if last >= len(inputs):
         raise VerifyError("a placeholder comes after a call")

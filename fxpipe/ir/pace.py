@@ -33,7 +33,7 @@ class Gap:
 def first_gap(program: Program) -> Gap | None:
     """The first neighbours, in the order of their phase, that a wired training step does not keep in step.
 
-    None for an evaluation: who runs it keeps its workers in step.
+    None for an evaluation: its caller keeps the workers in step.
     """
     if program.phases == ("F",):
         return None
@@ -43,8 +43,8 @@ def first_gap(program: Program) -> Gap | None:
 def _first_gap(program: Program, phase: Phase) -> Gap | None:
     """The first gap of a phase.
 
-    The values that count are those that the first sends after it has been kept in step itself: what it sends before
-    shows that it has begun, and not that those before it have.
+    Only values count that the first worker sends once it is in step itself: what it sends earlier shows that it has
+    begun, not that the workers before it have.
     """
     assert program.cuts is not None
     order: dict[fx.Node, int] = {}

@@ -1,7 +1,7 @@
 """Programs as text: readable as Python, the same on every machine and in every run.
 
-Above each group of lines stands its module path and the user's line; behind each line the value's type and, as far as
-they are known, its phase, unit, worker and cost.
+Above each group of lines is its module path and the user's line; after each line the value's type and, as far as they
+are known, its phase, unit, worker and cost.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def heading(record: NodeInfo) -> str:
 
 
 def print_program(program: Program) -> str:
-    """The whole program, one line a node."""
+    """The whole program, one line per node."""
     return "\n".join(_lines(program)) + "\n"
 
 

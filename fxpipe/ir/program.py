@@ -1,9 +1,8 @@
 """The program: one torch.fx graph that holds forward, loss and backward, with its tables.
 
-Placeholders are parameters, buffers (constants of the model among them) and the batch's tensors; the single output
-is a flat tuple of the loss, the buffers' new values and the parameters' gradients; of an evaluation, of its metrics.
-Every other node is an ATen call.
-A program runs at every level (`run`), so a pass can be tested by what it computes.
+Placeholders are parameters, buffers (constants of the model among them) and the batch's tensors; the single output is a
+flat tuple of the loss, the buffers' new values and the parameters' gradients, or of an evaluation's metrics. Every
+other node is an ATen call. A program runs at every level (`run`), so a pass can be tested by what it computes.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class NodeInfo:
         module: path of the module it belongs to ('' for the loss function and other code outside modules).
         source: the user's line, `file.py:12`, or None.
         text: that line's text.
-        region: number of the activation-checkpoint region it lies in, or None.
+        region: number of the activation-checkpoint region it is in, or None.
         unit: number of its unit; a backward node has its forward node's.
         bytes: size of its value(s).
         seconds: its cost.
         worker: where it runs.
-        weight: a backward node that makes weight gradients alone (W): placed by cuts of its own.
+        weight: whether it is a backward node that makes only weight gradients (W), which has cuts of its own.
     """
 
     phase: Phase
@@ -74,7 +73,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, all names of a tied one together; `node` is its placeholder's name."""
+    """A parameter, with all names of a tied one; `node` is its placeholder's name."""
 
     node: str
     names: tuple[str, ...]
@@ -164,7 +163,7 @@ class Program:
 
     @property
     def loss_node(self) -> fx.Node | None:
-        """The loss; None of an evaluation."""
+        """The loss; None for an evaluation."""
         found = (n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
         return next(found, None)
 
@@ -214,7 +213,7 @@ def info(node: fx.Node) -> NodeInfo:
 
 
 def unit_name(path: str) -> str:
-    """A unit's module path; code outside modules, the loss function's among it, has none."""
+    """A unit's module path; code outside modules, such as the loss function's, has none."""
     return path or "(no module)"
 
 

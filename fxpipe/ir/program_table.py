@@ -1,4 +1,4 @@
-"""The program after its last pass as plain rows, one a node: what a build keeps for those who want to look at it.
+"""The program after its last pass as plain rows, one per node: what a build keeps for those who want to inspect it.
 
 `program.json` is this table. A run does not need it, and it needs no torch to be read.
 """
@@ -28,17 +28,17 @@ class Row(NamedTuple):  # a tuple: there are tens of thousands
     """One node.
 
     Attributes:
-        name: the node's, which is the value's in the emitted stages, too.
+        name: the node's; the value has it in the emitted stages, too.
         phase: F or B; None for a placeholder.
         module: path of the module it belongs to; '' outside all modules, and for the model's own code.
-        op: `aten.mm`, `getitem`, `send`, `recv`; of a placeholder `parameter`, `buffer` or `input`.
+        op: `aten.mm`, `getitem`, `send`, `recv`; for a placeholder `parameter`, `buffer` or `input`.
         type: `f32[4, 128]`.
         bytes: size of its value(s).
         ms: its cost; None for a placeholder.
-        worker: where it runs; of a parameter its owner, of a buffer its home, of an input worker 0.
+        worker: where it runs; for a parameter its owner, for a buffer its home, for an input worker 0.
         unit: number of its unit; None for a placeholder.
         weight: whether it makes weight gradients alone (W).
-        source, text: the user's line, `gpt.py:51` and what stands there; of a placeholder its names in the model.
+        source, text: the user's line, `gpt.py:51` and its text; for a placeholder its names in the model.
         inputs: the rows that it reads.
     """
 
@@ -64,7 +64,7 @@ class ProgramTable:
     Attributes:
         sends: the row in which each edge of the plan is sent, by the edge's name.
         gradients: the row that makes each trained parameter's gradient, by the name of the parameter's row.
-        names: what the model calls a placeholder, by the name of its row: of a tied parameter several.
+        names: what the model calls a placeholder, by the name of its row; several for a tied parameter.
     """
 
     rows: tuple[Row, ...] = field(repr=False)
@@ -73,7 +73,7 @@ class ProgramTable:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
-        """Stable text, a line a row; `read_table` reads it back to an equal table."""
+        """Stable text, one line per row; `read_table` reads it back to an equal table."""
         head = {"format": FORMAT, "columns": list(Row._fields)}
         rows = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in self.rows)
         tail = {"sends": dict(self.sends), "gradients": dict(self.gradients), "names": dict(self.names)}
@@ -85,7 +85,7 @@ def read_table(path: Path) -> ProgramTable:
     """Read a file that has the text of `ProgramTable.to_json`.
 
     Raises:
-        BuildError: it is not there, is not JSON, or is of another form.
+        BuildError: it is not there, is not JSON, or has another form.
     """
     with explained(path, error=BuildError, hint="compile again, or delete it: a run does not need it"):
         body = parse(path)

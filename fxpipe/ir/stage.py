@@ -41,5 +41,5 @@ class Stage:
 
 
 def name_in_part(node: fx.Node) -> str:
-    """The name of a program's node in its part: a received value keeps its sender's name, for it is that value."""
+    """The name of a program's node in its part: a received value keeps its sender's name, because it is that value."""
     return node.name.rpartition("_recv_")[0] if is_recv(node) else node.name

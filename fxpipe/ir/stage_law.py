@@ -88,7 +88,7 @@ def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: 
         for name in names:
             if not isinstance(name.ctx, ast.Store) and name.id not in known:
                 raise VerifyError(
-                    f"{function.name} reads {name.id}, which is no argument, and which no line before defines",
+                    f"{function.name} reads {name.id}, which is not an argument, and which no line before defines",
                     where=f"{stage.file}:{name.lineno}",
                 )
         known.difference_update(n.id for n in names if isinstance(n.ctx, ast.Del))

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from fxpipe.build.build import Build
 
 BUDGET = 1.0
-"""Seconds for which a part is measured on all its engines together, once each has run `LEAST` times."""
+"""Seconds for which a part is measured on all its engines together, after each has run `LEAST` times."""
 
 LEAST, MOST = 3, 50
 """Rounds; in each, every engine runs once, in turn."""
 
 GAIN = 0.97
-"""Another engine is taken where its time is less than this part of eager's: less is noise."""
+"""Another engine is taken if its time is less than this fraction of eager's; a smaller gain is noise."""
 
 
 def choose_engines(
@@ -63,11 +63,11 @@ def choose_engines(
         backend: 'auto', or an engine for all parts, which is then only checked and timed against eager.
         threads: CPU threads of one worker; by default its share of the cores, as in a run.
         budget: seconds of measuring a part, on all its engines together.
-        known: what engines made of an earlier build; taken where it is of the same parts.
-        say: is told which part is being built and timed.
+        known: what engines made of an earlier build; used if it is of the same parts.
+        say: is called with the part that is being built and timed.
 
     Raises:
-        BackendError: the engine asked for is not there, cannot run a part, or computes something else.
+        BackendError: the engine asked for is not available, cannot run a part, or computes something else.
     """
     plan = build.plan
     names = [n for n in (ENGINES[1:] if backend == "auto" else (backend,)) if n != "eager"]
@@ -87,7 +87,7 @@ def choose_engines(
         there = {n: backends.make(n).missing(plan.device) for n in names}
         absent = [reason for reason in there.values() if reason]
         if absent and backend != "auto":
-            raise BackendError("; ".join(absent), hint="--backend auto takes what is there")
+            raise BackendError("; ".join(absent), hint="--backend auto takes what is available")
         for worker, stage in enumerate(stages):
             try:
                 parts = trace_stage(plan, worker, stage)
@@ -121,7 +121,7 @@ def choose_engines(
 
 
 def _fastest(times: Sequence[EngineTime]) -> list[EngineTime]:
-    """The rows, for each part the fastest engine marked that gains; eager where none does."""
+    """The rows, with one engine marked for each part: the fastest that gains, or eager if none does."""
     gaining = [(t.ratio, t) for t in times if t.engine != "eager" and t.ratio is not None and t.ratio < GAIN]
     best: dict[str, str] = {}
     for _, row in sorted(gaining, key=lambda pair: pair[0]):
@@ -139,7 +139,7 @@ def _with_engines(plan: Plan, times: Sequence[EngineTime]) -> Plan:
 
 
 def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]:
-    """An engine waits for all that a part receives, and gives all that it sends, at once."""
+    """An engine waits for all that a part receives before it starts, and sends all that it makes at its end."""
     edges = {e.name: e for e in plan.edges}
 
     def on_engine(worker: int, phase: Phase) -> bool:
@@ -153,7 +153,7 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
 
 
 def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:
-    """The files of the engines that are taken: each has a file or a folder of its own."""
+    """The files of the engines that were chosen: each has a file or a folder of its own."""
     return {path: content for path, content in files.items() if path.partition("/")[0] in names}
 
 
@@ -162,7 +162,7 @@ class _EngineTrial:
     """One part on all engines.
 
     Attributes:
-        strict: whether an engine that fails is an error, not left out.
+        strict: whether an engine that fails is an error; otherwise it is left out.
     """
 
     part: PurePart
@@ -173,7 +173,7 @@ class _EngineTrial:
     budget: float
 
     def times(self, there: Mapping[str, str | None]) -> tuple[list[EngineTime], dict[str, str]]:
-        """A row for eager and one for each engine, and the name under which an engine's work is kept."""
+        """A row for eager and one for each engine, and the names under which the engines' work is kept."""
         part = self.part
         rows, ready = {}, {}
         for name, reason in there.items():
@@ -214,7 +214,7 @@ class _EngineTrial:
     def _measure(self, functions: Mapping[str, Function]) -> dict[str, list[float]]:
         """Seconds of every call, engines in turn; the first round warms up."""
         spans: dict[str, list[float]] = {name: [] for name in functions}
-        most = LEAST if len(functions) == 1 else MOST  # there is nothing to compare a lonely one with
+        most = LEAST if len(functions) == 1 else MOST  # a single one is compared with nothing
         clock = clock_of(self.part.device)
         for measured in Rounds(self.budget, LEAST, most, warm=1).run():
             for name, function in functions.items():

@@ -1,7 +1,7 @@
 """What messages between processes of this machine cost, measured over the runtime's own wires.
 
 `python -m fxpipe.measure.links REQUEST` is one of the processes. They are started in sessions of their own, so that
-Ctrl-C reaches their parent alone, and read its end from their standard input: none outlives it.
+Ctrl-C reaches only their parent. They end when their standard input closes, so none outlives it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 Transport = Literal["gloo", "gloo-cuda", "nccl"]
 
 SMALL = 4 << 10
-"""Bytes of the messages that go to and fro."""
+"""Bytes of the messages that go back and forth."""
 
 SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 """Bytes of the messages that follow each other."""
 
 ROUNDS = Rounds.exactly(200, warm=20)
-"""Of small messages, there and back: both ends count alike."""
+"""Round trips of small messages: both ends count the same."""
 
 AHEAD = 4
-"""Receives that are posted ahead, and sends under way: as the runtime has them."""
+"""Receives that are posted ahead, and sends under way, as in the runtime."""
 
 PATIENCE = 180.0
-"""Seconds after which the test is given up, if no pair was measured in them; the first ones are for starting."""
+"""The test is given up if no pair is measured in this many seconds; the first ones include starting the processes."""
 
 ALIKE = 6
-"""Pairs that are measured over gloo, at most: on one machine all are alike, and their medians are what is wanted."""
+"""Pairs that are measured over gloo, at most: on one machine all are alike, and only their medians matter."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def measure_links(
 
     Args:
         total: bytes sent for each size, three times.
-        say: is told how many pairs are measured.
+        say: is called with how many pairs are measured.
 
     Raises:
         RunError: a process failed or did not come back; the others were ended.
@@ -175,7 +175,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], exchange: Path, pairs: i
     failed = {rank: process.poll() for rank, process in enumerate(processes) if process.poll()}
     if failed:
         said = {rank: _last_line(exchange / f"{rank}.err") or f"exit code {code}" for rank, code in failed.items()}
-        first = min(said, key=lambda rank: ("PeerLost" in said[rank], rank))  # who lost its peer is only an echo
+        first = min(said, key=lambda rank: ("PeerLost" in said[rank], rank))  # PeerLost is a consequence
         raise RunError(
             f"process {first} of the link test failed: {said[first]}",
             hint="`fxpipe doctor` shows which transports are here; the processes talk over the loopback interface",
@@ -245,7 +245,7 @@ class _End:
         self.there, self.back = ("link", source, target), ("link", target, source)
 
     def measure(self, total: int) -> dict[str, Any]:
-        """What this end sees: each end measures all of it, and one end's figures count for some."""
+        """What this end sees: each end measures everything, but some figures are taken from one end only."""
         latency = self._latency()
         rates: list[list[float]] = []
         moved, busy = 0, 0.0
@@ -319,4 +319,4 @@ if __name__ == "__main__":
         main(json.loads(sys.argv[1]))
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # threads of a broken process group would be waited for
+        os._exit(1)  # a normal exit would wait for the threads of a broken process group

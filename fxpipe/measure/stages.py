@@ -1,8 +1,8 @@
 """How long every stage of a build takes, measured: the emitted code, worker by worker, alone, as a run would run it.
 
-The node costs that chose the cuts come from the program before it was cut. What is measured here has what the runtime
-adds: predicted weights, kept copies, sums of gradients, the update, the packing of replicas. Messages are not in it:
-what a worker receives was computed once beforehand and is ready, and what it sends goes nowhere.
+The node costs that chose the cuts come from the program before it was cut. What is measured here includes what the
+runtime adds: predicted weights, kept copies, sums of gradients, the update, the packing of replicas. Messages are not
+included: what a worker receives was computed once beforehand and is ready, and what it sends goes nowhere.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from fxpipe.build.build import Build
 
 BUDGET = 2.0
-"""Seconds that measuring may take for all workers together, once each has measured the least: see `_Worker.measure`."""
+"""Seconds that measuring may take for all workers together, after the minimum of each: see `_Worker.measure`."""
 
 LONG = 1.0
-"""Seconds of one microbatch's forward and backward on one worker, from which on they are measured once."""
+"""If one microbatch's forward and backward take a worker longer than this many seconds, they are measured once."""
 
 WANTED, MOST = 3, 50
-"""Minibatches: how many the budget should hold, so that fewer microbatches of each are run, and how many are enough."""
+"""Minibatches that the budget should suffice for, by running fewer microbatches of each; and how many are enough."""
 
 
 def measure_stages(
@@ -61,16 +61,16 @@ def measure_stages(
 ) -> tuple[StageTime, ...]:
     """Each worker's times, in this process; the build and the random state stay as they are.
 
-    One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline, for
-    about `BUDGET` seconds in all; longer only where a few microbatches take longer.
+    One worker after the other runs its own actions in its schedule's order, past the filling of the pipeline, for about
+    `BUDGET` seconds in all; longer only if a few microbatches take longer.
 
     Args:
         batch: one whole minibatch.
         optimizer: as for a run; default SGD(lr=0.01, momentum=0.9).
         threads: CPU threads of one worker; by default its share of the cores, as in a run.
-        repeats: minibatches that are measured, whatever they take; by default up to 50, as `BUDGET` allows.
-        schedule, policy: the build's own where None.
-        say: is told which stage is being timed.
+        repeats: minibatches that are measured, however long they take; by default up to 50, as `BUDGET` allows.
+        schedule, policy: None means the build's own.
+        say: is called with the stage that is being timed.
 
     Raises:
         BatchError: the batch does not fit the build.
@@ -181,10 +181,10 @@ class _Worker:
         self._watch(self.executor.store)
 
     def measure(self, leaves: Sequence[tuple[Any, ...]], repeats: int | None) -> StageTime:
-        """Run its schedule, less the microbatches that others stand for, until enough is measured.
+        """Run its schedule, without microbatches that others represent, until enough is measured.
 
-        That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have
-        been measured, by two microbatches each; where these are long, one minibatch by one.
+        That is when the worker's share of the budget is used, and at least two minibatches after the warm-up have been
+        measured, by two microbatches each; if these are long, one minibatch by one microbatch.
         """
         microbatches, workers = self.plan.microbatches, self.plan.workers
         share = BUDGET / workers
@@ -257,7 +257,7 @@ class _Worker:
 
 
 def _some(microbatches: int, count: int) -> set[int]:
-    """`count` microbatches that stand for all: the first and the last ones; the last, which updates, if it is one."""
+    """`count` microbatches that represent all: the first and the last ones; if it is 1, the last, which updates."""
     if count == 1:
         return {microbatches - 1}
     return {0, *range(max(0, microbatches - count + 1), microbatches)}

@@ -30,7 +30,7 @@ class Board(Protocol):
     """Tells what the workers are doing."""
 
     def read(self) -> list[Status]:
-        """By rank; empty where nothing is known."""
+        """By rank; empty if nothing is known."""
 
 
 class Looker:
@@ -42,7 +42,7 @@ class Looker:
         self._states: list[WorkerState] = []
 
     def look(self) -> list[WorkerState]:
-        """By rank; empty where nothing is known."""
+        """By rank; empty if nothing is known."""
         found = self._board.read()
         if len(self._before) != len(found):
             self._before = [Status(0, 0, 0, 0)] * len(found)

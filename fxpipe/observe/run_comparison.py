@@ -34,12 +34,12 @@ def compare(first: Json, second: Json) -> Json:
     speed        {samples_per_second, efficiency, bubble, step_ms, seconds}: pairs; step_ms is a median,
                  bubble is what workers wait, feed data or pause
     loss         {at_steps: [{step, raw, smoothed}], at_seconds: [{seconds, step, raw, smoothed}], final};
-                 both are None where the loss is not finite
+                 both are None if the loss is not finite
     evaluation   {metric: [·, ·]}
     workers      [{worker, busy, seconds, spent: {kind: shares of the worker's time}}]
     staleness    [{worker, group, stale, ahead, rmse, rms}]: means over the run
     time_losses  the rows of both
-    faster       0 or 1, None where they are alike or it is not known; `ratio` is the second's throughput to the first's
+    faster       0 or 1, None if they are alike or it is not known; `ratio` is the second's throughput to the first's
     verdict      sentences
     problems     those of both
     """

@@ -47,7 +47,7 @@ def wait_cause(run: TimedRun, worker: TimedWorker, wait: Wait) -> WaitCause:
         return unknown
     round_trip = _followed(run, worker, wait)
     blamed = min(round_trip, key=lambda r: (run.workers[r].waiting, round_trip.index(r)))
-    if run.flushes:  # everybody waits for everybody
+    if run.flushes:  # every worker waits for every other
         blamed = max(run.workers, key=lambda r: (run.excess(r), r == blamed))
     uneven = run.uneven(worker.rank)
     left = worker.waiting - uneven - run.planned_idle
@@ -112,7 +112,7 @@ def _planned_part(run: TimedRun, worker: TimedWorker, wait: Wait) -> str:
 
 
 def _link(run: TimedRun, worker: TimedWorker, wait: Wait, round_trip: Sequence[int], said: str) -> WaitCause | None:
-    if run.flushes:  # everybody waits for everybody
+    if run.flushes:  # every worker waits for every other
         return WaitCause(("link",), "link", f"{said}: messages take longer than planned")
     if wait.whats[0] == "weights" or len(round_trip) != 2:
         return None

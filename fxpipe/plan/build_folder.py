@@ -23,7 +23,7 @@ _OWN = re.compile(
 
 
 def read_plan(folder: str | Path) -> Plan:
-    """The plan of a build directory, of which nothing else is looked at.
+    """The plan of a build directory; no other file of it is read.
 
     Raises:
         BuildError: there is none, or it was changed, or is of another version.
@@ -33,7 +33,7 @@ def read_plan(folder: str | Path) -> Plan:
         raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
     where, again = str(folder / PLAN), _again(folder)
     with explained(where, error=BuildError, hint=again):
-        body = parse(folder / PLAN, finite=False)  # constants of the user's may be anything
+        body = parse(folder / PLAN, finite=False)  # the user's constants may be anything
         if not isinstance(body, dict) or "format" not in body or "digest" not in body:
             raise Malformed("it has no format and no digest", ", $")
         if body["format"] != FORMAT:
@@ -52,7 +52,7 @@ def _again(folder: Path) -> str:
 
 
 def load_plan(folder: str | Path) -> Plan:
-    """The plan of a build directory, once all its files are there and its weights are the ones that were written.
+    """The plan of a build directory, after checking that all files are there and that the weights have not changed.
 
     Raises:
         BuildError: a file is missing or was changed (stages may be), or the build is of another version.
@@ -82,7 +82,7 @@ def model_path(plan: Plan, folder: str | Path, given: str | Path | None = None) 
 
 
 def stale_sources(plan: Plan, folder: str | Path, given: str | Path | None = None) -> list[str]:
-    """What became of the model file, and of the files it imports, since: `gpt.py changed`, `data.py is gone`."""
+    """What has happened since to the model file and the files it imports: `gpt.py changed`, `data.py is gone`."""
     path = model_path(plan, folder, given)
     if path is None:
         return []

@@ -1,4 +1,4 @@
-"""Whether the parts of a plan that was read fit together: its types alone do not say so."""
+"""Checks whether the parts of a plan that was read fit together, which its types alone do not ensure."""
 
 from __future__ import annotations
 

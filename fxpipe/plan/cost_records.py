@@ -12,12 +12,12 @@ class WorkerSummary:
     """One worker, as the compiler estimates it from the costs of its nodes.
 
     Attributes:
-        forward, backward, weight: seconds a microbatch. `backward` is without what makes weight gradients alone: that
-            is `weight`, of the units `weight_units`.
+        forward, backward, weight: seconds a microbatch. `backward` leaves out what makes only weight gradients: that is
+            `weight`, of the units `weight_units`.
         update: seconds a minibatch.
         begins: the module paths where its forward and its backward begin.
         bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
-        owned_bytes, replica_bytes: of parameters: mastered here; copies that other workers feed, or frozen.
+        owned_bytes, replica_bytes: of parameters: owned here; replicas of those of other workers, or frozen.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
         memory_bytes: weights, their gradients, replicas, and the saved values of all microbatches in flight. What the
             optimizer keeps, temporaries and message buffers come on top.
@@ -44,7 +44,7 @@ class WorkerSummary:
 
     @property
     def time(self) -> StageTime:
-        """What it takes, by this estimate."""
+        """Its times, by this estimate."""
         return StageTime(self.forward, self.backward + self.weight, self.update)
 
 
@@ -53,10 +53,11 @@ class StageTime:
     """One worker's times, in seconds.
 
     Attributes:
-        forward, backward: of one microbatch. Measured: the mean over a minibatch's, the lower quartile over
-            minibatches, since what else the machine does only ever adds. Of many microbatches some stand for all: the
-            first, which also predicts weights and begins the sum of gradients, and some of the others.
-        update: once a minibatch, after its last backward: kept copies, the optimizer's step, replicas packed.
+        forward, backward: of one microbatch. If measured: the mean over the microbatches of a minibatch, and of these
+            the lower quartile over minibatches, because other work of the machine only ever adds time. Of many
+            microbatches, some represent all: the first, which also predicts weights and begins the sum of gradients,
+            and some of the others.
+        update: once a minibatch, after its last backward: keeping copies, the optimizer's step, packing replicas.
     """
 
     forward: float
@@ -83,7 +84,7 @@ class EngineTime:
     """One part of a stage on one engine.
 
     Attributes:
-        seconds: of one call, the median; None where the engine is left out.
+        seconds: of one call, the median; None if the engine is left out.
         ratio: over eager's time, the median of the rounds' ratios.
         error: largest relative error against the emitted code.
         build: seconds to make it ready.

@@ -14,7 +14,7 @@ ALIGNMENT = 64
 
 
 class Layout:
-    """How tensors of one spec lie on the wire: the spec's own strides where they are dense, else contiguous."""
+    """The layout of one spec's tensors on the wire: the spec's own strides if they are dense, else contiguous."""
 
     __slots__ = ("bytes", "count", "dtype", "name", "shape", "stride")
 
@@ -27,12 +27,12 @@ class Layout:
         self.bytes = self.count * self.dtype.itemsize
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself if it lies as the layout says and is aligned, else a copy that does.
+        """`tensor` itself if it has this layout and is aligned, else a copy that has and is.
 
         Raises:
             RunError: another shape or dtype than the plan's.
         """
-        tensor = tensor.resolve_conj().resolve_neg()  # lazy views of complex numbers are no plain memory
+        tensor = tensor.resolve_conj().resolve_neg()  # lazy views of complex numbers are not plain memory
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise RunError(
                 f"{self.name} is {tensor.dtype}{list(tensor.shape)}, the plan says {self.dtype}{list(self.shape)}",
@@ -85,7 +85,7 @@ class Pack:
         self.bytes = end
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A new block with copies of `tensors`: later updates of them in place do not reach it."""
+        """A new block with copies of `tensors`: later in-place updates of them do not change it."""
         device = tensors[0].device if tensors else torch.device("cpu")
         block = torch.empty(self.bytes, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.unpack(block), tensors, strict=True):

@@ -39,7 +39,7 @@ class TensorSpec:
 class EdgeSpec:
     """A value that crosses workers once per microbatch, sent in `src_phase` and received in `dst_phase`.
 
-    A `token` carries nothing: it keeps a worker after its neighbour where no value does.
+    A `token` carries nothing: it keeps a worker after its neighbour if no value does.
     """
 
     name: str
@@ -128,8 +128,8 @@ class PartSpec:
 class StageSpec:
     """One worker's stage: its file, the file's digest, its units (half-open ranges) and its two functions.
 
-    `weight_units` are those whose weight gradients its backward makes; but for operators that make them together with
-    their input's gradient, which lie in `backward_units`. `engines` run its forward and its backward.
+    `weight_units` are those whose weight gradients its backward makes, except for operators that make them together
+    with their input's gradient: those are in `backward_units`. `engines` run its forward and its backward.
     """
 
     file: str
@@ -181,7 +181,7 @@ class EvaluationSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module's docstring. Plain data: loads without the model, and (but for TensorSpec.bytes) without torch.
+    """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.
 
     Attributes:
         model_file: the user's file, relative to the build directory; None when compiled from objects.
@@ -193,7 +193,7 @@ class Plan:
         meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
             and a run makes the parameters' initial values.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
-        not_evaluated: why the validation hooks could not be cut into stages; '' where they were, or are not there.
+        not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
     """
 
     fxpipe: str

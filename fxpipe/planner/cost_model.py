@@ -274,7 +274,7 @@ class MismatchedRuns:
     """Mismatched units of every candidate.
 
     Attributes:
-        first, end: from the first of them to the last; empty where end ≤ first.
+        first, end: from the first of them to the last; empty if end ≤ first.
         size: bytes that travel for them.
         again: whether they are computed again.
         forward_ms: of their forward, at speed 1.

@@ -25,12 +25,12 @@ class BuildCosts:
 
     Attributes:
         workers: the summary of each worker.
-        times: what each worker takes, measured stage by stage; empty where no one measured.
+        times: what each worker takes, measured stage by stage; empty if nothing was measured.
         timings: where in its stages each edge's value is made and needed, for the simulator.
-        partitions: what the planner compared, the chosen one last; empty where the cuts were given.
+        partitions: what the planner compared, the chosen one last; empty if the cuts were given.
         links, speeds: what the planner took them to be; no speeds: all equal.
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
-        engines: what each part of a stage takes on which engine; empty where no one measured.
+        engines: what each part of a stage takes on which engine; empty if nothing was measured.
     """
 
     workers: tuple[WorkerSummary, ...] = ()
@@ -47,7 +47,7 @@ class BuildCosts:
         return self.times[worker] if self.times else self.workers[worker].time
 
     def correction(self, worker: int) -> float | None:
-        """A worker's forward and backward as measured, over the sum of their node costs; None where one is missing."""
+        """A worker's forward and backward as measured, over the sum of their node costs; None if one is missing."""
         if not self.times or not self.workers:
             return None
         estimate, measured = self.workers[worker].time, self.times[worker]
@@ -60,7 +60,7 @@ class BuildCosts:
 
 
 def read_costs(folder: Path) -> BuildCosts | None:
-    """The costs in a build's folder; None where the file is not there: a run does not need it.
+    """The costs in a build's folder; None if the file is not there: a run does not need it.
 
     Raises:
         BuildError: it cannot be read.

@@ -48,7 +48,7 @@ class Links:
         return size / self.bandwidth_of(source, target)
 
     def to_row(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: numbers as text, but for `copy`."""
+        """For JSON, which has no infinity: numbers as text, except `copy`."""
         return {"bandwidth": _written(self.bandwidth), "latency": _written(self.latency), "copy": self.copy}
 
     def check(self, workers: int) -> None:

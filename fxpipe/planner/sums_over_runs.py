@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 Span = tuple[Places, Places]
-"""[first, end) of every candidate; empty where end ≤ first."""
+"""[first, end) of every candidate; empty if end ≤ first."""
 
 
 def prefix(values: Sequence[float]) -> Floats:

@@ -1,1 +1,1 @@
-"""What several passes, and those who read a program, ask of it."""
+"""What several passes, and other readers of a program, need to know about it."""

@@ -1,4 +1,4 @@
-"""Where in a stage's code each value is sent and first needed: the emitted text no longer says how long what takes."""
+"""Where in a stage's code each value is sent and first needed: the emitted text no longer has the nodes' times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpipe.plan.spec import Phase
 def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
     """The timing of every edge of a wired program, by the nodes' seconds, in the order of the sends.
 
-    Linear in nodes. Where an action takes no time at all, its values are made at its end and needed at its start.
+    Linear in nodes. If an action takes no time at all, its values are made at its end and needed at its start.
     """
     spent: dict[tuple[int | None, Phase], float] = {}
     sent: dict[str, tuple[tuple[int | None, Phase], float]] = {}

@@ -68,7 +68,7 @@ class _Profiler:
             row["temporary_bytes"] = max(row.get("temporary_bytes", 0.0), 0.0 if is_view(node) else held)
 
     def _activations(self) -> Iterable[Value]:
-        """Forward values that other units read, and the batch's own, which lie on worker 0."""
+        """Forward values that other units read, and the batch's own, which are on worker 0."""
         for node in self.program.graph.nodes:
             if node.op == "call_function" and (info(node).phase != "F" or node in self.anywhere):
                 continue
@@ -175,5 +175,5 @@ def _by_chance(node: fx.Node) -> bool:
 
 
 def _complete(row: Mapping[str, float]) -> dict[str, Any]:
-    """A unit's costs; what a program does not have is none, not the default of profiles that do not know."""
+    """A unit's costs; what the program lacks is 0, not the default for profiles that leave it out."""
     return {"forward_ms": 0.0, "backward_ms": 0.0, "saved_bytes": 0.0, "gradient_bytes": 0.0, **row}

@@ -12,12 +12,12 @@ from fxpipe.ir.program import Program, info
 
 @dataclass(frozen=True)
 class Sources:
-    """The forward nodes that can be made again, since they are not drawn at random and made of placeholders alone.
+    """The forward nodes that can be made again, because they are not random and are made only of placeholders.
 
     Attributes:
-        cheap: those that take little to make: masks, position ids, casts and transposes of weights.
-        fixed: those that no batch and no update of a buffer changes: what is made of weights and constants, however
-            much it takes.
+        cheap: those that are cheap to make: masks, position ids, casts and transposes of weights.
+        fixed: those that neither the batch nor an update of a buffer changes: what is made of weights and constants, at
+            any cost.
         leaves: the placeholders that each of them is made of.
     """
 
@@ -31,7 +31,7 @@ class Sources:
 
 
 def sources_of(program: Program) -> Sources:
-    """The sources of a program at any level; linear in the graph, but for the leaves."""
+    """The sources of a program at any level; linear in the graph, except for the leaves."""
     changing = {b.node for b in program.batch if b.node} | set(program.updates())
     cheap: set[fx.Node] = set()
     fixed: set[fx.Node] = set()

@@ -15,10 +15,10 @@ _SAME_NUMBERS = {aten._to_copy.default, aten.clone.default}
 def mark_weight_gradients(program: Program) -> None:
     """Set `weight` on the backward nodes of a program whose units are numbered; this changes its records.
 
-    A node is W if it is read by no one but
+    A node is W if nothing reads it except
 
-    - W nodes of its own unit: in the end every backward node serves weights, but those of earlier units by way of
-      the gradient that crosses to them, and that is B;
+    - W nodes of its own unit: in the end every backward node serves weights, but those of earlier units through the
+      gradient that crosses to them, and that is B;
     - what finishes a weight's gradient: views, casts and autograd's sums over several uses, up to the output. So
       the gradients of a tied weight are W in each of their units, and so is their sum.
 
@@ -33,7 +33,7 @@ def mark_weight_gradients(program: Program) -> None:
     for node in reversed(backward):
         users = [n for n in node.users if n.op == "call_function"]
         if not users if node not in gradients else len(users) + 1 != len(node.users):
-            continue  # nobody reads it, or an output of another kind does
+            continue  # nothing reads it, or an output of another kind does
         if _finishes(node) and finishing.issuperset(users):
             finishing.add(node)
         unit = info(node).unit

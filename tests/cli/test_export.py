@@ -131,7 +131,7 @@ def test_an_edited_stage_warns(folder: Path, tmp_path: Path, monkeypatch: pytest
     model = folder / "model.py"
     result = fxpipe("export", build, "--model", model, "-o", tmp_path / "onnx")
     assert result.code == 1
-    assert "warning: stage_0.py was edited since it was compiled; the edit is what is exported" in result.err
+    assert "warning: stage_0.py was edited since it was compiled; the edited version is exported" in result.err
     assert "error: stopped" in result.err
     assert not (tmp_path / "onnx").exists()
 
@@ -193,7 +193,7 @@ def test_a_stale_build(folder: Path, tmp_path: Path) -> None:
         (["build", "-n", "3"], "-n goes with a model file"),
         (["build", "--fp-cut", "a"], "--fp-cut goes with a model file"),
         (["model.py", "--model", "model.py"], "--model goes with a build"),
-        (["build", "--inference", "--weights", "inputs"], "--weights inputs goes with training"),
+        (["build", "--inference", "--weights", "inputs"], "--weights inputs is for training"),
         (["build", "--trained", "out/model.safetensors"], "--trained needs models that hold weights"),
         (["build", "--weights", "outside"], "'outside' is not one of"),
     ],

@@ -206,7 +206,7 @@ def test_nested_inputs_and_outputs_get_names_and_the_loss_is_left_out(tmp_path: 
         "output[0].scores", "output[0].states[0]", "output[0].states[1]", "output[1]",
     ]  # fmt: skip
     assert made.warnings == (
-        "output output[0].note is a str, no tensor: left out",
+        "output output[0].note is a str, not a tensor: left out",
         "input labels is not read by any output: left out",
     )
     assert made.dynamic  # though the example is of one sample
@@ -240,7 +240,7 @@ def test_the_model_is_as_it_was(tmp_path: Path) -> None:
     made = export_inference(model, lambda m, b: m(b[0])["x"].mean(), batch, tmp_path)
     assert (model.calls, model.total.tolist()) == (0, [0.0] * 6)
     assert [p.name for p in (*made.stages[0].inputs, *made.stages[0].outputs)] == ["x", "x_1"]
-    assert "the forward changes total in eval mode, the exported files do not" in made.warnings
+    assert "the forward changes total in eval mode; the exported files do not" in made.warnings
     np.testing.assert_allclose(serve(tmp_path, made, batch[0])[0], model(batch[0])["x"].detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -355,6 +355,6 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wrong_numbers_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.export.inference.check.tolerance", lambda dtypes: -1.0)
-    with pytest.raises(ExportError, match="differs from the model's own"):
+    with pytest.raises(ExportError, match="differ from the model's own"):
         export_inference(nn.Linear(6, 1), regression, vectors(), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -335,7 +335,7 @@ def test_masks_are_inputs_and_an_edit_is_exported(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("aten.tanh.default", "aten.sin.default"))
     told: list[str] = []
     export(fxpipe.load(tmp_path / "build"), tmp_path / "onnx", batch, warn=told.append)
-    assert told == ["stage_0.py was edited since it was compiled; the edit is what is exported"]
+    assert told == ["stage_0.py was edited since it was compiled; the edited version is exported"]
     model = onnx.load(tmp_path / "onnx" / "stage_0.forward.onnx")
     operators = {n.op_type for n in model.graph.node}
     assert "Sin" in operators
@@ -358,7 +358,7 @@ def test_a_stage_that_computes_nothing_has_no_file(tmp_path: Path) -> None:
     told: list[str] = []
     found = export(build, tmp_path / "onnx", torch.randn(3, 4), warn=told.append)
     assert "stage_0.backward.onnx" not in {f.name for f in found}
-    assert told == ["stage_0.backward computes nothing, so there is no file of it"]
+    assert told == ["stage_0.backward computes nothing, so there is no file for it"]
 
 
 # ---- what counts as right ----

@@ -133,8 +133,8 @@ def test_an_edited_stage_is_no_difference_but_another_model_is(
         patch.setattr(width, "WIDTH", 2)
         assert "f32[4, 8]" in after(tmp_path / "build", "cut")
     err = capsys.readouterr().err
-    assert err.startswith("warning: the passes now make ")
-    assert "stage_1.py otherwise than they did for " in err
+    assert err.startswith("warning: the passes now write ")
+    assert "stage_1.py differently than for " in err
 
 
 def test_impossible_cuts_are_said_to_be(folder: Path) -> None:

@@ -1,13 +1,13 @@
-"""The forward in eval mode, without the loss, as a chain of ONNX files: one for each worker, batch size left open.
+"""The forward in eval mode, without the loss, as a chain of ONNX files: one for each worker, with an open batch size.
 
     model, example ─call─→ recorded call ─eval_graph─→ eval graph ─placement─→ a worker for each call of it
                                                                               │
     compared with the model ←─check─ files ←─stages─ what each stage reads, makes and passes on ←─chain─┘
 
-The plan says where each call belongs: where the forward reads the same weights in training. That decides only where a
-value crosses, never whether the chain is right: any workers that rise along the graph's order make a right chain. The
-inputs of a stage are exactly the outputs of the one before it, in the same order; a value that a later stage needs is
-passed on, as `x.1`, `x.2`, by those between.
+The plan says which worker computes each call: the one whose forward reads the same weights in training. That decides
+only where values cross, not whether the chain is correct: the chain is correct whenever no call is on an earlier worker
+than its inputs. The inputs of a stage are exactly the outputs of the one before it, in the same order; a value that a
+later stage needs is passed on, as `x.1`, `x.2`, by the stages in between.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ def export_inference(
     """Write `stage_k.inference.onnx` for every worker, run the chain in onnxruntime and compare it with the model.
 
     Args:
-        model: on the CPU, with the weights to export; its modes, buffers and attributes are as before afterwards.
+        model: on the CPU, with the weights to export; its modes, buffers and attributes do not change.
         loss, batch: `loss(model, batch)` shows how the model is called; `batch` is one whole minibatch.
-        folder: exists and is empty; nothing is left in it where an error is raised.
-        plan: of a build of this model: each stage computes what its weights are for. One file where None.
+        folder: exists and is empty; if an error is raised, nothing is left in it.
+        plan: the plan of a build of this model: each stage computes what its weights are for. None gives one file.
         opset: the version of ONNX's operators.
-        weights: 'external' puts them next to each file, as `stage_k.inference.onnx.data`. So does 'initializers' where
-            a file would have more than 2 GB.
+        weights: 'external' puts them next to each file, as `stage_k.inference.onnx.data`. So does 'initializers' if a
+            file would have more than 2 GB.
         model_file: name of the user's file, for the files' metadata.
 
     Raises:
-        ExportError: the loss does not call the model exactly once; the forward cannot be one graph; ONNX has nothing
-            for an operator; the plan is not of this model; or the files compute something else than the model.
-        CaptureError: the model holds what cannot be captured, such as lazy parameters.
+        ExportError: the loss does not call the model exactly once; the forward cannot be one graph; ONNX lacks an
+            operator; the plan is of another model; or the files compute something different from the model.
+        CaptureError: the model holds something that cannot be captured, such as lazy parameters.
     """
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         raise ExportError("the model is not on the CPU", hint="export before moving it: model.cpu()")
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own; the user's came out when the model was made
+        warnings.simplefilter("ignore")  # the exporter's own; the user has seen the model's when it was made
         try:
             held = HeldTensors(model)
             if plan is not None:
@@ -103,7 +103,7 @@ def export_inference(
 
 
 def _exported(held: HeldTensors, call: Call, plan: Plan | None, writer: Writer) -> InferenceExport:
-    """With an open batch size if that can be, else with the example's."""
+    """With an open batch size if possible, else with the example's."""
     if call.size is None:
         return _attempt(held, call, plan, writer, dynamic=False)
     try:

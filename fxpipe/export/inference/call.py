@@ -29,7 +29,7 @@ class Call:
         size: of the batch; None if no input of the model has it as dimension 0.
         batched: for each tensor whether its dimension 0 is the batch's.
         outputs: names of the tensors that the model returns, in order.
-        loss: the one of them that is what the loss function returned; it is not exported.
+        loss: the output that is also what the loss function returned; it is not exported.
         notes: what the user must know.
     """
 
@@ -66,7 +66,7 @@ class Call:
         return [value for name, value in found.items() if name != self.loss]
 
     def resized(self, rows: int) -> tuple[Tensor, ...]:
-        """The tensors with another batch size: the example's rows again from the first."""
+        """The tensors with another batch size: the example's rows, repeated from the first."""
         return tuple(
             t[arange(rows) % t.shape[0]] if batched else t
             for t, batched in zip(self.tensors, self.batched, strict=True)
@@ -123,7 +123,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
         raise ExportError(
             f"loss(model, batch) raised {type(error).__name__}: {first_line(error)}, with the model in eval mode",
             where=user_lines.user_traceback(error),
-            hint="how the model is called is found by calling the loss once",
+            hint="the loss is called once to find out how it calls the model",
         ) from error
     finally:
         for handle in hooks:
@@ -133,7 +133,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
         said = [often.get(len(calls), f"calls the model {len(calls)} times")]
         said += [f"calls {', '.join(map(repr, dict.fromkeys(parts)))} on its own"] if parts else []
         raise ExportError(
-            f"the loss {', and '.join(said)}: what to export is the model's one call, model(…)",
+            f"the loss {', and '.join(said)}: the export needs exactly one call of the model, model(…)",
             where=user_lines.definition(loss),
             hint="put all that makes the prediction into the model's forward, and call that once in the loss",
         )
@@ -193,7 +193,7 @@ def _step(key: Any) -> str:
 
 
 def distinct(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names, with a number after those that occur already."""
+    """The names; one that occurs already gets a number."""
     made: dict[str, None] = dict.fromkeys(taken)
     for name in names:
         chosen, number = name, 1
@@ -222,7 +222,7 @@ def _outputs(result: Any) -> tuple[dict[str, Tensor], list[str]]:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             walk({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, name)
         elif value is not None:
-            others.append(f"output {name or 'of the model'} is a {type(value).__name__}, no tensor: left out")
+            others.append(f"output {name or 'of the model'} is a {type(value).__name__}, not a tensor: left out")
 
     walk(result, "")
     names = distinct([name for name, _ in found])

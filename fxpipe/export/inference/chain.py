@@ -1,4 +1,4 @@
-"""The stages of the chain: what each reads, computes and gives, values that only pass through among them."""
+"""The stages of the chain: what each reads, computes and gives, including values that only pass through."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PortKind = Literal["input", "activation", "passed", "output"]
 class Port:
     """An input or output of a stage.
 
-    Kinds: the model's own `input` or `output`, an `activation` that the stage before made or this one makes, and what
-    is only `passed` on, or was passed on to here. A dimension left open is text, `batch`.
+    Kinds: `input` or `output` of the model, `activation` (made by this stage or by the one before), and `passed` (only
+    passed on, by this stage or by the one before). An open dimension is the text `batch`.
     """
 
     name: str
@@ -35,9 +35,9 @@ class ChainStage:
     """One stage of the chain.
 
     Attributes:
-        count: how many there are.
+        count: how many stages the chain has.
         arrives, leaves: nodes of the values that come in and go out, and what each is to the user.
-        calls: what it computes, in order.
+        calls: the nodes that it computes, in order.
         sizes: arithmetic on sizes of other stages' values: the value and dimension to read it from instead.
     """
 
@@ -52,10 +52,10 @@ class ChainStage:
 
 
 def make_chain(graph: EvalGraph, at: Mapping[fx.Node, int], count: int) -> list[ChainStage]:
-    """The stages, found from the last one back: what it needs and does not make, the one before must give it.
+    """The stages, found from the last one back: what a stage needs and does not make, the one before must give it.
 
     Args:
-        at: the worker of every call, never before those of its inputs.
+        at: the worker of every call, never an earlier one than those of its inputs.
         count: how many stages there are.
     """
     sources = sources_of(graph)

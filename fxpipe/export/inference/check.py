@@ -50,8 +50,8 @@ def check_chain(
         wrong = [d for d in found if not d.error <= limit]
         if wrong:
             raise ExportError(
-                "what the exported stages give differs from the model's own "
-                f"(at most {limit:g} is right): {in_words(wrong)}",
+                "the outputs of the exported stages differ from the model's own "
+                f"(by more than {limit:g}): {in_words(wrong)}",
                 where=f"batch size {trial.rows}",
             )
         worst = max([worst, *(d.error for d in found)])
@@ -61,7 +61,7 @@ def check_chain(
 def _trials(
     held: HeldTensors, call: Call, graph: EvalGraph, stages: Sequence[InferenceStage], dynamic: bool
 ) -> list[_Trial]:
-    """The example; where the batch size is open, other sizes as well, if the model itself takes them."""
+    """The example; if the batch size is open, also other sizes, if the model itself takes them."""
     sizes = [call.size]
     if dynamic and call.size is not None:
         sizes += [size for size in (1, call.size + 1) if size != call.size]
@@ -69,7 +69,7 @@ def _trials(
     for rows in sizes:
         tensors = call.tensors if rows is None or rows == call.size else call.resized(rows)
         try:
-            with untouched(held):  # the inputs are copies: a model may change them, and give out its buffers
+            with untouched(held):  # the inputs are copies: a model may change them, and return its buffers
                 made = [value.clone() for value in call.make(held.model, [t.clone() for t in tensors])]
         except Exception:
             if rows == call.size:

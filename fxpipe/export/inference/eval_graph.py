@@ -27,11 +27,11 @@ BATCH = "batch"  # the open dimension's name
 
 @dataclass(frozen=True)
 class EvalGraph:
-    """The functional eval graph, live nodes alone.
+    """The functional eval graph, without dead nodes.
 
     Attributes:
-        calls: in order; arithmetic on sizes is among them.
-        inputs: the placeholders of the model's inputs, those that are read.
+        calls: in order, including arithmetic on sizes.
+        inputs: the placeholders of those of the model's inputs that are read.
         used: which of the call's tensors they are.
         held: the placeholders that are parameters, buffers or constants, with their tensors.
         names: of every placeholder: the input's, parameter's, buffer's or constant's own. Tied weights share one.
@@ -55,7 +55,7 @@ class EvalGraph:
         return tuple(d if isinstance(d, int) else self.dimension(str(d)) for d in node.meta["val"].shape)
 
     def dimension(self, text: str) -> str:
-        """A dimension of the exporter's with the batch size under its name."""
+        """A dimension as the exporter writes it, with the batch size renamed to `batch`."""
         return text if self.batch is None else re.sub(rf"\b{self.batch}\b", BATCH, text)
 
 
@@ -73,7 +73,7 @@ def export_graph(held: HeldTensors, call: Call, dynamic: bool) -> EvalGraph:
         if spec.kind == OutputKind.USER_OUTPUT:
             returned.append(node)
         else:
-            notes.append(f"the forward changes {own_name(str(spec.target))} in eval mode, the exported files do not")
+            notes.append(f"the forward changes {own_name(str(spec.target))} in eval mode; the exported files do not")
     live = _live(returned)
     calls = tuple(n for n in program.graph.nodes if n in live and n.op != "placeholder")
     for node in calls:
@@ -191,7 +191,7 @@ def _explained(error: Exception) -> ExportError:
             hint="compute both branches and choose with torch.where, or leave the test out in eval mode",
         )
     if "Constraints violated" in said:
-        return ExportError("the forward takes the size of the batch for a constant")
+        return ExportError("the forward treats the batch size as a constant")
     return ExportError(f"the forward cannot be one graph: {in_a_line(error)}", where=where)
 
 
@@ -205,7 +205,7 @@ def in_a_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without what torch.export logs and prints of errors that are raised to us, and explained, anyway."""
+    """Silence what torch.export logs and prints about errors: it also raises them, and we explain them."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

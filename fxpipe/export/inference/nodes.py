@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether the node is arithmetic on sizes: its value is no tensor, and every stage computes it for itself."""
+    """Whether the node is arithmetic on sizes: its value is not a tensor, and every stage computes it for itself."""
     return node.op == "call_function" and isinstance(
         node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
@@ -42,5 +42,5 @@ def module_of(node: fx.Node) -> str:
 
 
 def place_of(node: fx.Node) -> str | None:
-    """`model.py:12: the line`, of the innermost frame of the user's; else the module."""
+    """`model.py:12: the line`, of the innermost frame in the user's code; else the module."""
     return user_lines.user_stack(node.meta.get("stack_trace") or "") or module_of(node) or None

@@ -15,7 +15,7 @@ from fxpipe.tracing.held_tensors import HeldTensors
 
 
 def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
-    """The worker of every call that makes a tensor, never before those of its inputs; 0 for all without a plan.
+    """The worker of every call that makes a tensor, not before that of any input; 0 for all without a plan.
 
     A call that reads a parameter or a buffer goes to the worker whose forward reads it. If several do, to the first of
     them that is not before the call's other inputs. A call that reads neither goes with the values that it reads; if it
@@ -44,7 +44,7 @@ def place_calls(graph: EvalGraph, plan: Plan | None) -> dict[fx.Node, int]:
 
 
 def sources_of(graph: EvalGraph) -> set[fx.Node]:
-    """What is made cheaply from weights, sizes or nothing: every stage that reads it computes it."""
+    """What is made cheaply from weights, sizes or nothing: every stage that reads it computes it itself."""
     found: set[fx.Node] = set()
     for node in graph.calls:
         makes_tensor = not is_size(node) and not isinstance(node.meta.get("val"), (tuple, list))
@@ -66,7 +66,7 @@ def check_plan(plan: Plan, held: HeldTensors) -> None:
     if own != planned:
         other = sorted(name for name in own.keys() | planned.keys() if own.get(name) != planned.get(name))
         raise ExportError(
-            f"the build is not of this model: {listed(other, 8)} of one differ from the other's",
+            f"the build is not of this model: they differ in {listed(other, 8)}",
             hint="compile it again, or give the model file that it was compiled from",
         )
 

@@ -22,10 +22,10 @@ from fxpipe.onnx.convert import convert_exported
 from fxpipe.onnx.exported_program import program_of
 
 SMALL = 1024
-"""Elements of a constant that the graph holds itself, where it can be folded."""
+"""The most elements of a constant that the graph itself holds, so that it can be folded."""
 
 ROOM = 2**26
-"""Bytes left for the graph in a file that holds its weights."""
+"""Bytes that a file that holds its weights keeps free for the graph."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class InferenceStage:
     """One file of the chain.
 
     Attributes:
-        files: names in the folder: the model, and its `.data` where the weights are in a file next to it.
+        files: names in the folder: the model, and its `.data` if the weights are in a file next to it.
         nodes: how many ONNX nodes it has.
-        weights: the model's own names of its parameters and buffers; large constants are among them.
+        weights: the model's own names of its parameters and buffers, including large constants.
         weight_bytes: what they take.
     """
 
@@ -66,7 +66,7 @@ class Writer:
         """Write one stage.
 
         Raises:
-            ExportError: ONNX has nothing for one of its operators.
+            ExportError: ONNX lacks one of its operators.
         """
         name = f"stage_{stage.worker}.inference"
         model, weights = self._converted(name, graph, stage)
@@ -105,9 +105,9 @@ class Writer:
 
 
 def _places(stage: ChainStage, said: str) -> str | None:
-    """The user's lines that make the operators named in an error; conversion itself no longer knows them.
+    """The user's lines that call the operators named in an error; the conversion itself no longer knows them.
 
-    What is named may be a part of the user's operator: `prims.bessel_j0` of `aten.special_bessel_j0`.
+    The error may name a part of the user's operator: `prims.bessel_j0` of `aten.special_bessel_j0`.
     """
     parts = tuple(name.strip("_") for name in re.findall(r"\b(?:aten|prims)\.(\w+)\.\w+", said))
     made = [n for n in stage.calls if re.sub(r"^\w+\.|\.\w+$", "", str(n.target)).endswith(parts)]
@@ -159,6 +159,6 @@ def _program(graph: EvalGraph, stage: ChainStage) -> tuple[ExportedProgram, dict
 
 
 def _is_folded(graph: EvalGraph, node: fx.Node) -> bool:
-    """Whether it is a small constant that export found: no parameter and no buffer."""
+    """Whether it is a small constant that export found: neither a parameter nor a buffer."""
     signature = graph.program.graph_signature
     return node.name in signature.inputs_to_lifted_tensor_constants and graph.held[node].numel() <= SMALL

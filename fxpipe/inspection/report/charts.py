@@ -1,4 +1,4 @@
-"""The charts that Plotly draws as they are told here: traces and layout, without widths and the page's own colours."""
+"""What Plotly is told to draw: the traces and layout of each chart, without widths and the page's own colours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxpipe.inspection.report.tables import PARTS
 Json = dict[str, Any]
 
 STEPS = 400
-"""From so many steps on, a mean is drawn over the single ones."""
+"""From this many steps on, a mean is drawn over the single values."""
 
 SPENT = ("F", "B", "predict", "update", "send", "receive", "wait", "data", "other")
 
@@ -22,7 +22,7 @@ _GREY, _BLUE = "#777777", "#4C6FE0"
 
 
 def balance(partitions: Sequence[Json]) -> list[Json]:
-    """A chart for each mode of cuts, all to one scale: a stacked bar a worker, and a line at the ideal."""
+    """A chart for each mode of cuts, all on one scale: a stacked bar for each worker, and a line at the ideal."""
     top = max((w["total_ms"] or 0 for p in partitions for w in p["workers"]), default=0) or 1
     return [_panel(p, top, first=i == 0) for i, p in enumerate(partitions)]
 
@@ -103,7 +103,7 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def spent(workers: Sequence[Json]) -> Json:
-    """The seconds that each worker spent on what, a lying bar each."""
+    """What each worker spent its seconds on, as horizontal bars."""
     ranks = [w["rank"] for w in workers]
     traces = [
         trace
@@ -130,10 +130,10 @@ def _of(worker: Json, kind: str) -> float:
 
 
 def staleness(logs: Sequence[Json]) -> Json:
-    """How far weights were from those their updates met.
+    """How far the weights of forwards were from those that their updates met.
 
-    A log is a line for each pair of how many updates its forwards were behind and predicted ahead; each line has a name
-    and a stroke of its own among those of its colour.
+    A log gives a line for each pair (updates behind, updates predicted ahead) of its forwards; lines of one colour
+    differ in name and stroke.
     """
     groups = len({log["group"] for log in logs}) > 1
     drawn: Counter[int] = Counter()

@@ -16,7 +16,7 @@ def _known(form: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def digits(value: float) -> str:
-    """Three digits that count, or all before the point: 0.0123, 1.23, 12.3, 1,234."""
+    """Three significant digits, or all before the point: 0.0123, 1.23, 12.3, 1,234."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -48,7 +48,7 @@ def listed(values: Iterable[Any]) -> str:
 
 @_known
 def span(ends: tuple[int, int]) -> str:
-    """A range of units, of which the last is meant too."""
+    """A range of units; the last one shown belongs to it."""
     return f"{ends[0]} to {ends[1] - 1}" if ends[0] < ends[1] else "none"
 
 

@@ -13,7 +13,7 @@ _CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
 
 
 def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
-    """Of each worker the steps of a range: action, what it sees, style; all empty where the worker waits."""
+    """For each worker the steps of a range: action, what it sees, style; all empty if the worker waits."""
     return [[_cell(w, row[i] if i < len(row) else "") for i in range(first, end)] for w, row in enumerate(rows)]
 
 

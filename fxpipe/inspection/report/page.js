@@ -54,7 +54,7 @@ for (const box of document.querySelectorAll("details")) {
 
 const tip = byId("tip");
 
-/** Show `lines`, the first one strong, next to a point of the window. With `spoken`, readers of the screen hear it. */
+/** Show `lines`, the first one strong, next to a point of the window. With `spoken`, screen readers say it. */
 function showTip(lines, x, y, spoken = false) {
   tip.replaceChildren(...lines.filter(Boolean).map((line, i) => {
     const element = document.createElement(i ? "div" : "strong");

@@ -28,7 +28,7 @@ from fxpipe.typed_json import dumps
 Json = dict[str, Any]
 
 SCRIPTS = ("page.js", "tree.js", "map.js", "edges.js", "timeline.js", "charts.js")
-"""In the order in which they stand in the page; one scope."""
+"""In the order in which the page has them; they share one scope."""
 
 SINGLE = 60
 """More edges than this are drawn as bundles."""
@@ -128,9 +128,9 @@ def page(facts: Json) -> str:
 
 
 def embedded(value: Any) -> str:
-    r"""A value as JSON that may stand inside a script element.
+    r"""A value as JSON that may be inside a script element.
 
-    What `--json` prints, with `<` written as `\u003c`: JSON has it in strings only.
+    What `--json` prints, with `<` written as `\u003c`: JSON has `<` only in strings.
     """
     return dumps(value).replace("<", "\\u003c")
 

@@ -14,7 +14,7 @@ from fxpipe.inspection.report.marks import MARKS, chip
 Json = dict[str, Any]
 
 ROWS = 10_000
-"""More rows than this are thinned, evenly."""
+"""Of more rows than this, every n-th is shown."""
 
 PARTS = {
     "F": "forward_ms", "B": "backward_ms", "W": "weight_ms", "update": "update_ms", "recompute": "recompute_ms",
@@ -74,7 +74,7 @@ RANK = Column("worker", "rank", chip, "nobreak")
 
 
 def table(caption: str, columns: Sequence[Column], rows: Sequence[Json]) -> Markup:
-    """A table that scrolls within itself where it is wide."""
+    """A table that scrolls within itself if it is wide."""
     th = Markup('<th scope="col" class="{}" title="{}">{}</th>')
     heads = Markup("").join(th.format("n" if c.kind == "n" else "", c.title or "", c.label) for c in columns)
     step = -(-len(rows) // ROWS)

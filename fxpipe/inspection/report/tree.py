@@ -85,6 +85,6 @@ class ModuleRows:
 
 
 def milliseconds(places: list[Any]) -> float | None:
-    """The time of a module's forward or backward, None where it is not known of any place."""
+    """The time of a module's forward or backward, None if it is not known for any place."""
     times = [place[1] for place in places if place[1] is not None]
     return sum(times) if times else None

@@ -124,7 +124,7 @@ def test_a_run_that_did_not_end(written: Any) -> None:
     }  # fmt: skip
     page = written(facts)
     assert f"Run: {problem}" in page.text("#top")
-    assert "run.json is not there" in page.text("#run")
+    assert "run.json is missing or says nothing" in page.text("#run")
     assert "Staleness was not logged" in page.text("#run")
     assert "left no trace" in page.text("#timeline")
 
