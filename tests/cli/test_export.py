@@ -7,19 +7,15 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import needs_onnx  # noqa: F401
+import onnx
+import onnxruntime
 import pytest
 import torch
 from commands import QUICK, files, fxpipe, unchanged
 from model_files import PARAMETERS, write_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-pytest.importorskip("onnx", reason="needs onnx")
-pytest.importorskip("onnxscript", reason="needs onnxscript")
-pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-
-import onnx
-import onnxruntime
 
 import fxpipe as library
 from fxpipe.export import stages
@@ -285,7 +281,6 @@ def test_only_its_own_kind_of_export_is_replaced(tmp_path: Path) -> None:
         assert result.code == 1
         assert "holds pipeline.onnx, which an export would delete" in result.err
     assert (target / "pipeline.onnx").read_text() == "mine"
-    onnx = pytest.importorskip("onnx")
     model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []), producer_name="fxpipe")
     (target / "pipeline.onnx").unlink()
     (target / "stage_0.inference.onnx").write_bytes(model.SerializeToString())

@@ -6,22 +6,18 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+import needs_onnx  # noqa: F401
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.engines.onnxruntime import OrtEngine
 from fxpipe.errors import BackendError
+from fxpipe.onnx import convert
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart
 from fxpipe.task.batch import tensor_spec
-
-pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-
-import onnxruntime
-from torch.fx.experimental.proxy_tensor import make_fx
-
-from fxpipe.onnx import convert
 
 
 def part_of(function, *inputs: Tensor) -> PurePart:  # type: ignore[no-untyped-def]

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import needs_onnx  # noqa: F401
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 from small_models import CASES
@@ -16,14 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxpipe.errors import ExportError
+from fxpipe.export.inference import InferenceExport, export_inference
 from fxpipe.lowering.lower import compile
 from fxpipe.plan.spec import Plan
-
-onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-
-from fxpipe.export.inference import InferenceExport, export_inference  # noqa: E402
 
 
 def planned(model: nn.Module, loss: Callable[..., Any], batch: Any, *at: str) -> Plan:

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import needs_onnx  # noqa: F401
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-pytest.importorskip("onnx", reason="needs onnx")
-pytest.importorskip("onnxscript", reason="needs onnxscript")
-pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-
-import onnx
-import onnxruntime as ort
 
 import fxpipe
 from fxpipe.build.build import Build

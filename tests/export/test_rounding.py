@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import needs_onnx  # noqa: F401
 import pytest
 from cached import CASES, cuts, lowered
 from torch import Tensor
-
-pytest.importorskip("onnx", reason="needs onnx")
-pytest.importorskip("onnxscript", reason="needs onnxscript")
-pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 
 from fxpipe.build.build import Build
 from fxpipe.errors import ExportError

@@ -10,19 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import needs_onnx  # noqa: F401
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from cached import CASES, cuts, lowered
 from commands import files
-from torch import Tensor, fx, nn
-
-pytest.importorskip("onnx", reason="needs onnx")
-pytest.importorskip("onnxscript", reason="needs onnxscript")
-pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-
-import onnx
-import onnxruntime as ort
 from onnx import helper
+from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.build.build import Build

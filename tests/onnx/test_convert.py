@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import needs_onnx  # noqa: F401
 import numpy
+import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-
-import onnx  # noqa: E402
-
-from fxpipe.errors import ExportError  # noqa: E402
-from fxpipe.onnx.convert import convert, convert_exported  # noqa: E402
-from fxpipe.stages.random_inputs import PLACE  # noqa: E402
+from fxpipe.errors import ExportError
+from fxpipe.onnx.convert import convert, convert_exported
+from fxpipe.stages.random_inputs import PLACE
 
 aten = torch.ops.aten
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import needs_onnx  # noqa: F401
 import numpy
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-
-from fxpipe.onnx.convert import convert  # noqa: E402
+from fxpipe.onnx.convert import convert
 
 aten = torch.ops.aten
 TOLERANCE = 1e-5

@@ -12,3 +12,5 @@ def needs(engine: str, device: str = "cpu") -> None:
     reason = backend.make(engine).missing(device)
     if reason:
         pytest.skip(reason)
+    if engine == "onnxruntime":
+        import needs_onnx  # noqa: F401
