@@ -41,6 +41,8 @@ demo: venv ## compile a GPT for two workers and train it, in minutes
 	@echo 'weights   out/demo/model.safetensors'
 
 # --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
+# An empty PYTHONDONTWRITEBYTECODE lets pytest keep the tests as it has rewritten them: else each of the two does so anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: venv ## run the quick tests, on two cores in 6 minutes
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
 

@@ -198,13 +198,13 @@ KINDS = [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.G
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_layers_on_the_data_itself(kind: type[nn.RNNBase]) -> None:
     """An LSTM that reads the batch was traced for inference, without a backward."""
-    check(lambda: Recurrent(kind), data=batch(5, 8, WIDTH))
+    check(lambda: Recurrent(kind), data=batch(2, 8, WIDTH))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_between_recurrent_layers_is_kept(kind: type[nn.RNNBase]) -> None:
     """It disappeared without a word."""
-    model, data = made(lambda: Recurrent(kind, dropout=0.5)), batch(5, 8, WIDTH)
+    model, data = made(lambda: Recurrent(kind, dropout=0.5)), batch(2, 8, WIDTH)
     build = fxpipe.compile(model, squared, data, workers=2, cost="analytic")
     assert compare_with_eager(build, model, squared, data).largest < 1e-5
     assert "dropout" in build.files["stage_0.py"] + build.files["stage_1.py"]
