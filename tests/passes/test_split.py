@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.split import Split
-from program_text import placed, two_layers
+from program_text import placed
+from two_layers import two_layers
 
 from fxpipe.ir.printer import argument_text, call_text
 from fxpipe.ir.program import Program

@@ -9,20 +9,11 @@ from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
-from torch import nn
 
-import fxpipe
 from fxpipe.ir.printer import print_program
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Pass, run_passes
 from fxpipe.planner.cuts import Cuts
-
-
-def two_layers() -> Program:
-    """A step of two layers with a tanh between them, captured: the smallest that has two workers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
-    return fxpipe.capture(model, lambda m, x: m(x).sum(), torch.ones(3, 2))
 
 
 def placed(program: Program, *forward: int) -> Program:
