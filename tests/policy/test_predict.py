@@ -86,38 +86,39 @@ def trained(make: Make, updates: int = 3) -> tuple[Predictor, Optimizer, list[Te
     return predictor, optimizer, [p.detach().clone() for p in parameters]
 
 
+def check(make: Make, rule: str, moved: Callable[[Tensor, Any], Tensor]) -> None:
+    """Four steps ahead, each parameter is less what `moved` makes of it and of its optimizer's state."""
+    predictor, optimizer, now = trained(make)
+    assert predictor.rules == (rule,)
+    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
+        assert_close(ahead, w - moved(parameter, optimizer.state[parameter]))
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum(nesterov: bool) -> None:
-    predictor, optimizer, now = trained(partial(SGD, lr=0.1, momentum=0.9, nesterov=nesterov))
-    assert predictor.rules == ("momentum",)
-    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
-        assert_close(ahead, w - 4 * 0.1 * optimizer.state[parameter]["momentum_buffer"])
+    make = partial(SGD, lr=0.1, momentum=0.9, nesterov=nesterov)
+    check(make, "momentum", lambda w, state: 4 * 0.1 * state["momentum_buffer"])
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize(("kind", "decoupled"), [(Adam, 0.0), (AdamW, 0.2)])
 def test_adam(kind: Callable[..., Optimizer], decoupled: float, amsgrad: bool) -> None:
-    predictor, optimizer, now = trained(
-        partial(kind, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, amsgrad=amsgrad)
-    )
-    assert predictor.rules == ("adam",)
-    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
-        state = optimizer.state[parameter]
+    def moved(w: Tensor, state: Any) -> Tensor:
         m = state["exp_avg"] / (1 - 0.8**3)
         v = state["max_exp_avg_sq" if amsgrad else "exp_avg_sq"] / (1 - 0.9**3)
-        assert_close(ahead, w - 4 * 0.1 * (m / (v.sqrt() + 1e-3) + decoupled * w))
+        return 4 * 0.1 * (m / (v.sqrt() + 1e-3) + decoupled * w)
+
+    check(partial(kind, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, amsgrad=amsgrad), "adam", moved)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_gradient(decay: float, sign: int) -> None:
-    predictor, _, now = trained(partial(SGD, lr=0.1, weight_decay=decay, maximize=sign < 0))
-    assert predictor.rules == ("gradient",)
-    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
-        assert_close(ahead, w - 4 * 0.1 * (sign * gradient(parameter) + decay * w))
+    make = partial(SGD, lr=0.1, weight_decay=decay, maximize=sign < 0)
+    check(make, "gradient", lambda w, _: 4 * 0.1 * (sign * gradient(w) + decay * w))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -125,28 +126,21 @@ def test_gradient(decay: float, sign: int) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_rmsprop(decay: float, sign: int, centered: bool) -> None:
-    predictor, optimizer, now = trained(
-        partial(RMSprop, lr=0.1, alpha=0.8, eps=1e-3, weight_decay=decay, maximize=sign < 0, centered=centered)
-    )
-    assert predictor.rules == ("rmsprop",)
-    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
-        state = optimizer.state[parameter]
+    def moved(w: Tensor, state: Any) -> Tensor:
         avg = state["square_avg"] - (state["grad_avg"] ** 2 if centered else 0)
-        assert_close(ahead, w - 4 * 0.1 * (sign * gradient(parameter) + decay * w) / (avg.sqrt() + 1e-3))
+        return 4 * 0.1 * (sign * gradient(w) + decay * w) / (avg.sqrt() + 1e-3)
+
+    options = {"alpha": 0.8, "eps": 1e-3, "weight_decay": decay, "maximize": sign < 0, "centered": centered}
+    check(partial(RMSprop, lr=0.1, **options), "rmsprop", moved)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_adagrad(decay: float, sign: int) -> None:
-    predictor, optimizer, now = trained(
-        partial(Adagrad, lr=0.1, lr_decay=0.5, eps=1e-3, weight_decay=decay, maximize=sign < 0)
-    )
-    assert predictor.rules == ("adagrad",)
+    make = partial(Adagrad, lr=0.1, lr_decay=0.5, eps=1e-3, weight_decay=decay, maximize=sign < 0)
     reach = sum(0.1 / (1 + update * 0.5) for update in (3, 4, 5, 6))
-    for parameter, w, ahead in zip(predictor.parameters, now, predictor.predict(4), strict=True):
-        top = sign * gradient(parameter) + decay * w
-        assert_close(ahead, w - reach * top / (optimizer.state[parameter]["sum"].sqrt() + 1e-3))
+    check(make, "adagrad", lambda w, state: reach * (sign * gradient(w) + decay * w) / (state["sum"].sqrt() + 1e-3))
 
 
 def test_centered_rmsprop_bears_a_variance_of_zero() -> None:
@@ -364,12 +358,7 @@ def test_rates_known_ahead_are_summed(name: str) -> None:
     parameters = weights((3, 2), (4,))
     optimizer = make(parameters)
     base = float(optimizer.param_groups[0]["lr"])
-    schedule = [1.0, 0.5, 2.0, 0.2, 0.4, 0.6]
-
-    def falling(o: Optimizer) -> LambdaLR:
-        return LambdaLR(o, lambda update: schedule[update])
-
-    scheduler = falling(optimizer)
+    scheduler = LambdaLR(optimizer, [1.0, 0.5, 2.0, 0.2, 0.4, 0.6].__getitem__)
     rates = LearningRates(optimizer, scheduler)
     predictor, blind = Predictor(optimizer, parameters, rates=rates), Predictor(optimizer, parameters)
     for _ in range(3):
@@ -389,11 +378,7 @@ def test_rates_known_ahead_are_summed(name: str) -> None:
 def test_adagrad_slows_each_rate_by_its_own_count() -> None:
     [parameter] = parameters = weights((3,))
     optimizer = Adagrad(parameters, lr=0.1, lr_decay=0.5)
-
-    def rising(o: Optimizer) -> LambdaLR:
-        return LambdaLR(o, lambda update: 1.0 + update)
-
-    scheduler = rising(optimizer)
+    scheduler = LambdaLR(optimizer, lambda update: 1.0 + update)
     rates = LearningRates(optimizer, scheduler)
     predictor = Predictor(optimizer, parameters, rates=rates)
     train(optimizer, predictor, updates=1)
@@ -460,11 +445,7 @@ def test_decayed_momentum(nesterov: bool) -> None:
 def test_decay_is_what_comes_when_the_gradients_are_zero(make: Callable[..., Optimizer]) -> None:
     parameters = weights((3, 2), (4,))
     optimizer = make(parameters, lr=0.1)
-
-    def falling(o: Optimizer) -> LambdaLR:
-        return LambdaLR(o, lambda update: 1 / (1 + update))
-
-    scheduler = falling(optimizer)
+    scheduler = LambdaLR(optimizer, lambda update: 1 / (1 + update))
     rates = LearningRates(optimizer, scheduler)
     predictor = Predictor(optimizer, parameters, decay=True, rates=rates)
     for update in range(3):
