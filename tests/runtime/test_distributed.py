@@ -24,10 +24,11 @@ pytestmark = pytest.mark.multiproc
 MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, "dropout": True}
 
 
+@pytest.mark.slow  # tests/cli/test_run.py compares the two in every run of the suite
 @pytest.mark.parametrize(
     ("toy_options", "run_options"),
     [
-        pytest.param({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}, marks=pytest.mark.slow),
+        ({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}),
         ({"microbatches": 4, "schedule": "1f1b", "tied": True, "forward": (0, 1, 1), "backward": (0, 0, 1)}, {}),
     ],
 )
