@@ -63,8 +63,8 @@ class Fake(Engine):
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
     """Chooses among eager, which is made slow, and the engines named."""
     monkeypatch.setattr(backends, "make", Fake)
-    build = lowered("gpt", workers=2, **cuts(CASES["gpt"], 2, 1))
-    program = captured("gpt")[2]
+    build = lowered("function", workers=2, **cuts(CASES["function"], 2, 1))
+    program = captured("function")[2]
     leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
     load = choose.load_stages
     delay = 0.0

@@ -84,8 +84,8 @@ def sleepers(clock: Clock) -> Callable[..., list[dict[str, float]]]:
     ("name", "workers", "options"),
     [
         ("gpt", 3, {"shift": 1}),
-        ("gpt", 2, {"shift": -1, "policy": "stash"}),
-        ("gpt", 2, {"shift": 1, "policy": "latest"}),
+        ("function", 2, {"shift": -1, "policy": "stash"}),
+        ("function", 2, {"shift": 1, "policy": "latest"}),
         ("gpt", 2, {"shift": 1, "schedule": "1f1b", "microbatches": 2}),
         ("gpt-dropout", 2, {"schedule": "gpipe"}),
         ("conv", 2, {"shift": -1}),
