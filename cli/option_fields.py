@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fxpipe.options import Flag, flag_of
+from fxpipe.options import Flag, flags
 
 Command = Callable[..., Any]
 
@@ -29,7 +29,7 @@ def option_fields(options: type[Any], *names: str, **texts: str) -> Callable[[Co
 
     def give(command: Command) -> Command:
         for name, text in reversed(wanted.items()):
-            command = _click_option(name, flag_of(options, name), text)(command)
+            command = _click_option(name, flags(options)[name], text)(command)
         return command
 
     return give

@@ -14,6 +14,7 @@ import click
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import emit_json, print_table, warn, working
 
+from fxpipe.options import flags
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 
@@ -90,11 +91,13 @@ def _compiled(options: RunOptions, workers: int) -> str:
     """Compile the model file that the options name as their build; the build's folder."""
     from fxpipe.cli.compile import compile_command
 
+    from fxpipe.lowering.options import CompileOptions
+
     folder = str(Path(options.out or "") / "build")
     arguments = ["-n", str(workers)]
-    for name in ("schedule", "policy", "threads", "backend"):
-        if (value := getattr(options, name)) is not None:
-            arguments += [f"--{name}", str(value)]
+    for name, flag in flags(CompileOptions).items():
+        if name in flags(RunOptions) and (value := getattr(options, name)) is not None:
+            arguments += [flag.names[-1], str(value)]
     with redirect_stdout(sys.stderr):  # stdout is for the run's own output
         compile_command.main([options.build, "-o", folder, *arguments], standalone_mode=False)
     return folder

@@ -64,11 +64,9 @@ def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, *
     return dataclasses.field(default=default, metadata={_FLAG: Flag(names, help, shown, kind, **more)})
 
 
-def flag_of(options: type[Any], name: str) -> Flag:
-    """How the field `name` of a class of options is given on the command line."""
-    found = next(field for field in dataclasses.fields(options) if field.name == name)
-    flag: Flag = found.metadata[_FLAG]
-    return flag
+def flags(options: type[Any]) -> dict[str, Flag]:
+    """The flags of a class of options, by field; fields that were not made by `option` have none."""
+    return {field.name: field.metadata[_FLAG] for field in dataclasses.fields(options) if _FLAG in field.metadata}
 
 
 def changed(options: Options, changes: dict[str, Any]) -> Options:

@@ -226,13 +226,15 @@ def load(folder: str | Path) -> Build:
         costs=read_costs(folder) or BuildCosts(),
         profile=read_profile(folder),
         nodes=read_nodes(folder),
-        passes=_passes(folder / PASSES),
+        passes=read_passes(folder),
         node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
         folder=folder,
     )
 
 
-def _passes(path: Path) -> tuple[str, ...]:
+def read_passes(folder: Path) -> tuple[str, ...]:
+    """What each pass did, a line a pass; empty for a build of an earlier fxpipe, which did not keep it."""
+    path = folder / PASSES
     return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.is_file() else ()
 
 

@@ -141,6 +141,7 @@ def build_facts(subject: Subject) -> Facts:
         "links": None if costs is None else costs.links.to_row(),
         "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
         "evaluation": evaluation_facts(plan),
+        "passes": list(subject.passes),
         "edited": list(subject.edited),
         "stale": list(subject.stale),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxpipe.build.build import Build, read_nodes, read_profile
+from fxpipe.build.build import Build, read_nodes, read_passes, read_profile
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError
 from fxpipe.ir.program_table import ProgramTable
@@ -25,6 +25,7 @@ class Subject:
         files: the stages as they are now, by file name.
         costs: None for a build whose `costs.json` is gone.
         nodes, profile: None for a build of an earlier fxpipe.
+        passes: what each pass did, a line a pass; empty for a build of an earlier fxpipe.
         folder: where it is; None for one in memory.
         model: the path of the user's file; None for a build made from objects.
         edited: the stages that are no longer as they were emitted.
@@ -37,6 +38,7 @@ class Subject:
     costs: BuildCosts | None = field(repr=False)
     nodes: ProgramTable | None = field(repr=False)
     profile: Profile | None = field(repr=False)
+    passes: tuple[str, ...] = field(default=(), repr=False)
     folder: Path | None = None
     model: Path | None = None
     edited: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ def subject_of(build: Build, model: Path | None = None) -> Subject:
         costs=build.costs,
         nodes=build.nodes,
         profile=build.profile,
+        passes=build.passes,
         model=model,
         measured=bool(build.costs.times or build.node_costs),
     )
@@ -101,6 +104,7 @@ def read_subject(folder: str | Path) -> Subject:
         costs=costs,
         nodes=read_nodes(folder),
         profile=read_profile(folder),
+        passes=read_passes(folder),
         folder=folder,
         model=model_path(plan, folder),
         edited=tuple(edited),

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
+from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import describe, dump, shape_key, tensor_spec
@@ -112,8 +112,8 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
     owners = {p.name: p.owner for p in plan.parameters}
     owners |= {b.name: b.home for b in plan.buffers if b.home is not None}
     program = _name_constants(captured.program, shape, build.tensors)
-    passes = evaluation_passes(plan.workers, owners, shape, command)
-    program = run_passes(program, passes, dumped_as=f"evaluate_{shape}_")
+    passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
+    program = run_passes(program, passes, [lines], dumped_as=f"evaluate_{shape}_")
     stages = tuple(
         EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
         for stage in program.stages
@@ -134,6 +134,7 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
         plan=dataclasses.replace(plan, buffers=buffers, evaluations=(*plan.evaluations, spec)),
         files={**build.files, **program.files},
         tensors={**build.tensors, **own},
+        passes=(*build.passes, *(f"evaluation {shape}: {line}" for line in lines.lines)),
         warnings=(*build.warnings, *(f"evaluation: {warning}" for warning in program.warnings)),
     )
 

@@ -65,6 +65,12 @@ def test_they_are_plain_json(found: dict[str, Any]) -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
+def test_what_each_pass_did(found: dict[str, Any]) -> None:
+    names = [line.split()[0] for line in found["build"]["passes"]]
+    assert names[0] == "fold"
+    assert names[-1] == "codegen"
+
+
 def test_modules_stand_behind_their_parents_and_hold_what_is_in_them(found: dict[str, Any]) -> None:
     modules, nodes = found["modules"], found["nodes"]
     column = {name: i for i, name in enumerate(nodes["columns"])}

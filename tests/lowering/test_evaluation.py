@@ -146,6 +146,9 @@ def test_every_shape_of_batch_has_its_files(tmp_path: Path, monkeypatch: pytest.
         assert in_pipeline(build, model, batch, shape) == pytest.approx(in_eager(model, accuracy, batch), rel=1e-6)
         assert spec.edges
         assert all(edge.name.startswith(f"evaluate.{shape}:") for edge in spec.edges)
+        lines = [line for line in build.passes if line.startswith(f"evaluation {shape}: ")]
+        assert " fold " in lines[0]
+        assert " codegen " in lines[-1]
     dumped = {path.name for path in tmp_path.iterdir()}
     assert dumped > {"01_fold.py", "evaluate_0_01_fold.py", "evaluate_1_01_fold.py"}
 
