@@ -203,7 +203,7 @@ def wave(i: int) -> float:
 
 @pytest.mark.parametrize(("name", "workers", "more"), covering(direct.POLICIES, [2, 3, 6], range(3)))
 def test_update_rule(same: Any, name: str, workers: int, more: int) -> None:
-    """2bw wants at least N−1 microbatches. Four workers are in all tests below."""
+    """2bw wants at least N−1 microbatches. Most of the tests below have four workers."""
     same(name, workers, more + (max(1, workers - 1) if name == "2bw" else 1))
 
 
