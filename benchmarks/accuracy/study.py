@@ -76,7 +76,7 @@ class Study:
 
 FULL = Study()
 QUICK = Study(
-    pairs=(("vgg", "sgd"), ("snn", "sgd"), ("transformer", "sgd"), ("transformer", "adamw")),
+    pairs=(("vgg", "sgd"), ("transformer", "adamw")),
     workers=(4,),
     factors=(1.0,),
     seeds=(0,),

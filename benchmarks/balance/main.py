@@ -30,42 +30,52 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model, async, 1 round: only to see that it runs")
     parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
     options = parser.parse_args()
-    schedules = SCHEDULES
+    schedules, kinds = SCHEDULES, CUTS
     if options.quick:
         options.models, options.rounds, options.steps, schedules = MODELS[:1], 1, 10, {"async": ()}
+        kinds = CUTS[::2]
     rows = []
     head = f"{'model':<12}{'schedule':<10}{'N':>2}  {'cuts':<14}"
     print(f"{head}{'samples/s':>10}{'of same':>9}{'forecast':>10}{'off by':>8}")
     with tempfile.TemporaryDirectory(prefix="fxpipe_balance_") as folder:
         for model in options.models:
             for schedule, arguments in schedules.items():
-                rows += real(model, schedule, arguments, Path(folder), options.rounds, options.steps)
-                rows += forecast_only(model, schedule, arguments, Path(folder))
+                rows += real(model, schedule, arguments, kinds, Path(folder), options.rounds, options.steps)
+                rows += forecast_only(model, schedule, arguments, kinds, Path(folder))
     if out := options.out or (None if options.quick else HERE / "result.json"):
         out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def real(
-    model: str, schedule: str, arguments: tuple[str, ...], folder: Path, rounds: int, steps: int
+    model: str,
+    schedule: str,
+    arguments: tuple[str, ...],
+    kinds: tuple[str, ...],
+    folder: Path,
+    rounds: int,
+    steps: int,
 ) -> list[dict[str, Any]]:
     """Two workers, every kind of cuts in turn, several rounds."""
-    compiled = {cuts: compile_build(model, 2, cuts, arguments, folder) for cuts in CUTS}
-    rates: dict[str, list[float]] = {cuts: [] for cuts in CUTS}
+    compiled = {cuts: compile_build(model, 2, cuts, arguments, folder) for cuts in kinds}
+    rates: dict[str, list[float]] = {cuts: [] for cuts in kinds}
     for _ in range(rounds):
-        for cuts in CUTS:
+        for cuts in kinds:
             rates[cuts].append(run(folder / f"{model}-2-{cuts}", steps))
     same = statistics.median(rates["same"])
     rows = []
-    for cuts in CUTS:
+    for cuts in kinds:
         measured, forecast = statistics.median(rates[cuts]), compiled[cuts]["forecast"]["samples_per_second"]
         rows.append(row(model, schedule, 2, cuts, forecast, measured, measured / same, rates[cuts]))
     return rows
 
 
-def forecast_only(model: str, schedule: str, arguments: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+def forecast_only(
+    model: str, schedule: str, arguments: tuple[str, ...], kinds: tuple[str, ...], folder: Path
+) -> list[dict[str, Any]]:
     """Four workers, simulated from stage times that were measured one by one."""
-    rates = {cuts: compile_build(model, 4, cuts, arguments, folder)["forecast"]["samples_per_second"] for cuts in CUTS}
-    return [row(model, schedule, 4, cuts, rates[cuts], None, rates[cuts] / rates["same"], []) for cuts in CUTS]
+    compiled = {cuts: compile_build(model, 4, cuts, arguments, folder) for cuts in kinds}
+    rates = {cuts: found["forecast"]["samples_per_second"] for cuts, found in compiled.items()}
+    return [row(model, schedule, 4, cuts, rates[cuts], None, rates[cuts] / rates["same"], []) for cuts in kinds]
 
 
 def row(
