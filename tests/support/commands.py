@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,10 @@ def fxpipe(*arguments: object) -> Result:
 
 
 def start_module(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """Start `python -m` in a process of its own, the leader of a new session."""
+    """Start `python -m` in a process of its own, the leader of a new session.
+
+    It heeds Ctrl-C even where the tests run in the background, whose children would ignore it.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, arguments)],
         env={**os.environ, **environment},
@@ -55,6 +59,7 @@ def start_module(*arguments: object, **environment: str) -> subprocess.Popen[str
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
