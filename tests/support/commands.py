@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fxpipe.cli import output
 from fxpipe.cli.main import main
 
 QUICK = ("--cost", "analytic", "--threads", "1")  # of compile
@@ -39,10 +40,12 @@ class Result:
 
 
 def fxpipe(*arguments: object) -> Result:
-    """Run a command in this process."""
+    """Run a command in this process, without the lines about what takes a while: that depends on the machine."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(output, "QUIET", 3600.0)
+        with pytest.raises(SystemExit) as stopped:
+            main([str(a) for a in arguments])
     assert isinstance(stopped.value.code, int)
     return Result(stopped.value.code, out.getvalue(), err.getvalue())
 
