@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
 
-# Of --verify, relative. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
-TOLERANCE = {None: 1e-4, "bf16": 1e-1}
-
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast")
+@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss")
 @option_fields(ModelOptions, "device")
 @option_fields(CompileOptions, "threads")
 @option_fields(ModelOptions, "seed")
@@ -71,7 +69,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
-    from fxpipe.lowering.compare_with_eager import compare_with_eager
+    from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager
     from fxpipe.plan.build_folder import check_target
     from fxpipe.simulator.forecast import forecast
 
@@ -94,7 +92,9 @@ def compile_command(
     agreement = None
     if verify:
         with working("verifying"):
-            agreement = compare_with_eager(build, made.model, made.task.loss, made.example, seed=seed)
+            agreement = compare_with_eager(
+                build, made.model, made.task.loss, made.example, seed=seed, loss_weight=made.task.loss_weight
+            )
     limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
     if as_json:
@@ -108,6 +108,7 @@ def compile_command(
 
 def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
+    from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.observe.record import samples_of
 
     plan = build.plan
@@ -136,6 +137,8 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         f"{len(plan.edges)} edges"
     )
+    for line in microbatch_lines(plan):
+        click.echo(plain(line))
     if build.costs.partitions:
         *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
@@ -196,6 +199,7 @@ def _milliseconds(worker: WorkerSummary) -> dict[str, Any]:
 def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
     plan = build.plan
     from fxpipe.inspection.evaluation import evaluation_facts
+    from fxpipe.inspection.microbatches import microbatch_facts
     from fxpipe.observe.record import samples_of
 
     samples = samples_of(plan)
@@ -204,6 +208,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
         "schedule": plan.schedule,
         "policy": plan.policy,
         "microbatches": plan.microbatches,
+        "microbatch_loss": microbatch_facts(plan),
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
         "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxpipe.passes.codegen import Codegen
+from fxpipe.passes.codegen import TOTALS, Codegen
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
@@ -16,6 +16,7 @@ from fxpipe.passes.rematerialize import Rematerialize
 from fxpipe.passes.split import Split
 from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
+from fxpipe.passes.whole_loss import WholeLoss
 
 from fxpipe.ir.transform import Pass
 from fxpipe.planner.cuts import Cuts
@@ -26,16 +27,22 @@ COMMAND = "fxpipe.compile(...)"
 
 
 def default_passes(
-    cuts: Cuts, split_backward: bool = False, device: Device = CPU, command: str = COMMAND
+    cuts: Cuts, split_backward: bool = False, device: Device = CPU, command: str = COMMAND, microbatches: int = 1
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
-    return [*front_passes(split_backward), Cost(device=device), *back_passes(cuts, command)]
+    whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
+    return [*front_passes(split_backward, whole_loss), Cost(device=device), *back_passes(cuts, command)]
 
 
-def front_passes(split_backward: bool = False) -> list[Pass]:
-    """Captured program in, program with units out: its costs can be measured."""
+def front_passes(split_backward: bool = False, whole_loss: WholeLoss | None = None) -> list[Pass]:
+    """Captured program in, program with units out: its costs can be measured.
+
+    Args:
+        whole_loss: for a program that was captured on one of several microbatches.
+    """
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
+        *([whole_loss] if whole_loss else []),  # after fold: detached values do not hide what they are
         *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
         Units(),  # after fold: what it dropped must not count as something a cut can separate
     ]
@@ -49,6 +56,19 @@ def back_passes(cuts: Cuts, command: str = COMMAND) -> list[Pass]:
         Comm(),  # after it no value crosses workers but through Send and Recv
         Split(),  # a graph for each phase of each worker
         Codegen(command),  # last: the product
+    ]
+
+
+def totals_passes(command: str) -> list[Pass]:
+    """The program of a minibatch's totals in, the file that worker 0 computes them with out."""
+    return [
+        Fold(),
+        Units(),
+        Cost(),
+        PlaceEvaluation(1, {}),
+        Comm(),
+        Split(),
+        Codegen(command, TOTALS),
     ]
 
 

@@ -19,6 +19,7 @@ from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
+TOTALS = "totals.py"
 _TAKEN = ("torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
 
 
@@ -41,6 +42,8 @@ class Codegen(Pass):
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
         header = _training_header if "B" in program.phases else _evaluation_header
+        if self.file == TOTALS:
+            header = _totals_header
         stages = []
         for stage in program.stages:
             functions = [_Function(part, edges) for part in stage.parts.values()]
@@ -57,6 +60,16 @@ def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
     for function in functions:
         lines += ["", "", *function.lines()]
     return "\n".join(lines) + "\n"
+
+
+def _totals_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
+    yield f'"""Totals of a minibatch, on worker 0, made by: {command}'
+    yield ""
+    yield f"computes  {', '.join(stage.parts['F'].spec.metrics)}"
+    yield ""
+    yield "What the loss needs to know of the whole minibatch, such as how many tokens are not padded: computed of each"
+    yield "microbatch and added up, before the first forward. The stages get the sums with the batch."
+    yield '"""'
 
 
 def _evaluation_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from fxpipe.passes.analysis.weight_gradients import mark_weight_gradients
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_view
-from fxpipe.ir.program import Level, Program, info
+from fxpipe.ir.program import CORRECTS, Level, Program, info
 from fxpipe.ir.transform import Pass
 
 
@@ -19,8 +19,8 @@ from fxpipe.ir.transform import Pass
 class Units(Pass):
     """Give every node its unit.
 
-    Forward: each node that computes opens a unit; views and tuple elements stay with what is before them, and what is
-    made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
+    Forward: each node that computes opens a unit; views, tuple elements and corrections stay with what is before them,
+    and what is made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
     Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients, and
     any node with inputs from earlier units, the earliest unit among its inputs. So a backward edge never runs towards a
     later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked.
@@ -51,7 +51,7 @@ def _forward(nodes: list[fx.Node], sources: Set[fx.Node], buffers: dict[fx.Node,
     for node in nodes:
         if node in sources:
             continue
-        if is_getitem(node):
+        if is_getitem(node) or node.meta.get(CORRECTS):
             info(node).unit = info(node.all_input_nodes[0]).unit
         elif is_view(node) and units:
             info(node).unit = len(units) - 1

@@ -128,6 +128,7 @@ class Build:
         optimizer: MakeOptimizer | None = None,
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, and for accuracy studies of N workers on one machine.
@@ -140,6 +141,7 @@ class Build:
             lr_scheduler: made for each optimizer; none by default.
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
                 initialise them, by `seed`. Not needed with `weights`.
+            loss_weight: the hook, if the build was compiled with it.
             options: schedule, policy, clip_norm, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`.
 
@@ -157,7 +159,7 @@ class Build:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             self.save(folder)
-        pipeline = LocalPipeline(folder, ObjectTask(optimizer, lr_scheduler, model), chosen)
+        pipeline = LocalPipeline(folder, ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight), chosen)
         pipeline.temporary = temporary
         return pipeline
 
@@ -169,13 +171,14 @@ class Build:
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
         eval_data: Callable[[], Iterable[Any]] | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            optimizer, lr_scheduler, model: as those of `local`.
+            optimizer, lr_scheduler, model, loss_weight: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
             options: those of `local`, and steps, epochs, eval_every, out, trace, tensorboard, threads: see
@@ -202,7 +205,7 @@ class Build:
         chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
         if eval_data is not None:
             check_evaluation(self.plan, "eval_data")
-        return join(chosen, ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data))
+        return join(chosen, ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight))
 
 
 def load(folder: str | Path) -> Build:

@@ -29,10 +29,10 @@ from fxpipe.plan.spec import Phase
 from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
+from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.stages.part_call import Function, PartCall, PartResult
 from fxpipe.stages.pure_function import in_float64
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart, trace_stage
-from fxpipe.task.batch import Splitter
 
 OPSET = 20
 PIPELINE = "pipeline"
@@ -86,7 +86,7 @@ def export(
         raise ExportError("the build is for CUDA, and torch sees no CUDA device to run its stages on")
     if weights == "initializers":
         check_size(PIPELINE, sum(build.tensors[row.name].nbytes for row in plan.tensors), weights)
-    leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)[0]
+    leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]
     values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
     cuda = [torch.cuda.current_device()] if plan.device == "cuda" else []
     with replacing(Path(folder)) as fresh, torch.random.fork_rng(cuda), torch.no_grad():

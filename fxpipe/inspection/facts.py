@@ -16,6 +16,7 @@ from fxpipe.inspection.balance import PINNED, balance_of
 from fxpipe.inspection.edges import edge_rows
 from fxpipe.inspection.evaluation import evaluation_facts
 from fxpipe.inspection.grid import grid_rows
+from fxpipe.inspection.microbatches import microbatch_facts
 from fxpipe.inspection.modules import ModuleTree
 from fxpipe.inspection.nodes import node_table
 from fxpipe.inspection.subject import Subject
@@ -140,6 +141,7 @@ def build_facts(subject: Subject) -> Facts:
         "speeds": [] if set(subject.known.speeds) <= {1.0} else list(subject.known.speeds),
         "links": None if costs is None else costs.links.to_row(),
         "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
+        "microbatch_loss": microbatch_facts(plan),
         "evaluation": evaluation_facts(plan),
         "passes": list(subject.passes),
         "edited": list(subject.edited),

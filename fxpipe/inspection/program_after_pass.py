@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.ir.program import Program
     from fxpipe.ir.transform import Applied
+    from fxpipe.passes.whole_loss import WholeLoss
 
 CAPTURE = "capture"
 """The name for the program before the first pass."""
@@ -38,7 +39,7 @@ def pass_names() -> tuple[str, ...]:
     """`capture`, then every pass in the order in which they run."""
     from fxpipe.passes import default_passes
 
-    return (CAPTURE, *(p.name for p in default_passes(Cuts((0, 1), (0, 1)), split_backward=True)))
+    return (CAPTURE, *(p.name for p in default_passes(Cuts((0, 1), (0, 1)), split_backward=True, microbatches=2)))
 
 
 def check_pass(name: str) -> None:
@@ -79,9 +80,8 @@ def after(
         BuildError: the model file is not the one that the build was made from, or the build has none.
     """
     from fxpipe.ir.printer import print_program
-    from fxpipe.task.batch import split
+    from fxpipe.lowering.minibatch_loss import capture_microbatch
     from fxpipe.task.model_file import load_task
-    from fxpipe.tracing.capture import capture
 
     check_pass(pass_name)
     warn = warn or _on_stderr
@@ -98,7 +98,10 @@ def after(
     say("capturing")
     model, example = made.make(task)
     options = options.for_task(task, example)
-    program = capture(model, task.loss, split(example, options.microbatches or 1)[0], autocast=options.autocast)
+    program = capture_microbatch(model, task.loss, example, options)
+    whole_loss = options.whole_loss()
+    if plan is not None and whole_loss is not None:
+        whole_loss = dataclasses.replace(whole_loss, counts=plan.loss_of_microbatches == "mean")
     if pass_name == CAPTURE:
         return print_program(program)
     names = pass_names()
@@ -106,7 +109,7 @@ def after(
         options = dataclasses.replace(options, cost="analytic")  # nothing is chosen yet
     say("running the passes")
     watched = _Watched(pass_name, to_the_end=plan is not None)
-    build = watched.lower(program, options)
+    build = watched.lower(program, options, whole_loss)
     if plan is not None and build is not None and (others := _changed(plan, build)):
         warn(
             f"the passes now write {', '.join(others)} differently than for {target}: torch is another version, or "
@@ -166,7 +169,7 @@ class _Watched:
         self.text = ""
         self.seen: list[str] = [CAPTURE]
 
-    def lower(self, program: Program, options: CompileOptions) -> Build | None:
+    def lower(self, program: Program, options: CompileOptions, whole_loss: WholeLoss | None) -> Build | None:
         """Lower the program; `text` is then the program after the pass.
 
         Returns:
@@ -178,7 +181,7 @@ class _Watched:
         from fxpipe.lowering.lower import lower
 
         try:
-            build = lower(program, options, observers=(self._observe,))
+            build = lower(program, options, whole_loss=whole_loss, observers=(self._observe,))
         except _Reached:
             return None
         if not self.text:

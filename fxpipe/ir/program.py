@@ -20,6 +20,7 @@ from fxpipe.plan.spec import EdgeSpec, LeafSpec, Phase
 from fxpipe.planner.cuts import Cuts
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
+CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
 
 
 class Level(IntEnum):
@@ -125,6 +126,10 @@ class Program:
         cuts: PLACED: the units that each worker computes.
         wires: WIRED: the edge that each Send and Recv is an end of, by node name.
         stages: SPLIT: what each worker executes; EMITTED: with its file.
+        loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
+        differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
+        totals: computes of a microbatch what is added up over the minibatch, for leaves of the batch that the user's
+            batches do not have (`fxpipe/passes/whole_loss.py`).
     """
 
     graph: fx.Graph
@@ -143,6 +148,9 @@ class Program:
     wires: Mapping[str, EdgeSpec] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     warnings: tuple[str, ...] = ()
+    loss_of_microbatches: Literal["mean", "sum"] = "mean"
+    differs_from_whole: str = ""
+    totals: Program | None = None
 
     def copy(self, **changes: Any) -> Program:
         """A program with its own graph (same node names, own records), other fields replaced by `changes`."""

@@ -1,15 +1,16 @@
 """Does the emitted code compute what eager PyTorch computes? One synchronous step of both, compared.
 
-The stages run one after the other in this process, microbatch by microbatch, on the example batch. Forward draws
-random numbers in eager's own order, so dropout stays on and the masks are the same.
+The stages run one after the other in this process, microbatch by microbatch, on the example batch. Compared with a
+batch that is not cut, dropout drops nothing; microbatch by microbatch, forward draws random numbers in eager's own
+order, so that dropout stays on and the masks are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +18,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
+from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import Plan
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
-from fxpipe.task.batch import Splitter, split
+from fxpipe.stages.minibatch import LossWeight, Minibatches
+from fxpipe.task.batch import split
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.model_state import preserved
 
+# Largest relative error. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
+TOLERANCE = {None: 1e-4, "bf16": 1e-1, "fp16": 1e-1}
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
 
 
@@ -45,9 +50,35 @@ class Agreement:
         return max([self.loss, *self.gradients.values(), *self.buffers.values()])
 
 
-def compare_with_eager(build: Build, model: nn.Module, loss: Loss, batch: Any, *, seed: int = 0) -> Agreement:
-    """Run one minibatch both ways; the model is left as it was."""
-    return compare(_emitted(build, batch, seed), eager_step(build.plan, model, loss, batch, seed))
+def compare_with_eager(
+    build: Build, model: nn.Module, loss: Loss, batch: Any, *, seed: int = 0, loss_weight: LossWeight | None = None
+) -> Agreement:
+    """Run one minibatch both ways; the model is left as it was.
+
+    Eager PyTorch steps on the whole batch, without microbatches, and random numbers are the same for every sample in
+    both. Whatever cannot be compared so is compared microbatch by microbatch, with the random numbers of a run: the new
+    values of buffers, and a loss that is not meant to be the whole batch's (`Plan.differs_from_whole`).
+
+    Args:
+        loss_weight: the hook that the build was compiled with, if any.
+    """
+    plan = build.plan
+    by_parts = compare(_emitted(build, batch, seed, loss_weight), eager_step(plan, model, loss, batch, seed))
+    if plan.microbatches == 1 or plan.differs_from_whole:
+        return by_parts
+    steady = SteadyRandomness()
+    with steady:
+        found = _emitted(build, batch, seed, loss_weight)
+        whole = compare(found, eager_step(plan, model, loss, batch, seed, whole=True))
+    if plan.made or steady.unknown:  # the loss of a microbatch is not the user's function of it; or no comparison holds
+        by_parts = replace(by_parts, loss=0.0, gradients={})
+    if steady.unknown:
+        return by_parts
+    return Agreement(
+        loss=max(whole.loss, by_parts.loss),
+        gradients={n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()},
+        buffers=by_parts.buffers,
+    )
 
 
 @dataclass(frozen=True)
@@ -59,9 +90,13 @@ class Step:
     buffers: dict[str, torch.Tensor]
 
 
-def compare(found: Step, eager: Step) -> Agreement:
-    """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero."""
-    scale = FLOOR * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
+def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
+    """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
+
+    Args:
+        floor: errors of gradients are relative to this part of the largest gradient's norm, if that is more than theirs.
+    """
+    scale = floor * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
     gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
     gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
     return Agreement(
@@ -88,32 +123,68 @@ def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: fl
     return difference / max(expected.norm().item(), floor, 1e-30)
 
 
-def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0) -> Step:
-    """One minibatch in eager PyTorch, microbatch by microbatch as the plan cuts it; the model is left as it was.
+def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0, *, whole: bool = False) -> Step:
+    """One minibatch in eager PyTorch; the model is left as it was.
+
+    Args:
+        whole: whether on the whole batch, or microbatch by microbatch as the plan cuts it.
+    """
+    dims = {leaf.name: leaf.dim for leaf in plan.given}
+    return run_eagerly(
+        model,
+        loss,
+        [batch] if whole else split(batch, plan.microbatches, dims),
+        parameters=[(p.names, p.trained) for p in plan.parameters],
+        buffers=[b.name for b in plan.buffers],
+        context=lambda: autocasting(plan.device, plan.autocast),
+        divisor=1 if whole else plan.loss_divisor,
+        seed=seed,
+    )
+
+
+def run_eagerly(
+    model: nn.Module,
+    loss: Loss,
+    parts: Sequence[Any],
+    *,
+    parameters: Sequence[tuple[Sequence[str], bool]],
+    buffers: Sequence[str],
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    divisor: int,
+    seed: int = 0,
+) -> Step:
+    """The sums of the losses and gradients of some batches in eager PyTorch; the model is left as it was.
 
     The model itself runs, with its own tensors: nothing of how capture looks at a model is taken for granted.
+
+    Args:
+        parts: the batches, one after the other.
+        parameters: the names of each parameter, and whether it is trained.
+        context: what the loss is computed in.
+        divisor: what the sums are divided by.
+        seed: of torch's generators at the first batch; the next number at the next one.
     """
     held = HeldTensors(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    batch = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, batch)  # the step may change it
+    known = dict(model.named_parameters(remove_duplicate=False))
+    parts = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, parts)  # the step may change it
     total = torch.zeros(())
-    with torch.random.fork_rng(), preserved(model), _values_kept((*held.values, *parameters.values())):
-        for j, part in enumerate(split(batch, plan.microbatches)):
+    with torch.random.fork_rng(), preserved(model), _values_kept((*held.values, *known.values())):
+        for j, part in enumerate(parts):
             torch.manual_seed(seed + j)
-            with autocasting(plan.device, plan.autocast):
+            with context():
                 value = loss(model, part)
-            value.backward()  # its own gradient, as hooks in a pipeline see it; the mean is taken below
-            total = total + value.detach().cpu() / plan.microbatches
+            value.backward()  # its own gradient, as hooks in a pipeline see it; it is divided below
+            total = total + value.detach().cpu() / divisor
         gradients = {}
-        for p in plan.parameters:
+        for names, trained in parameters:
             # Names of one memory may be tensors of their own, each with its gradient.
-            tied = {id(parameters[name]): parameters[name].grad for name in p.names if name in parameters}
+            tied = {id(known[name]): known[name].grad for name in names if name in known}
             found = [gradient for gradient in tied.values() if gradient is not None]
-            if found and (p.trained or any(gradient.any() for gradient in found)):
-                gradients[p.name] = sum(found[1:], found[0]) / plan.microbatches
+            if found and (trained or any(gradient.any() for gradient in found)):
+                gradients[names[0]] = sum(found[1:], found[0]) / divisor
         now = held.now()
-        buffers = {b.name: now[b.name].detach().clone() for b in plan.buffers if b.name in now}
-    return Step(total, gradients, buffers)
+        values = {name: now[name].detach().clone() for name in buffers if name in now}
+    return Step(total, gradients, values)
 
 
 @contextlib.contextmanager
@@ -135,20 +206,20 @@ def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def _emitted(build: Build, batch: Any, seed: int) -> Step:
+def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None) -> Step:
     plan = build.plan
     stages = load_stages(plan, build.files)
     state = dict(build.tensors)
     gradients: dict[str, torch.Tensor] = {}
     total = torch.zeros(())
     with torch.random.fork_rng(), torch.no_grad():
-        for j, part in enumerate(Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)):
+        for j, part in enumerate(Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
             torch.manual_seed(seed + j)
             for call, made in run_microbatch(plan, lambda worker, phase: stages[worker].function(phase), state, leaves):
                 if made.loss is not None:
-                    total = total + made.loss.cpu() / plan.microbatches
+                    total = total + made.loss.cpu() / plan.loss_divisor
                 for name, gradient in zip(call.spec.gradients, made.gradients, strict=True):
-                    share = gradient / plan.microbatches
+                    share = gradient / plan.loss_divisor
                     gradients[name] = gradients[name] + share if name in gradients else share
     return Step(total, gradients, {b.name: state[b.name] for b in plan.buffers})

@@ -126,7 +126,7 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
         edges=program.edges,
         stages=stages,
     )
-    buffers = _buffers(plan, program, stages)
+    buffers = buffers_read(plan, program, stages)
     read = {b.name for b in buffers} - build.tensors.keys()
     own = {b.names[0]: program.values[b.node].detach().clone() for b in program.buffers if b.names[0] in read}
     return dataclasses.replace(
@@ -156,7 +156,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor_spec(one) == tensor_spec(other) and torch.equal(one, other)
 
 
-def _buffers(plan: Plan, program: Program, stages: Sequence[EvaluationStage]) -> tuple[BufferSpec, ...]:
+def buffers_read(plan: Plan, program: Program, stages: Sequence[EvaluationStage]) -> tuple[BufferSpec, ...]:
     """The plan's buffers, with those that evaluation alone reads, and its workers as readers of what nobody updates."""
     readers: dict[str, tuple[int, ...]] = {}
     for worker, stage in enumerate(stages):

@@ -15,14 +15,17 @@ from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.choose_cuts import Choice, choose_cuts
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.make_plan import make_plan
+from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import StepCosts, has_no_values, step_costs
+from fxpipe.lowering.totals import with_totals
 from fxpipe.measure.engines import choose_engines
 from fxpipe.options import changed
 from fxpipe.passes import back_passes, front_passes
 from fxpipe.passes.analysis.edge_timings import edge_timings
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
+from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -32,8 +35,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import in_flight
-from fxpipe.task.batch import split
-from fxpipe.tracing.capture import Loss, Metrics, capture
+from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
 DEFAULTS = CompileOptions()
@@ -63,15 +65,17 @@ def compile(
     """
     options = changed(options, changes).for_batch(batch)
     options.check()
-    program = capture(model, loss, split(batch, options.setting().microbatches)[0], autocast=options.autocast)
+    program = capture_microbatch(model, loss, batch, options)
+    whole_loss = checked_loss(program, model, loss, batch, options)
     evaluations = None if evaluation is None else capture_evaluations(model, *evaluation, program.device)
-    return lower(program, options, evaluations=evaluations, say=say)
+    return lower(program, options, whole_loss=whole_loss, evaluations=evaluations, say=say)
 
 
 def lower(
     program: Program,
     options: CompileOptions = DEFAULTS,
     *,
+    whole_loss: WholeLoss | None = None,
     evaluations: Evaluations | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
@@ -82,6 +86,7 @@ def lower(
     Args:
         program: captured on one microbatch.
         options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
+        whole_loss: what `checked_loss` found; by default what the options ask for, without comparing.
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
         observers: are told of every pass.
         say: is told which part is being put onto engines.
@@ -98,7 +103,7 @@ def lower(
     _check_values(program, options)
     lines = PassLines()
     observers = (*observers, lines)
-    front = front_passes(options.splits_backward)
+    front = front_passes(options.splits_backward, whole_loss or options.whole_loss())
     program = run_passes(program, front, observers)
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
@@ -107,6 +112,8 @@ def lower(
     choice = choose_cuts(program, profile, options, setting)
     program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
     build = _build(program, costs, profile, setting, choice, lines)
+    if program.totals is not None:
+        build = with_totals(build, program.totals, options.command)
     if evaluations is not None:
         build = with_evaluations(build, evaluations, options.command)
     return build if options.backend == "eager" else _on_engines(build, program, options, say)

@@ -10,7 +10,7 @@ import torch
 import fxpipe
 from fxpipe.ir.program import Program
 from fxpipe.plan.build_folder import WEIGHTS
-from fxpipe.plan.spec import BufferSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
+from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
 from fxpipe.planner.setting import Setting
 from fxpipe.task.batch import tensor_spec
 from fxpipe.task.meta import are_on_meta
@@ -58,6 +58,9 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         stages=stages,
         weights_file=WEIGHTS,
         weights_digest="",
+        loss_of_microbatches=program.loss_of_microbatches,
+        differs_from_whole=program.differs_from_whole,
+        loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     )
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.minibatch_loss import capture_microbatch
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.planner.profile import Profile
-from fxpipe.task.batch import split
-from fxpipe.tracing.capture import Loss, capture
+from fxpipe.tracing.capture import Loss
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    microbatches = options.for_batch(batch).setting().microbatches
-    captured = capture(model, loss, split(batch, microbatches)[0], autocast=options.autocast)
-    program = run_passes(captured, front_passes())
-    split_up = run_passes(captured, front_passes(split_backward=True)) if three_way else program
+    options = options.for_batch(batch)
+    captured, whole_loss = capture_microbatch(model, loss, batch, options), options.whole_loss()
+    program = run_passes(captured, front_passes(whole_loss=whole_loss))
+    split_up = run_passes(captured, front_passes(True, whole_loss)) if three_way else program
     say("costing the step")
     costs = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte
@@ -76,11 +76,11 @@ def profile_model(
         again = step_costs(split_up, options, costs.optimizer)
         apart = profile_of(run_passes(split_up, [again.of_nodes]), rate)
     first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
-    samples = (first.shape[0] if first.shape else 1) * microbatches
+    samples = (first.shape[0] if first.shape else 1) * options.count
     return ModelProfile(
         whole,
         apart,
-        microbatches,
+        options.count,
         samples,
         costs.optimizer.state_bytes,
         program.device,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fxpipe.engines import BACKENDS
-from fxpipe.errors import CutError, near
+from fxpipe.errors import CutError, FxpipeError, near
 from fxpipe.options import option
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
@@ -21,10 +21,22 @@ from fxpipe.schedule import SCHEDULES
 from fxpipe.schedule import make as make_schedule
 
 if TYPE_CHECKING:
+    from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.task.model_file import MakeOptimizer, Task
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
+
+
+def _dims(text: str) -> dict[str, int | None]:
+    """`batch[0]=1,batch[1]=none` as a dictionary."""
+    found: dict[str, int | None] = {}
+    for part in text.split(","):
+        name, _, dim = part.strip().rpartition("=")
+        if not name or not (dim == "none" or dim.isdigit()):
+            raise FxpipeError(f"{part.strip()!r} is not NAME=DIM", hint="such as batch[0]=1 or batch['mask']=none")
+        found[name] = None if dim == "none" else int(dim)
+    return found
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,12 @@ class CompileOptions:
         policy: the schedule's own default where None.
         microbatches: how many make a minibatch; the step is captured on one of them. None: 1 for async, else a divisor
             of the batch near the number of workers.
+        microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
+            leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
+            the step uses them if it is not given.
+        loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch: its tokens, its
+            samples. The graph says it for sums and for means over what the batch alone selects.
+        accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
         autocast: 'bf16' captures the step under torch.autocast; for a program that is captured already it says nothing.
         threads: CPU threads while measuring.
         backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
@@ -80,6 +98,17 @@ class CompileOptions:
         minimum=1,
         help="Pieces of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
     )
+    microbatch_dims: Any = option(
+        None,
+        "--microbatch-dims",
+        kind=_dims,
+        metavar="NAME=DIM,…",
+        help="Where leaves of the batch are cut: batch[0]=1, or batch['mask']=none. [default: found by their use]",
+    )
+    loss_weight: Callable[[Any], Any] | None = None
+    accept_microbatch_loss: bool = option(
+        False, "--accept-microbatch-loss", help="Compile even if microbatches change the loss (contrastive losses do)."
+    )
     autocast: str | None = option(None, "--autocast", choices=("bf16",), help="Run the step under torch.autocast.")
     threads: int | None = option(
         None, "--threads", minimum=1, help="CPU threads of one worker. [default: cores / workers]"
@@ -106,6 +135,25 @@ class CompileOptions:
     command: str = "fxpipe.compile(...)"
 
     @property
+    def count(self) -> int:
+        """How many microbatches a minibatch has."""
+        return 1 if self.microbatches is None else self.microbatches
+
+    def dims(self, batch: Any) -> dict[str, int | None]:
+        """Along which dimension each leaf of a batch is cut, as it is asked."""
+        from fxpipe.task.batch import asked_dims
+
+        return asked_dims(batch, self.microbatch_dims)
+
+    def whole_loss(self) -> WholeLoss | None:
+        """The pass that makes the microbatches' losses the whole batch's; None for a program of whole batches."""
+        from fxpipe.passes.whole_loss import WholeLoss
+
+        if self.count == 1:
+            return None
+        return WholeLoss(self.count, weighted=self.loss_weight is not None, accepted=self.accept_microbatch_loss)
+
+    @property
     def planned(self) -> bool:
         """Whether the planner chooses the cuts."""
         return not (isinstance(self.cuts, Cuts) or self.forward_at or self.backward_at)
@@ -121,14 +169,23 @@ class CompileOptions:
 
         if self.microbatches is not None:
             return self
-        return replace(self, microbatches=1 if self.schedule == "async" else default_microbatches(batch, self.workers))
+        dims = None if self.microbatch_dims is None else self.dims(batch)
+        count = 1 if self.schedule == "async" else default_microbatches(batch, self.workers, dims)
+        return replace(self, microbatches=count)
 
     def for_task(self, task: Task, batch: Any) -> CompileOptions:
         """With what a model file, its first batch and this machine decide where nothing was asked."""
         from fxpipe.threads import threads_for
 
         threads = threads_for(self.threads, self.workers)
-        return replace(self.for_batch(batch), optimizer=self.optimizer or task.optimizer, threads=threads)
+        given = replace(
+            self,
+            microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
+            loss_weight=self.loss_weight or task.loss_weight,
+            optimizer=self.optimizer or task.optimizer,
+            threads=threads,
+        )
+        return given.for_batch(batch)
 
     def check(self) -> None:
         """Refuse what makes no sense for any model.

@@ -30,7 +30,7 @@ from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
-from fxpipe.task.batch import Splitter
+from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.task.hooks import ObjectTask
 from fxpipe.task.model_file import MakeOptimizer, default_optimizer
 from fxpipe.threads import threads as worker_threads
@@ -79,7 +79,7 @@ def measure_stages(
     plan = build.plan
     device = torch.device(plan.device)
     recipe = choose(plan, schedule, policy)
-    leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)(batch, 0)
+    leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)
     cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_build_") as temporary,

@@ -164,6 +164,6 @@ class Record:
 
 
 def samples_of(plan: Plan) -> int:
-    """Samples in a minibatch: dimension 0 of the first tensor of the batch, times the microbatches."""
-    shapes = [leaf.tensor.shape for leaf in plan.batch if leaf.tensor is not None and leaf.tensor.shape]
-    return (shapes[0][0] if shapes else 1) * plan.microbatches
+    """Samples in a minibatch: those of the first tensor that is cut, times the microbatches."""
+    sizes = [leaf.tensor.shape[leaf.dim] for leaf in plan.given if leaf.tensor is not None and leaf.dim is not None]
+    return (sizes[0] if sizes else 1) * plan.microbatches

@@ -18,7 +18,7 @@ PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json"
 PROFILE, PROGRAM, PASSES = "profile.json", "program.json", "passes.txt"
 _OWN = re.compile(
     r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|evaluate_\d+(_\d+)?\.py|"
-    r"passes\.txt|engines|__pycache__"
+    r"totals\.py|passes\.txt|engines|__pycache__"
 )
 
 

@@ -45,6 +45,10 @@ def check(plan: Plan) -> None:
         for k, share in enumerate(evaluation.stages):
             place = f", $.evaluations[{i}].stages[{k}]"
             _check_names(plan, share.part, evaluation.edges, evaluation.batch, place)
+    if plan.totals is not None:
+        if len(plan.totals.stages) != 1:
+            raise Malformed(f"there are {len(plan.totals.stages)} files", ", $.totals.stages")
+        _check_names(plan, plan.totals.stages[0].part, (), plan.totals.batch, ", $.totals")
     for file in (plan.weights_file, *(code.file for code in plan.code)):
         if not file or "/" in file or "\\" in file or file == "..":
             raise Malformed(f"{file[:80]!r} is not a file of the build", ", $")
@@ -101,6 +105,7 @@ def _tensors(plan: Plan) -> Iterator[tuple[str, TensorSpec]]:
         yield f", $.buffers[{i}].tensor", buffer.tensor
     for place, edge in _edges(plan):
         yield f"{place}.tensor", edge.tensor
-    for leaf in (*plan.batch, *(leaf for e in plan.evaluations for leaf in e.batch)):
+    alone = (*plan.evaluations, *([plan.totals] if plan.totals else []))
+    for leaf in (*plan.batch, *(leaf for e in alone for leaf in e.batch)):
         if leaf.tensor is not None:
             yield ", $.batch", leaf.tensor

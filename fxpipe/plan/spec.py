@@ -12,7 +12,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FORMAT = 4
+FORMAT = 5
+LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
@@ -87,11 +88,15 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the batch: a tensor (of one microbatch), or a constant of plain Python."""
+    """One leaf of the batch: a tensor (of one microbatch), or a constant of plain Python.
+
+    `dim` is the dimension along which the minibatch's tensor is cut; None: every microbatch gets all of it.
+    """
 
     name: str
     tensor: TensorSpec | None
     constant: Any = None
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,14 @@ class Plan:
     Attributes:
         model_file: the user's file, relative to the build directory; None when compiled from objects.
         sources: digest of the user's file and of each file of the user's own that it imports, by relative path.
-        batch: the leaves of one microbatch in pytree order; `batch_spec` is the serialised pytree.
+        batch: the leaves of one microbatch in pytree order, then those that worker 0 makes (`made`); `batch_spec` is
+            the serialised pytree of what the user gives.
+        loss_of_microbatches: whether a minibatch's loss and gradients are the mean of the microbatches', or their sum.
+        differs_from_whole: why the loss of a minibatch is not meant to be that of the whole batch; '' if it is.
+        loss_weight: whether the loss of each microbatch is weighed by the hook `loss_weight(batch)`: a leaf of that
+            name holds the weight over the mean weight of the minibatch's microbatches.
+        totals: computes, of each microbatch, what is added up over the minibatch: its metrics are leaves of the batch
+            by the same names. None if nothing is.
         loss_worker: the worker whose forward returns the loss.
         units: the module path that each unit starts in.
         weights_file, weights_digest: initial parameters and buffers, under the model's own names.
@@ -217,13 +229,35 @@ class Plan:
     weights_file: str
     weights_digest: str
     meta: bool = False
+    loss_of_microbatches: Literal["mean", "sum"] = "mean"
+    differs_from_whole: str = ""
+    loss_weight: bool = False
+    totals: EvaluationSpec | None = None
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""
 
     @property
     def code(self) -> tuple[StageSpec | EvaluationStage, ...]:
-        """Everything of the build that has a file of its own: the stages, then the evaluations' shares."""
-        return (*self.stages, *(share for e in self.evaluations for share in e.stages))
+        """Everything of the build that has a file of its own: the stages, then what has one part alone."""
+        alone = (*self.evaluations, *([self.totals] if self.totals else []))
+        return (*self.stages, *(share for e in alone for share in e.stages))
+
+    @property
+    def given(self) -> tuple[LeafSpec, ...]:
+        """The leaves of the user's own batches."""
+        made = self.made
+        return tuple(leaf for leaf in self.batch if leaf not in made)
+
+    @property
+    def made(self) -> tuple[LeafSpec, ...]:
+        """The leaves that worker 0 makes: no batch of the user's has them."""
+        totals = self.totals.metrics if self.totals else ()
+        return tuple(leaf for leaf in self.batch if leaf.name in (*totals, LOSS_WEIGHT))
+
+    @property
+    def loss_divisor(self) -> int:
+        """What the sum of the microbatches' losses, and of their gradients, is divided by."""
+        return self.microbatches if self.loss_of_microbatches == "mean" else 1
 
     @property
     def tensors(self) -> tuple[ParameterSpec | BufferSpec, ...]:

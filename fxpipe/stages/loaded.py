@@ -79,15 +79,17 @@ def load_stages(plan: Plan, source: Path | Mapping[str, str]) -> list[LoadedStag
     return loaded
 
 
-def load_evaluation(path: str | Path, spec: EvaluationStage) -> LoadedEvaluation:
-    """Import a worker's stage of an evaluation, as `load_stage` does a stage of training.
+def load_evaluation(source: Path | Mapping[str, str], spec: EvaluationStage) -> LoadedEvaluation:
+    """Import a worker's stage of an evaluation, or the totals: from the build's folder, or from texts by file name.
 
     Raises:
         BuildError: as `load_stage`.
     """
-    path, source = _read(path)
-    functions = functions_of(path, source, {"evaluate": spec.part})
-    return LoadedEvaluation(path, functions["evaluate"], is_edited(source, spec))
+    path, text = (
+        _read(source / spec.file) if isinstance(source, Path) else (Path(spec.file), source[spec.file].encode())
+    )
+    functions = functions_of(path, text, {"evaluate": spec.part})
+    return LoadedEvaluation(path, functions["evaluate"], is_edited(text, spec))
 
 
 def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> dict[str, Callable[..., Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def unusual(tensor: torch.Tensor) -> str | None:
 
 
 def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
-    """The leaves of a batch (named by their place in it), their values, and the pytree's shape.
+    """The leaves of a batch (named by their place in it, cut along dimension 0), their values, and the pytree's shape.
 
     Raises:
         BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed).
@@ -52,7 +52,7 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
                     hint="pad nested tensors and make sparse ones dense, in train_data()",
                     page="tensor-kinds",
                 )
-            leaves.append(LeafSpec(name, tensor_spec(value)))
+            leaves.append(LeafSpec(name, tensor_spec(value), dim=0 if value.dim() else None))
         elif isinstance(value, CONSTANTS):
             leaves.append(LeafSpec(name, None, value))
         else:
@@ -103,16 +103,24 @@ def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
     )
 
 
-def split(batch: Any, microbatches: int) -> list[Any]:
-    """Cut a batch along dimension 0 of its tensors into equal microbatches (views of the same memory).
+Dims = Mapping[str, int | None]
+
+
+def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
+    """Cut a batch into equal microbatches (views of the same memory).
+
+    Args:
+        dims: by name of a leaf, along which dimension its tensor is cut; None for one that every microbatch gets whole.
+            Without it, all are cut along their first.
 
     Raises:
-        BatchError: the tensors do not share dimension 0, or `microbatches` does not divide it.
+        BatchError: the tensors have different sizes where they are cut, or `microbatches` does not divide them.
     """
     if microbatches == 1:
         return [batch]
     leaves, values, spec = describe(batch)
-    size = _batch_size(leaves)
+    dims = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
+    size = _batch_size(leaves, dims)
     if size % microbatches:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         raise BatchError(
@@ -120,37 +128,81 @@ def split(batch: Any, microbatches: int) -> list[Any]:
             hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
         )
     chunks = [
-        torch.chunk(v, microbatches) if leaf.tensor and leaf.tensor.shape else [v] * microbatches
+        [v] * microbatches if (dim := dims[leaf.name]) is None else torch.chunk(v, microbatches, dim)
         for leaf, v in zip(leaves, values, strict=True)
     ]
     return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
 
 
-def default_microbatches(batch: Any, workers: int) -> int:
+def asked_dims(batch: Any, asked: Any) -> dict[str, int | None]:
+    """Along which dimension each leaf of a batch is cut, as the user says it.
+
+    Args:
+        asked: one number for all tensors; or a number or None in the place of every leaf; or, by the names of leaves
+            (`batch[0]`), for some, while the others are cut along their first dimension.
+
+    Raises:
+        BatchError: it does not fit the batch.
+    """
+    leaves, _, spec = describe(batch)
+    if isinstance(asked, int):
+        asked = {leaf.name: asked for leaf in leaves if leaf.tensor}
+    by_name = isinstance(asked, dict) and all(isinstance(k, str) and k.startswith("batch") for k in asked)
+    if by_name:
+        unknown = [name for name in asked if name not in [leaf.name for leaf in leaves]]
+        if unknown:
+            raise BatchError(
+                f"microbatch_dims names {', '.join(unknown)}, which the batch does not have",
+                hint=f"its leaves are {', '.join(leaf.name for leaf in leaves)}",
+            )
+        dims = {leaf.name: asked.get(leaf.name, leaf.dim) for leaf in leaves}
+    else:
+        given, asked_spec = pytree.tree_flatten(asked)
+        if asked_spec != spec:
+            raise BatchError(
+                f"microbatch_dims is built differently from the batch: {asked_spec} for {spec}",
+                hint="give a number, or None, in the place of every leaf of the batch",
+            )
+        dims = {leaf.name: dim for leaf, dim in zip(leaves, given, strict=True)}
+    for leaf in leaves:
+        dim, rank = dims[leaf.name], len(leaf.tensor.shape) if leaf.tensor else 0
+        if dim is not None and not (isinstance(dim, int) and 0 <= dim < rank):
+            raise BatchError(f"microbatch_dims gives {leaf.name} dimension {dim!r}, and it has {rank}")
+    return dims
+
+
+def default_microbatches(batch: Any, workers: int, dims: Dims | None = None) -> int:
     """How many microbatches keep `workers` busy: the batch's smallest divisor that is not below, else its largest."""
-    size = _batch_size(describe(batch)[0])
+    leaves = describe(batch)[0]
+    size = _batch_size(leaves, {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return min((d for d in divisors if d >= workers), default=size)
 
 
-def _batch_size(leaves: Sequence[LeafSpec]) -> int:
-    sizes = {leaf.name: leaf.tensor.shape[0] for leaf in leaves if leaf.tensor and leaf.tensor.shape}
+def _batch_size(leaves: Sequence[LeafSpec], dims: Dims) -> int:
+    sizes = {
+        leaf.name: (dim, leaf.tensor.shape[dim])
+        for leaf in leaves
+        if leaf.tensor and (dim := dims[leaf.name]) is not None
+    }
     if not sizes:
         raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
-    if len(set(sizes.values())) > 1:
+    if len({size for _, size in sizes.values()}) > 1:
+        along = {dim for dim, _ in sizes.values()}
         raise BatchError(
-            "microbatches are cut along dimension 0, but its size differs: "
-            + ", ".join(f"{name} has {n}" for name, n in sizes.items()),
-            hint="give every tensor of the batch the batch dimension first, or use --microbatches 1",
+            f"microbatches are cut along {f'dimension {along.pop()}' if len(along) == 1 else 'the given dimensions'}, "
+            "but its size differs: " + ", ".join(f"{name} has {n}" for name, (_, n) in sizes.items()),
+            hint="give every tensor of the batch the batch dimension first, say which it is (microbatch_dims in the "
+            "model file, --microbatch-dims), or use --microbatches 1",
         )
-    return next(iter(sizes.values()))
+    return next(iter(sizes.values()))[1]
 
 
 class Splitter:
     """Checks a minibatch against the captured leaves and cuts it into microbatches, as worker 0 does with its data.
 
     Args:
-        leaves: the leaves of one microbatch, from the plan.
+        leaves: the leaves of one microbatch that the user's batches have, from the plan.
         spec: the serialised pytree, from the plan.
         microbatches: into how many a minibatch is cut.
         device: where the tensors go.
@@ -160,20 +212,19 @@ class Splitter:
         self, leaves: Sequence[LeafSpec], spec: str, microbatches: int, device: torch.device | str = "cpu"
     ) -> None:
         self.leaves = tuple(leaves)
+        self._dims = {leaf.name: leaf.dim for leaf in leaves}
         self.spec = spec
         self._known: pytree.TreeSpec | None = None
         self.microbatches = microbatches
         self.device = device
 
-    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
-        """Each microbatch's tensors and constants, in the plan's order.
-
-        Tensors are copies, because an iterable may reuse their memory while the minibatch is in flight. They have the
-        strides of the captured ones, because the captured code may rely on them.
+    def cut(self, batch: Any, minibatch: int) -> list[Any]:
+        """The microbatches, as the user's batches are built: views of their memory.
 
         Raises:
             BatchError: names every leaf that differs from the captured one.
         """
+
         values, spec = pytree.tree_flatten(batch)
         if spec != self._known:
             if dump(spec) != self.spec:
@@ -184,8 +235,23 @@ class Splitter:
                 )
             self._known = spec
         self._check(values, minibatch)
-        parts = [pytree.tree_leaves(part) for part in split(batch, self.microbatches)]
-        return [tuple(map(self._placed, self.leaves, part)) for part in parts]
+        return split(batch, self.microbatches, self._dims)
+
+    def leaves_of(self, part: Any) -> tuple[Any, ...]:
+        """A microbatch's tensors and constants, in the plan's order.
+
+        Tensors are copies, because an iterable may reuse their memory while the minibatch is in flight. They have the
+        strides of the captured ones, because the captured code may rely on them.
+        """
+        return tuple(map(self._placed, self.leaves, pytree.tree_leaves(part)))
+
+    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
+        """The leaves of each microbatch.
+
+        Raises:
+            BatchError: as `cut`.
+        """
+        return [self.leaves_of(part) for part in self.cut(batch, minibatch)]
 
     def _placed(self, leaf: LeafSpec, value: Any) -> Any:
         if leaf.tensor is None:
@@ -204,8 +270,8 @@ class Splitter:
                 wrong.append(f"{leaf.name} is a {type(value).__name__}, captured as a tensor")
                 continue
             expected = leaf.tensor.shape
-            if expected and self.microbatches > 1:
-                expected = (expected[0] * self.microbatches, *expected[1:])
+            if leaf.dim is not None:
+                expected = (*expected[: leaf.dim], expected[leaf.dim] * self.microbatches, *expected[leaf.dim + 1 :])
             dtype = str(value.dtype).removeprefix("torch.")
             if tuple(value.shape) != expected or dtype != leaf.tensor.dtype:
                 wrong.append(

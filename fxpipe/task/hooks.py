@@ -27,6 +27,10 @@ class TrainingTask(Protocol):
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None: ...
 
     @property
+    def loss_weight(self) -> Callable[[Any], Any] | None:
+        """How much a microbatch counts in its minibatch's loss."""
+
+    @property
     def validates(self) -> bool:
         """Whether there is `eval_data`."""
 
@@ -42,6 +46,7 @@ class ObjectTask:
     make_model: Callable[[], nn.Module] | None = None
     train_batches: Callable[[], Iterable[Any]] | None = None
     eval_batches: Callable[[], Iterable[Any]] | None = None
+    loss_weight: Callable[[Any], Any] | None = None
 
     def model(self) -> nn.Module:
         if self.make_model is None:

@@ -6,6 +6,8 @@ def train_data() -> Iterable[batch]           # required by run; its first batch
 def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
 def lr_scheduler(optimizer)                   # optional
 def eval_data(), def metrics(model, batch)    # optional validation
+def loss_weight(batch) -> number              # optional: how much a microbatch counts in its minibatch's loss
+microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import nn
 from fxpipe.errors import TaskError
 
 REQUIRED = ("model", "loss", "train_data")
-OPTIONAL = ("optimizer", "lr_scheduler", "eval_data", "metrics")
+OPTIONAL = ("optimizer", "lr_scheduler", "eval_data", "metrics", "loss_weight")
 SIGNATURES = {
     "model": "def model() -> nn.Module",
     "loss": "def loss(model, batch) -> Tensor",
@@ -110,6 +112,17 @@ class Task:
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         """The user's learning-rate scheduler, stepped once after every update; None if none is defined."""
         return self._call("lr_scheduler", optimizer) if hasattr(self.module, "lr_scheduler") else None
+
+    @property
+    def loss_weight(self) -> Callable[[Any], Any] | None:
+        """How much a microbatch counts in its minibatch's loss; None if the file does not say it."""
+        hook: Callable[[Any], Any] | None = getattr(self.module, "loss_weight", None)
+        return hook
+
+    @property
+    def microbatch_dims(self) -> Any:
+        """Where the leaves of a batch are cut into microbatches; None if the file does not say it."""
+        return getattr(self.module, "microbatch_dims", None)
 
     @property
     def validates(self) -> bool:

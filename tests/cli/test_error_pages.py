@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "errors").glob("*.md") if path.stem != "README")
 BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.M | re.S)
 UNTIL_RUN = ("batch-shapes",)  # compile knows one batch only
+MICROBATCHES = {"microbatches": 3}  # of the pages that are about them
 
 
 def base() -> str:
@@ -36,10 +37,11 @@ def example(folder: Path, code: str) -> Path:
     return path
 
 
-def refusal(folder: Path, code: str, run: bool) -> str:
+def refusal(folder: Path, code: str, run: bool, microbatches: int) -> str:
     """What the command line says of an example."""
     path = example(folder, code)
-    result = fxpipe("compile", path, "-o", folder / "build", *QUICK)
+    schedule = ("--schedule", "1f1b", "--microbatches", microbatches) if microbatches > 1 else ()
+    result = fxpipe("compile", path, "-o", folder / "build", *QUICK, *schedule)
     if run:
         assert result.code == 0, result.err
         result = fxpipe("run", folder / "build", "--local", "--steps", "4", "--out", folder / "out")
@@ -47,14 +49,17 @@ def refusal(folder: Path, code: str, run: bool) -> str:
     return result.err[result.err.index("error: ") :]
 
 
-def trains(folder: Path, code: str) -> None:
+def trains(folder: Path, code: str, microbatches: int) -> None:
     """An example compiles, agrees with eager PyTorch, and trains on all of its batches."""
     task = load_task(example(folder, code))
     torch.manual_seed(0)
     model = task.model()
-    build = api.compile(model, task.loss, task.example(), workers=2, cost="analytic", optimizer=task.optimizer)
-    assert compare_with_eager(build, model, task.loss, task.example()).largest < 1e-5
-    pipeline = build.local(optimizer=task.optimizer)
+    hooks = {"optimizer": task.optimizer, "loss_weight": task.loss_weight}
+    options = {"workers": 2, "cost": "analytic", "schedule": "1f1b", "microbatches": microbatches}
+    build = api.compile(model, task.loss, task.example(), **options, **hooks)
+    agreement = compare_with_eager(build, model, task.loss, task.example(), loss_weight=task.loss_weight)
+    assert agreement.largest < 1e-5
+    pipeline = build.local(**hooks)
     for batch in task.train_data():
         pipeline.step(batch)
 
@@ -71,10 +76,10 @@ def test_a_page_does_what_it_says(path: Path, tmp_path: Path) -> None:
         folder.mkdir()
         shown = blocks[i + 1] if i + 1 < len(blocks) and not blocks[i + 1][1] else None
         if shown is None:
-            trains(folder, block[2])
+            trains(folder, block[2], MICROBATCHES.get(path.stem, 1))
             worked += 1
             continue
-        said = refusal(folder, block[2], path.stem in UNTIL_RUN)
+        said = refusal(folder, block[2], path.stem in UNTIL_RUN, MICROBATCHES.get(path.stem, 1))
         renewed = renewed.replace(f"{block[0]}\n\n{shown[0]}", f"{block[0]}\n\n```\n{said}```")
         refused += 1
     if os.environ.get("UPDATE_GOLDEN"):

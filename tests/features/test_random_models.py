@@ -13,9 +13,10 @@ import torch
 from features import Feature, agrees, lowered
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.units import Units
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_cuts import legal_cuts
+from searched import searched
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -310,19 +311,8 @@ def check(rows: Sequence[Row], seed: int) -> None:
         agrees(feature, lowered(program, cuts, split_backward=part == 1))
 
 
-def searched(examples: int, derandomize: bool) -> settings:
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=derandomize,
-        print_blob=True,
-        phases=(Phase.explicit, Phase.generate),  # shrinking would take minutes: each example is a capture
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 @pytest.mark.slow
-@searched(10, derandomize=True)
+@searched(10)
 @given(rows=ROWS, seed=st.integers(0, 10**6))
 def test_random_models(rows: list[Row], seed: int) -> None:
     check(rows, seed)

@@ -68,7 +68,7 @@ def test_they_are_plain_json(found: dict[str, Any]) -> None:
 def test_what_each_pass_did(found: dict[str, Any]) -> None:
     names = [line.split()[0] for line in found["build"]["passes"]]
     assert names[0] == "fold"
-    assert names[-1] == "codegen"
+    assert "codegen" in names
 
 
 def test_modules_stand_behind_their_parents_and_hold_what_is_in_them(found: dict[str, Any]) -> None:

@@ -20,11 +20,12 @@ from fxpipe.tracing.capture import capture_evaluation
 
 OWNERS = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 1}
 LISTS = {
-    "training": default_passes(Cuts((0, 1, 2), (0, 1, 2)), split_backward=True),
+    "training": default_passes(Cuts((0, 1, 2), (0, 1, 2)), split_backward=True, microbatches=2),
     "evaluation": evaluation_passes(2, OWNERS, 0, "test"),
 }
-HARMLESS = {("merge_equal", "order_evaluation")}
-"""Equal calls read the same weights, so that they are of the same worker: merged before or after, one is left."""
+HARMLESS = {("merge_equal", "order_evaluation"), ("whole_loss", "split_backward")}
+"""Equal calls read the same weights, so that they are of the same worker: merged before or after, one is left. And the
+loss is no convolution."""
 
 
 def swapped(passes: Sequence[Pass], place: int) -> list[Pass]:
@@ -56,8 +57,8 @@ def test_a_harmless_swap_emits_the_same_text() -> None:
 @pytest.mark.parametrize(
     ("level", "passes", "message", "hint"),
     [
-        (Level.CAPTURED, LISTS["training"][1:], "split_backward takes .* FOLDED, and this one is CAPTURED", "FOLDED"),
-        (Level.CAPTURED, swapped(LISTS["training"], 7), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
+        (Level.CAPTURED, LISTS["training"][1:], "whole_loss takes .* FOLDED, and this one is CAPTURED", "FOLDED"),
+        (Level.CAPTURED, swapped(LISTS["training"], 8), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
         (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
         (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),
     ],

@@ -245,7 +245,7 @@ class Toy:
         plan = Plan(
             fxpipe="0", torch="0", model_file="../model.py", sources={}, workers=self.workers,
             microbatches=self.microbatches, schedule=self.schedule, policy=self.policy, autocast=None, device="cpu",
-            batch=(LeafSpec("batch[0]", value), LeafSpec("batch[1]", value)),
+            batch=(LeafSpec("batch[0]", value, dim=0), LeafSpec("batch[1]", value, dim=0)),
             batch_spec=pytree.treespec_dumps(pytree.tree_structure(example)), units=("",), loss_worker=self.workers - 1,
             parameters=tuple(parameters), buffers=buffers, edges=tuple(edges.values()), stages=tuple(stages),
             weights_file="weights.safetensors", weights_digest="",

@@ -34,7 +34,7 @@ def made_facts(
             "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
             "efficiency": 0.95, "costs": "measured", "speeds": [],
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
-            "edited": [], "stale": [], "evaluation": None, "passes": [],
+            "edited": [], "stale": [], "evaluation": None, "passes": [], "microbatch_loss": None,
         },
         "modules": modules, "nodes": nodes, "units": units, "workers": table, "edges": _edges(workers, blocks),
         "partitions": [_partition(mode, microbatch) for mode in ("same", "bidirectional", "three-way")],

@@ -24,7 +24,7 @@ from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.task.batch import Splitter
+from fxpipe.stages.minibatch import Minibatches
 from fxpipe.task.hooks import ObjectTask
 
 
@@ -148,7 +148,7 @@ def run_in_threads(
     hub = Hub()
     task = ObjectTask(optimizer)
     run = ThreadedRun()
-    split = Splitter(plan.batch, plan.batch_spec, plan.microbatches)
+    split = Minibatches(plan, folder, {}, None)
     threads = []
     evaluations: list[_Evaluating | None] = []
     computing = torch.get_num_threads()

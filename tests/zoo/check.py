@@ -25,9 +25,11 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import Agreement, Step, compare, compare_with_eager, eager_step
+from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.task.batch import split
+from fxpipe.tracing.capture import Loss
 
 WORKERS, MICROBATCHES, ASYNC_STEPS = 4, 2, 5
 TOLERANCE = 1e-4
@@ -110,7 +112,7 @@ def check(entry: ZooModel) -> Row:
         replayed = any(_draws(build) for build in builds)
         row = dataclasses.replace(row, compile=seconds, crossing=crossing, replayed=replayed)
         errors, doing = [], "eager"
-        eager = None if replayed else eager_step(builds[0].plan, model, entry.loss, batch)
+        eager = None if replayed else _eager(builds[0].plan, model, entry.loss, batch)
         for build, direction in zip(builds, ("earlier", "later"), strict=True):
             with tempfile.TemporaryDirectory(prefix="fxpipe_build_") as folder:
                 doing = f"synchronous step, backward cut {direction}"
@@ -145,6 +147,12 @@ def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
     if forward[0] == 0 or forward[-1] == count or len(set(forward)) < len(forward):
         raise Failure(f"{count} units give no work to {WORKERS} workers: forward cut at {forward}")
     return tuple(Cuts((0, *forward, count), (0, *backward, count)) for backward in (earlier, later))
+
+
+def _eager(plan: Plan, model: nn.Module, loss: Loss, batch: Any) -> Step:
+    """Eager's step: on the whole batch if totals over it are in the loss, of which its buffers know nothing."""
+    step = eager_step(plan, model, loss, batch, whole=bool(plan.made))
+    return dataclasses.replace(step, buffers={}) if plan.made else step
 
 
 def _lowered(program: Program, cuts: Cuts) -> Build:

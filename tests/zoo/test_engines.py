@@ -29,10 +29,10 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.stages.compare import EXACT, Expected, compare
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
+from fxpipe.stages.minibatch import Minibatches
 from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.pure_function import in_float64
 from fxpipe.stages.pure_part import PurePart, trace_stage
-from fxpipe.task.batch import Splitter
 
 pytestmark = pytest.mark.slow  # translation takes its time
 STEPS = 20
@@ -64,7 +64,7 @@ def errors(build: Build, batch: Any, folder: Path) -> Iterator[tuple[str, float]
     """Every part with its largest error on onnxruntime against the emitted code, on real values."""
     plan = build.plan
     stages = load_stages(plan, build.files)
-    leaves = Splitter(plan.batch, plan.batch_spec, plan.microbatches, plan.device)(batch, 0)[0]
+    leaves = Minibatches(plan, build.files, build.tensors, None)(batch, 0)[0]
     calls = record_calls(plan, stages, build.tensors, dict(zip([x.name for x in plan.batch], leaves, strict=True)))
     for worker, stage in enumerate(stages):
         for part in trace_stage(plan, worker, stage):

@@ -27,7 +27,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import buffer_worker
 from fxpipe.schedule.action import Action
-from fxpipe.task.batch import Splitter
+from fxpipe.stages.minibatch import Minibatches
 from fxpipe.task.hooks import TrainingTask
 
 
@@ -73,7 +73,6 @@ class LocalPipeline:
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._split = Splitter(self.plan.batch, self.plan.batch_spec, self.plan.microbatches, self.device)
         self._mailbox = Mailbox(self.plan.edges)
         self._synchronous = self.recipe.schedule.synchronous
         keep = keep_gradients and self._synchronous
@@ -82,6 +81,7 @@ class LocalPipeline:
             open_worker(self.plan, folder, w, self.recipe, transport, task, options, self.device, keep, out)
             for w, transport in enumerate(self.transports)
         ]
+        self._minibatches = Minibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self.fed = 0
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -109,7 +109,7 @@ class LocalPipeline:
         if not self._rows:
             self._begin()
         minibatch = self.fed
-        for microbatch, leaves in enumerate(self._split(batch, minibatch)):
+        for microbatch, leaves in enumerate(self._minibatches(batch, minibatch)):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()

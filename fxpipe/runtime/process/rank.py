@@ -48,7 +48,7 @@ from fxpipe.runtime.worker.final_weights import (
     write_final_weights,
 )
 from fxpipe.schedule.action import Action
-from fxpipe.task.batch import Splitter
+from fxpipe.stages.minibatch import Minibatches
 from fxpipe.task.hooks import TrainingTask, task_of_build
 from fxpipe.threads import threads_for
 
@@ -138,7 +138,8 @@ class RankRun:
             self.executor.watch.refills = not recipe.schedule.synchronous
         if options.trace:
             self.executor.watch.record()
-        self.split = Splitter(plan.batch, plan.batch_spec, plan.microbatches, device)
+        if rank == 0:
+            self.minibatches = Minibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
@@ -243,7 +244,7 @@ class RankRun:
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
         assert self.feed is not None
-        return self.split(self.feed.next_batch(), minibatch)
+        return self.minibatches(self.feed.next_batch(), minibatch)
 
     def _agree_total(self) -> int:
         box: list[Any] = [None]

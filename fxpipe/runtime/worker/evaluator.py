@@ -45,7 +45,7 @@ class Evaluator:
         self._arguments: list[tuple[list[str], list[str], list[int]]] = []
         for spec in plan.evaluations:
             stage = spec.stages[worker]
-            self.loaded.append(load_evaluation(Path(folder) / stage.file, stage))
+            self.loaded.append(load_evaluation(Path(folder), stage))
             self._stages.append(stage)
             edges |= {edge.name: edge for edge in spec.edges if worker in (edge.src, edge.dst)}
             places = {leaf.name: i for i, leaf in enumerate(spec.batch)}

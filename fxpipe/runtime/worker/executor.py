@@ -52,6 +52,7 @@ class Executor:
         self.device = torch.device(device)
         self.watch = transport.watch = Watch(self.device)
         self._last = plan.microbatches - 1
+        self._divisor = plan.loss_divisor
         self._forward = spec.forward
         self._backward = spec.backward
         places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
@@ -87,7 +88,7 @@ class Executor:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
 
         Returns:
-            The minibatch's loss (the mean over its microbatches, float32) after its last F on the loss worker.
+            The minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -180,7 +181,7 @@ class Executor:
         if action.microbatch < self._last:
             return None
         total, self._loss = self._loss, None
-        return total / (self._last + 1) if self._last else total
+        return total / self._divisor if self._divisor > 1 else total
 
     def _reseed(self, action: Action) -> None:
         reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, action.microbatch)

@@ -48,10 +48,10 @@ class GradientSum:
         if old:
             torch._foreach_add_(old, new)
 
-    def take_mean(self, microbatches: int) -> list[Tensor | None]:
-        """The mean over the microbatches, by parameter; the next sum starts empty."""
+    def take(self, divisor: int) -> list[Tensor | None]:
+        """The sum over the microbatches, divided, by parameter; the next sum starts empty."""
         sums, self._sums = self._sums, [None] * len(self._parameters)
         present = [gradient for gradient in sums if gradient is not None]
-        if microbatches > 1 and present:
-            torch._foreach_div_(present, microbatches)
+        if divisor > 1 and present:
+            torch._foreach_div_(present, divisor)
         return sums

@@ -40,7 +40,7 @@ class Updater:
         worker: int,
         trained: Mapping[str, nn.Parameter],
         gradients: GradientSum,
-        microbatches: int,
+        divisor: int,
         policy: Policy,
         delays: Mapping[Tensor, int],
         task: TrainingTask,
@@ -53,7 +53,7 @@ class Updater:
         self.clip = clip
         self.scheduler: Any = None
         self.predictor: Predictor | None = None
-        self._microbatches = microbatches
+        self._divisor = divisor
         self._spike: SpikeCompensation | None = None
         self._rates: LearningRates | None = None
         self.optimizer = task.optimizer(list(trained.items())) if trained else None
@@ -91,8 +91,8 @@ class Updater:
             self.clip.forward(minibatch)
 
     def gather(self, minibatch: int) -> None:
-        """The minibatch's backwards are over: put the mean gradients into `grad`, and send their norms on."""
-        for parameter, gradient in zip(self.parameters, self._sum.take_mean(self._microbatches), strict=True):
+        """The minibatch's backwards are over: put the gradients into `grad`, and send their norms on."""
+        for parameter, gradient in zip(self.parameters, self._sum.take(self._divisor), strict=True):
             parameter.grad = gradient
         if self.clip is not None:
             self.clip.announce(minibatch, self.parameters)

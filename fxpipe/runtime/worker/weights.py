@@ -79,7 +79,7 @@ class WeightStore:
             worker=worker,
             trained=self.trained,
             gradients=self._sum,
-            microbatches=plan.microbatches,
+            divisor=plan.loss_divisor,
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
             task=task,

@@ -1,0 +1,194 @@
+"""Microbatches: captured along the right dimensions, and compared with the whole batch before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import BatchError, FxpipeError
+from fxpipe.ir.program import Program, value
+from fxpipe.lowering.compare_with_eager import Agreement, Step, compare, run_eagerly
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.steady_randomness import SteadyRandomness
+from fxpipe.lowering.step_costs import has_no_values
+from fxpipe.passes.analysis.microbatches import microbatches_of
+from fxpipe.passes.analysis.share import Share
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
+from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
+from fxpipe.stages.compare import FLOOR_OF_SUMS, tolerance
+from fxpipe.stages.minibatch import weights_of
+from fxpipe.task.batch import Dims, describe, split
+from fxpipe.tracing.capture import Loss, autocasting, capture
+
+SMALL = 1e-5
+"""How far apart two losses may be, relative to the larger one, to count as one number of different rounding."""
+
+
+def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program:
+    """Capture the step on the first microbatch, whose leaves are cut where the graph says that samples are.
+
+    Args:
+        batch: one whole minibatch.
+        options: how many microbatches, and where leaves are cut, if it is said.
+
+    Raises:
+        BatchError: the batch cannot be cut.
+        CaptureError: as `capture`.
+    """
+    if options.count == 1:
+        return capture(model, loss, batch, autocast=options.autocast)
+    ways = [options.dims(batch)] if options.microbatch_dims is not None else _ways(describe(batch)[0])
+    first: Program | None = None
+    failed: FxpipeError | None = None
+    for dims in ways:
+        try:
+            program = first or _captured(model, loss, batch, options, dims)
+            if not _is_proved(program, dims):
+                first = program
+                continue
+            return program if program is not first else _captured(model, loss, batch, options, dims)
+        except FxpipeError as error:
+            failed = failed or error
+    if first is None:
+        assert failed is not None
+        raise failed
+    return first
+
+
+def _captured(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, dims: Dims) -> Program:
+    program = capture(model, loss, split(batch, options.count, dims)[0], autocast=options.autocast)
+    rows = tuple(replace(b, leaf=replace(b.leaf, dim=dims[b.leaf.name])) for b in program.batch)
+    return replace(program, batch=rows)
+
+
+def _is_proved(program: Program, dims: Dims) -> bool:
+    return microbatches_of(Fold()(program), dims).loss in (Share.MEAN, Share.SUM)
+
+
+def _ways(leaves: Sequence[LeafSpec]) -> list[Dims]:
+    """Where samples may be, likeliest first: dimension 0 of all leaves, or of all but one; 1; or where a size is."""
+    tensors = {leaf.name: leaf.tensor.shape for leaf in leaves if leaf.tensor and leaf.tensor.shape}
+    uncut: Dims = {leaf.name: None for leaf in leaves}
+    found: list[Dims] = [{**uncut, **dict.fromkeys(tensors, 0)}]
+    if len(tensors) > 1:
+        found += [{**found[0], name: None} for name in tensors]
+    found.append({**uncut, **{name: min(1, len(shape) - 1) for name, shape in tensors.items()}})
+    for size in dict.fromkeys(n for shape in tensors.values() for n in shape):
+        found.append({**uncut, **{n: shape.index(size) for n, shape in tensors.items() if size in shape}})
+    return [dims for i, dims in enumerate(found) if dims not in found[:i]]
+
+
+def checked_loss(
+    program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions
+) -> WholeLoss | None:
+    """The pass that makes the microbatches' losses the whole batch's, tried on the batch; None without microbatches.
+
+    Eager PyTorch steps on the whole batch, the program on every microbatch; random numbers are the same for every
+    sample in both. Without values of the parameters (`--meta`) nothing is tried.
+
+    Args:
+        program: as captured.
+
+    Raises:
+        BatchError: loss or gradients differ beyond rounding, and the options do not accept that.
+    """
+    if options.count == 1:
+        return None
+    tried = options.whole_loss()
+    if has_no_values(program):
+        return tried
+    assert tried is not None
+    parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})
+    steady = SteadyRandomness()
+    with steady:
+        eager = _whole(program, model, loss, batch)
+        found = _step(tried(Fold()(program)), parts, options)
+        if not tried.weighted and not _same(found[0], eager.loss):
+            other = replace(tried, counts=False)
+            again = _step(other(Fold()(program)), parts, options)
+            if _same(again[0], eager.loss):
+                tried, found = other, again
+    agreement = compare(Step(*found, {}), replace(eager, buffers={}), FLOOR_OF_SUMS)
+    dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
+    if agreement.largest <= tolerance(dtypes, program.autocast) or steady.unknown:
+        return tried
+    made = tried(Fold()(program))
+    if made.differs_from_whole:
+        return tried
+    if options.accept_microbatch_loss:
+        return replace(tried, accepted=True)
+    raise _differs(made, found[0], eager, agreement, options)
+
+
+def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any) -> Step:
+    return run_eagerly(
+        model,
+        loss,
+        [batch],
+        parameters=[(p.names, p.trained) for p in program.parameters],
+        buffers=(),
+        context=lambda: autocasting(program.device, program.autocast),
+        divisor=1,
+    )
+
+
+def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a minibatch, by the program that `WholeLoss` made."""
+    given = [b.node for b in program.batch if b.node and b.leaf.name.startswith("batch")]
+    batches: list[dict[str, Tensor]] = []
+    for part in parts:
+        tensors = [v.detach().clone() for v in pytree.tree_leaves(part) if isinstance(v, Tensor)]
+        batches.append(dict(zip(given, tensors, strict=True)))
+    made: dict[str, list[Tensor]] = {}
+    if program.totals is not None:
+        addends = [program.totals.run(batch=batch) for batch in batches]
+        totals = [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
+        made = {o.target: [t] * len(parts) for o, t in zip(program.totals.outputs, totals, strict=True)}
+    if options.loss_weight is not None:
+        made[LOSS_WEIGHT] = weights_of(options.loss_weight, parts, 0, program.device)
+    more = [
+        {b.node: made[b.leaf.name][j] for b in program.batch if b.node and b.leaf.name in made}
+        for j in range(len(parts))
+    ]
+    divisor = len(parts) if program.loss_of_microbatches == "mean" else 1
+    names = {p.node: p.names[0] for p in program.parameters}
+    total, gradients, values = torch.zeros(()), dict[str, Tensor](), dict(program.values)
+    for batch, extra in zip(batches, more, strict=True):
+        results = program.run(values=values, batch={**batch, **extra})
+        for output, result in zip(program.outputs, results, strict=True):
+            if output.kind == "loss":
+                total = total + result.detach().cpu() / divisor
+            elif output.kind == "buffer":
+                values[output.target] = result
+            else:
+                name, share = names[output.target], result / divisor
+                gradients[name] = gradients[name] + share if name in gradients else share
+    return total, gradients
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found.double(), expected.double(), rtol=SMALL, atol=SMALL * SMALL, equal_nan=True)
+
+
+def _differs(program: Program, found: Tensor, eager: Step, agreement: Agreement, options: CompileOptions) -> BatchError:
+    """The error that says how far the microbatches' loss is from the whole batch's, why, and what cures it."""
+    name, error = agreement.worst_gradient
+    numbers = f"the loss of the whole batch is {eager.loss:.6g}, that of its {options.count} microbatches {found:.6g}"
+    if _same(found, eager.loss):
+        numbers += f", and the gradient of {name} differs by {error:.1e}"
+    why = [w.partition(": ")[2] for w in program.warnings if w.startswith(UNPROVED)]
+    if options.loss_weight is not None:
+        why = ["each microbatch's loss is weighed by loss_weight(batch)"]
+    return BatchError(
+        "; ".join([numbers, *why]),
+        hint="use --microbatches 1; or, if the loss is a mean over what microbatches have different numbers of, weigh "
+        "them by a hook loss_weight(batch); or say where the samples are (microbatch_dims in the model file); or, if "
+        "the difference is meant, use --accept-microbatch-loss",
+        page="microbatches",
+    )

@@ -1,0 +1,68 @@
+"""Random numbers that are the same for every sample, so that a batch and its microbatches can be compared."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SteadyRandomness(TorchDispatchMode):
+    """Inside, operators that draw give the same number for every element, whatever the shape: dropout drops nothing.
+
+    It works below autograd, so that eager PyTorch and a captured program see the same numbers.
+
+    Attributes:
+        unknown: the random operators met that it does not know; their numbers are random.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if "dropout_p" in given or any(a.name == "dropout_p" for a in func._schema.arguments):
+            return func(**{**given, "dropout_p": 0.0})
+        name = func._schema.name.partition("::")[2]
+        steady = _STEADY.get(name.rstrip("_"))
+        if steady is None:
+            self.unknown.add(name)
+            return func(*args, **kwargs)
+        made = func(*args, **kwargs)  # for its shape, type and place
+        return steady(made, given) if isinstance(made, tuple) else made.copy_(steady(made, given))
+
+
+def _dropout(made: Any, given: dict[str, Any]) -> Any:
+    source, probability = given["input"], given["p"]
+    if not given["train"] or probability == 0:
+        return made
+    kept = torch.ones_like(made[1])
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    return source * scale, kept
+
+
+def _number(made: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full_like(made, value)
+
+
+_STEADY: dict[str, Any] = {
+    "native_dropout": _dropout,
+    "bernoulli": lambda made, given: torch.ones_like(made),
+    "rand": lambda made, given: _number(made, 0.5),
+    "rand_like": lambda made, given: _number(made, 0.5),
+    "uniform": lambda made, given: _number(made, (given.get("from", 0.0) + given.get("to", 1.0)) / 2),
+    "randn": lambda made, given: _number(made, 0.5),
+    "randn_like": lambda made, given: _number(made, 0.5),
+    "normal_functional": lambda made, given: _number(made, given.get("mean", 0.0) + 0.5 * given.get("std", 1.0)),
+    "exponential": lambda made, given: _number(made, math.log(2) / given.get("lambd", 1.0)),
+    "randint": lambda made, given: _number(made, given.get("low", 0)),
+    "randint_like": lambda made, given: _number(made, given.get("low", 0)),
+    "random": lambda made, given: _number(made, given.get("from", 0) or 0),
+    "randperm": lambda made, given: torch.arange(made.shape[0], dtype=made.dtype, device=made.device),
+}

@@ -1,0 +1,41 @@
+"""The totals of a minibatch, which its loss is divided by, as a file of the build."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from fxpipe.build.build import Build
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.lowering.evaluation import buffers_read
+from fxpipe.passes import totals_passes
+from fxpipe.plan.spec import EvaluationSpec, EvaluationStage
+
+
+def with_totals(build: Build, totals: Program, command: str) -> Build:
+    """The build with the file, and the rows of the plan, that computing totals takes; worker 0 reads their constants.
+
+    Args:
+        totals: what `WholeLoss` left of the training program.
+        command: what is written into the file's header.
+    """
+    lines = PassLines()
+    program = run_passes(totals, totals_passes(command), [lines], dumped_as="totals_")
+    (stage,) = program.stages
+    share = EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
+    spec = EvaluationSpec(
+        batch=tuple(b.leaf for b in program.batch),
+        batch_spec=program.batch_spec,
+        metrics=share.part.metrics,
+        constants={},
+        edges=(),
+        stages=(share,),
+    )
+    plan = dataclasses.replace(build.plan, totals=spec, buffers=buffers_read(build.plan, program, (share,)))
+    return dataclasses.replace(
+        build,
+        plan=plan,
+        files={**build.files, **program.files},
+        passes=(*build.passes, *(f"totals: {line}" for line in lines.lines)),
+    )

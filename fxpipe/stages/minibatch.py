@@ -1,0 +1,114 @@
+"""A minibatch as worker 0 hands it out: the leaves of each microbatch, the user's and those that are made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import TaskError
+from fxpipe.plan.spec import LOSS_WEIGHT, Plan
+from fxpipe.stages.loaded import load_evaluation
+from fxpipe.task.batch import Splitter
+
+LossWeight = Callable[[Any], Any]
+"""The hook `loss_weight(batch)`: how much a microbatch counts in the minibatch's loss, a number of 0 or more."""
+
+
+class Minibatches:
+    """Cuts minibatches, and makes the leaves that need the whole of one: totals over it, weights of its microbatches.
+
+    Args:
+        source: the build's folder, or the texts of its files by name.
+        tensors: the constants that the totals are computed with, by name, on the plan's device.
+        loss_weight: the user's hook; None where the build has none.
+
+    Raises:
+        BuildError: the file of the totals does not fit the plan.
+        TaskError: the build needs the hook `loss_weight`, and there is none.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Path | Mapping[str, str],
+        tensors: Mapping[str, Tensor],
+        loss_weight: LossWeight | None,
+    ) -> None:
+        if plan.loss_weight and loss_weight is None:
+            raise TaskError(
+                "the build was compiled with loss_weight(batch), and the hook is not there",
+                hint="define loss_weight in the model file (Python: loss_weight=...), or compile again without it",
+            )
+        self._plan = plan
+        self._loss_weight = loss_weight if plan.loss_weight else None
+        self._splitter = Splitter(plan.given, plan.batch_spec, plan.microbatches, plan.device)
+        self._names = [leaf.name for leaf in plan.given]
+        self._totals: Callable[..., tuple[Tensor, ...]] | None = None
+        if plan.totals is not None:
+            (spec,) = plan.totals.stages
+            self._totals = load_evaluation(source, spec).evaluate
+            self._arguments = spec.part.batch
+            self._buffers = tuple(tensors[name] for name in spec.part.buffers)
+
+    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
+        """Each microbatch's leaves, in the plan's order.
+
+        Raises:
+            BatchError: the batch differs from the captured one; names every leaf that does.
+            TaskError: `loss_weight` failed, or gave what is no weight.
+        """
+        parts = self._splitter.cut(batch, minibatch)
+        leaves = [self._splitter.leaves_of(part) for part in parts]
+        made: dict[str, Sequence[Any]] = {}
+        if self._totals is not None:
+            assert self._plan.totals is not None
+            made.update(zip(self._plan.totals.metrics, self._added_up(leaves), strict=True))
+        if self._loss_weight is not None:
+            made[LOSS_WEIGHT] = weights_of(self._loss_weight, parts, minibatch, self._plan.device)
+        rest = [[made[leaf.name][j] for leaf in self._plan.made] for j in range(len(leaves))]
+        return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
+
+    def _added_up(self, leaves: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
+        """Each total, once for every microbatch."""
+        assert self._totals is not None
+        addends = []
+        with torch.no_grad():
+            for part in leaves:
+                named = dict(zip(self._names, part, strict=True))
+                addends.append(self._totals((), self._buffers, tuple(named[n] for n in self._arguments), None))
+            totals = [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
+        return [[total] * len(leaves) for total in totals]
+
+
+def weights_of(hook: LossWeight, parts: Sequence[Any], minibatch: int, device: str) -> list[Tensor]:
+    """What `loss_weight` gives for each microbatch, over the mean: float32 scalars.
+
+    Raises:
+        TaskError: the hook failed, or gave what is no weight.
+    """
+    found = []
+    for part in parts:
+        try:
+            found.append(float(hook(part)))
+        except Exception as error:
+            raise TaskError(
+                f"loss_weight(batch) raised {type(error).__name__}: {error}",
+                hint="it gets one microbatch and returns a number, such as how many tokens are not padded",
+            ) from error
+    mean = math.fsum(found) / len(found)
+    if not all(math.isfinite(w) and w >= 0 for w in found) or mean == 0:
+        raise TaskError(
+            f"loss_weight(batch) gave {', '.join(f'{w:g}' for w in found)} in step {minibatch + 1}",
+            hint="weights are 0 or more, and not all 0",
+        )
+    return [torch.tensor(w / mean, dtype=torch.float32, device=device) for w in found]
+
+
+def evenly(batch: Any) -> float:
+    """A `loss_weight` that counts every microbatch alike: to time or to export a build, whatever its hook says."""
+    return 1.0

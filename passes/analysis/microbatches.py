@@ -1,0 +1,73 @@
+"""What each forward value of a microbatch is of the whole minibatch's: rows of it, its sum, its mean, or the same.
+
+The loss of a minibatch is the mean, or the sum, of its microbatches' losses only if that can be derived, operator by
+operator, from the leaves of the batch. `share_rules.py` has a rule for each operator. A value is lost where an operator
+is unknown or mixes samples, and so is all that is computed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
+from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, rule_of, same_of
+from torch import fx
+
+from fxpipe.ir.aten import is_getitem, is_random
+from fxpipe.ir.program import Program, info
+
+
+def microbatches_of(
+    program: Program, dims: Mapping[str, int | None] | None = None, *, counts: bool = True
+) -> Microbatches:
+    """Derive what each forward value is; linear in the graph, for each value that must be known of the whole batch.
+
+    Args:
+        program: at level FOLDED, captured on one microbatch.
+        dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
+            default what the leaves themselves say.
+        counts: as `Microbatches.counts`.
+    """
+    placeholders = program.placeholders
+    leaves = {placeholders[b.node]: b.leaf for b in program.batch if b.node}
+    dims = {leaf.name: leaf.dim for leaf in leaves.values()} if dims is None else dims
+    sizes = [
+        leaf.tensor.shape[dim]
+        for leaf in leaves.values()
+        if leaf.tensor is not None and (dim := dims[leaf.name]) is not None
+    ]
+    updated = program.updates()
+    constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
+    found = Microbatches(program, batch=sizes[0] if sizes else 1, counts=counts)
+    while True:
+        before = len(found.totals)
+        found.factors.clear()
+        found.likelihoods.clear()
+        found.alone = {*leaves, *constants}
+        for node in placeholders.values():
+            dim = dims[leaves[node].name] if node in leaves else None
+            found.known[node] = Share.SAME if dim is None else Rows(dim)
+        for node in program:
+            if info(node).phase == "F":
+                _derive(found, node)
+        if len(found.totals) == before:
+            return found
+
+
+def _derive(found: Microbatches, node: fx.Node) -> None:
+    inputs = node.all_input_nodes
+    if all(n in found.alone for n in inputs) and not is_random(node):
+        found.alone.add(node)
+    if node in found.totals:
+        found.known[node] = Share.SAME
+        return
+    if is_getitem(node):
+        known = found.known[inputs[0]]
+        found.known[node] = known[node.args[1]] if isinstance(known, tuple) else known  # type: ignore[index]
+        return
+    lost = next((found.known[n] for n in inputs if isinstance(found.known[n], Lost)), None)
+    call = OperatorCall(found, node)
+    if lost is None and all(is_same(found.known[n]) for n in inputs):
+        found.known[node] = same_of(call)
+    else:
+        found.known[node] = lost or rule_of(node)(call)

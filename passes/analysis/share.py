@@ -1,0 +1,121 @@
+"""What a microbatch's value is of the whole minibatch's: the words of `microbatches.py` and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from fxpipe.ir.program import Program
+
+
+class Share(Enum):
+    """A value that has no rows of the batch.
+
+    SAME: each microbatch has the whole minibatch's value. UNIFORM: so it is, and its elements are alike (filled, or
+    drawn independently), so that it goes with any rows. SUM: the whole value is the sum of the microbatches', MEAN:
+    their mean.
+    """
+
+    SAME = "the same in every microbatch"
+    UNIFORM = "the same in every element"
+    SUM = "a sum over the batch"
+    MEAN = "a mean over the batch"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The whole value is the microbatches' values, put together along a dimension.
+
+    Attributes:
+        dim: which one.
+        outer: how many blocks the dimension is made of, each of them put together by itself: a transposed
+            [time, batch], seen as one dimension, has `time` of them.
+    """
+
+    dim: int
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class Alike:
+    """The same in every microbatch, and along some dimensions: an expanded weight, which goes with rows there."""
+
+    dims: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Nothing is known of the value.
+
+    Attributes:
+        why: what lost it, in words.
+        node: the name of the node that did.
+    """
+
+    why: str
+    node: str
+
+
+Known = Share | Rows | Alike | Lost
+
+
+@dataclass
+class Microbatches:
+    """What is known of a program that was captured on one microbatch; `microbatches.py` derives it.
+
+    Attributes:
+        batch: how many samples the microbatch has.
+        counts: whether a number that divides a sum counts samples, where it could: a graph holds numbers alone, and
+            does not tell `x.sum() / len(x)` from `x.sum() / 8`.
+        known: what each forward value is; a tuple for an operator whose results differ.
+        alone: the nodes that are computed from the batch and from constants: no gradient goes through them.
+        totals: sums and means over the batch, by what they are, that are not only added up: the whole minibatch's value
+            must take their place, and then they are the same in every microbatch.
+        likelihoods: the means of negative log-likelihoods, which divide by the weights of one microbatch's targets.
+        factors: by a quotient or product that would be a sum, the input that makes it a mean if that is scaled.
+        batch_norm: the first normalisation over the samples of a microbatch.
+    """
+
+    program: Program
+    batch: int
+    counts: bool = True
+    known: dict[fx.Node, Any] = field(default_factory=dict)
+    alone: set[fx.Node] = field(default_factory=set)
+    totals: dict[fx.Node, Share] = field(default_factory=dict)
+    likelihoods: list[fx.Node] = field(default_factory=list)
+    factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    batch_norm: fx.Node | None = None
+
+    @property
+    def loss(self) -> Known:
+        """What the loss of one microbatch is."""
+        node = self.program.loss_node
+        assert node is not None
+        found: Known = self.known[node]
+        return found
+
+
+def after_view(rows: Rows, before: Sequence[int], after: Sequence[int], batch: int) -> Rows | None:
+    """The rows of a tensor that is seen in another shape; None if the batch is divided.
+
+    Args:
+        before, after: the shapes.
+        batch: how many samples a microbatch has.
+    """
+    outer = prod(before[: rows.dim]) * rows.outer
+    inner = prod(before) // max(outer * batch, 1)
+    found = []
+    for dim, size in enumerate(after):
+        above, below = prod(after[:dim]), prod(after[dim + 1 :])
+        if not above or not below or outer % above or inner % below:
+            continue
+        if size == outer // above * batch * (inner // below):
+            found.append(Rows(dim, outer // above))
+    # More than one fits if some are of size 1: take what is the batch alone.
+    alone = [r for r in found if after[r.dim] == batch and r.outer == 1]
+    return next(iter(alone or found), None)

@@ -1,0 +1,25 @@
+"""A rule for each operator: what its result is of the whole minibatch's, from what its arguments are (`share.py`)."""
+
+from __future__ import annotations
+
+import torch
+from fxpipe.passes.analysis.share_rules import layers, shapes, sums
+from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, is_same, operator_of, unknown
+from fxpipe.passes.analysis.share_rules.sameness import same_of
+from torch import fx
+
+__all__ = ["OperatorCall", "is_same", "rule_of", "same_of"]
+
+_RULES: dict[str, Rule] = {
+    name: rule for rules in (sums.RULES, shapes.RULES, layers.RULES) for rule, names in rules for name in names.split()
+}
+
+
+def rule_of(node: fx.Node) -> Rule:
+    """The rule for a call."""
+    rule = _RULES.get(operator_of(node))
+    if rule is not None:
+        return rule
+    target = node.target
+    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return by_elements if pointwise else unknown

@@ -1,0 +1,154 @@
+"""An operator's call, as the rules see it, and what several rules ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fxpipe.passes.analysis.share import Alike, Known, Lost, Microbatches, Rows, Share
+from torch import fx
+
+from fxpipe.ir.program import info, value
+
+SAME, UNIFORM, SUM, MEAN = Share.SAME, Share.UNIFORM, Share.SUM, Share.MEAN
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator's call: its arguments by the names of its schema, and what is known of them."""
+
+    found: Microbatches
+    node: fx.Node
+
+    @property
+    def name(self) -> str:
+        return operator_of(self.node)
+
+    def get(self, argument: str) -> Any:
+        """The value of an argument, its default if it is not given."""
+        for i, known in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
+            if known.name == argument:
+                if i < len(self.node.args):
+                    return self.node.args[i]
+                return self.node.kwargs.get(argument, known.default_value)
+        raise KeyError(argument)
+
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """All arguments that are tensors, each as often as it is one."""
+        found: list[fx.Node] = []
+        fx.node.map_arg((self.node.args, self.node.kwargs), found.append)
+        return found
+
+    def known(self, node: fx.Node) -> Any:
+        return self.found.known[node]
+
+    def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
+        shown = value(node or self.node)
+        return tuple((shown[0] if isinstance(shown, (tuple, list)) else shown).shape)
+
+    def lost(self, why: str) -> Lost:
+        place = f" ({info(self.node).source})" if info(self.node).source else ""
+        return Lost(f"{self.name}{place} {why}", self.node.name)
+
+    def whole(self, node: fx.Node) -> bool:
+        """Whether a value is the whole minibatch's, or can be: then it is made so (`Microbatches.totals`)."""
+        share = self.known(node)
+        if share in (SUM, MEAN) and node in self.found.alone and not made_of_totals(self.found, node):
+            self.found.totals[node] = share
+        return is_same(share) or node in self.found.totals
+
+    def first_rows(self) -> Rows | None:
+        return next((k for n in self.tensors if isinstance(k := self.known(n), Rows)), None)
+
+
+def is_same(known: Any) -> bool:
+    """Whether a value is the same in every microbatch."""
+    return known in (SAME, UNIFORM) or isinstance(known, Alike)
+
+
+def alike(known: Any, count: int) -> frozenset[int]:
+    """Along which of its `count` dimensions a value is known to be the same."""
+    if isinstance(known, Alike):
+        return known.dims
+    return frozenset(range(count) if known is UNIFORM else ())
+
+
+Rule = Callable[[OperatorCall], Any]
+"""What a call's result is, from what its arguments are; a tuple if its results differ."""
+
+
+def made_of_totals(found: Microbatches, node: fx.Node) -> bool:
+    """Whether a value is, or is computed from, one that was made the whole minibatch's."""
+    seen, rest = set(), [node]
+    while rest:
+        at = rest.pop()
+        if at in found.totals:
+            return True
+        if at not in seen and at in found.alone and at.op == "call_function":
+            seen.add(at)
+            rest += at.all_input_nodes
+    return False
+
+
+def operator_of(node: fx.Node) -> str:
+    target = node.target
+    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def without_rows(call: OperatorCall) -> Known | None:
+    """The result of any operator on values that are the whole minibatch's."""
+    return SAME if all(call.whole(n) for n in call.tensors) else None
+
+
+def unknown(call: OperatorCall) -> Known:
+    return without_rows(call) or call.lost("is not known to treat all samples alike")
+
+
+def by_elements(call: OperatorCall) -> Known:
+    """Each element of the result comes from the elements at its place, as the arguments are broadcast."""
+    rows = aligned(call, call.tensors, call.shape())
+    if rows is not None:
+        return rows
+    return without_rows(call) or call.lost("is not linear in a sum over the batch")
+
+
+def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]) -> Known | None:
+    """Rows of a result to which tensors are broadcast; None if none of them has rows."""
+    found: Rows | None = None
+    for node in tensors:
+        if not isinstance(known := call.known(node), Rows):
+            continue
+        rows = Rows(known.dim + len(shape) - len(call.shape(node)), known.outer)
+        if found not in (None, rows):
+            return call.lost("puts samples together with other samples")
+        found = rows
+    if found is None:
+        return None
+    size = shape[found.dim]
+    for node in tensors:
+        known, own = call.known(node), call.shape(node)
+        dim = found.dim - len(shape) + len(own)
+        if isinstance(known, Rows):
+            if own[dim] != size:
+                return call.lost("puts samples together with other samples")
+        elif not call.whole(node):
+            return call.lost(f"combines samples with {known.value}")
+        elif dim >= 0 and own[dim] != 1 and dim not in alike(known, len(own)):
+            return call.lost(
+                "combines samples with a tensor that has a row for each, and is the same for every microbatch"
+            )
+    return found
+
+
+def argument(call: OperatorCall, name: str) -> Any:
+    return call.get(name) if any(a.name == name for a in call.node.target._schema.arguments) else None  # type: ignore[union-attr]
+
+
+def reduced(call: OperatorCall, count: int) -> set[int]:
+    given = next((v for name in ("dim", "dims") if (v := argument(call, name)) is not None), None)
+    if given is None or given == []:
+        return set(range(count))
+    return {d % max(count, 1) for d in (given if isinstance(given, (list, tuple)) else [given])}

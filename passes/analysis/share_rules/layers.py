@@ -1,0 +1,172 @@
+"""Products, layers and tables: what models are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fxpipe.passes.analysis.share import Known, Rows
+from fxpipe.passes.analysis.share_rules.call import (
+    MEAN,
+    SAME,
+    SUM,
+    OperatorCall,
+    Rule,
+    aligned,
+    alike,
+    argument,
+    operator_of,
+    reduced,
+    unknown,
+    without_rows,
+)
+from torch import fx
+
+
+def _along(call: OperatorCall) -> Known:
+    """Works along a dimension: softmax, cumsum, sort, flip; samples stay apart if it is not the batch's."""
+    rows = aligned(call, call.tensors, call.shape(call.tensors[0]))
+    if isinstance(rows, Rows) and rows.dim in reduced(call, len(call.shape(call.tensors[0]))):
+        return call.lost("works along the batch")
+    return rows or without_rows(call) or call.lost("is not linear in a sum over the batch")
+
+
+def _product(call: OperatorCall) -> Known:
+    """Products of matrices: the last two arguments, after what is added."""
+    one, other = call.tensors[-2:]
+    left, right = call.known(one), call.known(other)
+    added = call.tensors[:-2]
+    count = len(call.shape(one))
+    if not isinstance(left, Rows) and not isinstance(right, Rows):
+        if not added and left in (SUM, MEAN) and call.whole(other):
+            return left
+        return without_rows(call) or call.lost("multiplies sums over the batch")
+    inner_left, inner_right = count - 1, len(call.shape(other)) - 2 if len(call.shape(other)) > 1 else 0
+    if isinstance(left, Rows) and isinstance(right, Rows):
+        if count == 3 and left == right and left.dim == 0:
+            made: Known = left
+        elif left.dim == inner_left and right.dim == inner_right and left.outer == right.outer and not added:
+            return SUM
+        else:
+            return call.lost("multiplies samples with other samples")
+    elif isinstance(left, Rows) and left.dim != inner_left and call.whole(other):
+        made = left
+    elif isinstance(right, Rows) and right.dim != inner_right and call.whole(one):
+        made = right
+    else:
+        return call.lost("multiplies samples with what is the same for every microbatch")
+    if not added:
+        return made
+    assert isinstance(made, Rows)
+    share = call.known(added[0])
+    dim = made.dim - len(call.shape()) + len(call.shape(added[0]))
+    own = call.shape(added[0])
+    goes = dim < 0 or own[dim] == 1 or dim in alike(share, len(own))
+    fits = share == Rows(dim, made.outer) or (call.whole(added[0]) and goes)
+    return made if fits else call.lost("adds what is the same for every microbatch to each sample")
+
+
+def _of_samples(call: OperatorCall) -> Known:
+    """Operators whose first dimension is the batch, whatever they do with the others."""
+    rows = [call.known(n) for n in call.tensors if isinstance(call.known(n), Rows)]
+    batched = rows and all(r == Rows(0) for r in rows) and isinstance(call.known(call.tensors[0]), Rows)
+    if batched and all(isinstance(call.known(n), Rows) or call.whole(n) for n in call.tensors):
+        return Rows(0)
+    return without_rows(call) or call.lost("does not have the batch as its first dimension")
+
+
+def _attention(call: OperatorCall) -> Known:
+    mask = next((argument(call, n) for n in ("attn_mask", "attn_bias") if argument(call, n) is not None), None)
+    if (
+        mask is not None
+        and not isinstance(call.known(mask), Rows)
+        and call.shape(mask)[0] != 1
+        and len(call.shape(mask)) == 4
+        and 0 not in alike(call.known(mask), 4)
+    ):
+        return call.lost("has a mask for each sample that is the same for every microbatch")
+    return _of_samples(call)
+
+
+def _layer_norm(call: OperatorCall) -> Known:
+    known: Known = call.known(call.tensors[0])
+    if not isinstance(known, Rows):
+        return unknown(call)
+    count = len(call.shape(call.tensors[0])) - len(call.get("normalized_shape"))
+    return known if known.dim < count else call.lost("normalises over the batch")
+
+
+def _batch_norm(call: OperatorCall) -> Any:
+    known: Known = call.known(call.tensors[0])
+    training = call.name != "_native_batch_norm_legit_no_training" and argument(call, "training") is not False
+    if known != Rows(0):
+        return unknown(call)
+    if training and call.found.batch_norm is None:
+        call.found.batch_norm = call.node
+    return (known, *[call.lost("has statistics of one microbatch")] * 4) if training else known
+
+
+def _embedding(call: OperatorCall) -> Known:
+    weight, indices = call.get("weight"), call.get("indices")
+    known: Known = call.known(indices)
+    return known if isinstance(known, Rows) and call.whole(weight) else unknown(call)
+
+
+def _gather(call: OperatorCall) -> Known:
+    """gather and scatter: along a dimension that is not the batch's, or from a table of one dimension."""
+    source, index = call.tensors[:2]
+    known: Known = call.known(index)
+    if call.name == "gather" and call.whole(source) and len(call.shape(source)) == 1:
+        return known
+    return _along(call)
+
+
+def _index(call: OperatorCall) -> Known:
+    """x[i, j]: a table read by samples, or one entry of each sample, `x[arange(batch), j]`."""
+    source, indices = call.get("self"), list(call.get("indices"))
+    given = [i for i in indices if i is not None]
+    known = call.known(source)
+    shape = torch.broadcast_shapes(*(call.shape(i) for i in given))
+    if call.whole(source) and None not in indices:
+        return aligned(call, given, shape) or SAME
+    if known == Rows(0) and indices[0] is not None and None not in indices and _counts_up(call, indices[0]):
+        rest = aligned(call, given[1:], shape) if len(given) > 1 else Rows(0)
+        return Rows(0) if rest in (Rows(0), None) else call.lost("reads other samples")
+    places = [i for i, index in enumerate(indices) if index is not None]
+    together = places == list(range(places[0], places[-1] + 1))
+    if isinstance(known, Rows) and known.dim not in places and together and all(map(call.whole, given)):
+        return Rows(known.dim + (len(shape) - len(places) if known.dim > places[-1] else 0), known.outer)
+    return call.lost("reads samples by an index")
+
+
+def _counts_up(call: OperatorCall, node: fx.Node) -> bool:
+    """Whether an index is 0, 1, 2 … up to the batch."""
+    while node.op == "call_function" and operator_of(node) in ("view", "unsqueeze", "_to_copy", "expand"):
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and operator_of(node) == "arange" and call.shape(node) == (call.found.batch,)
+
+
+RULES: tuple[tuple[Rule, str], ...] = (
+    (_along, "_safe_softmax _softmax _log_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin"),
+    (_along, "sort topk flip roll"),
+    (_along, "argsort scatter scatter_add scatter_reduce scatter_src index_fill _fft_r2c _fft_c2r _fft_c2c renorm"),
+    (_product, "mm bmm addmm baddbmm mv dot addmv"),
+    (_of_samples, "convolution max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d"),
+    (
+        _of_samples,
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d native_group_norm",
+    ),
+    (_of_samples, "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d"),
+    (_of_samples, "_upsample_nearest_exact2d upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa"),
+    (_of_samples, "pixel_shuffle pixel_unshuffle im2col col2im reflection_pad1d reflection_pad2d replication_pad1d"),
+    (_of_samples, "replication_pad2d channel_shuffle _cdist_forward grid_sampler_2d grid_sampler_3d"),
+    (_of_samples, "_thnn_fused_lstm_cell _thnn_fused_gru_cell"),
+    (_attention, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
+    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"),
+    (_layer_norm, "native_layer_norm _fused_rms_norm"),
+    (_batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm"),
+    (_batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update_functional"),
+    (_embedding, "embedding"),
+    (_gather, "gather"),
+    (_index, "index _unsafe_index"),
+)

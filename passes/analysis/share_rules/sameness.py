@@ -1,0 +1,182 @@
+"""Values that are the same in every microbatch: along which of their dimensions they are alike, too.
+
+An expanded class token, a recurrent layer's zeros and the mask of a dropped path have a row for each sample, and all
+rows are alike: they go with the rows of the batch, however many these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from fxpipe.passes.analysis.share import Alike
+from fxpipe.passes.analysis.share_rules.call import SAME, UNIFORM, OperatorCall, alike, argument, reduced
+
+Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
+"""Along which dimensions a result is alike, from those of the arguments."""
+
+
+def same_of(call: OperatorCall) -> Any:
+    """What the result is of an operator whose arguments are all the same in every microbatch."""
+    if call.name in _FILLED:
+        return UNIFORM
+    tensors = call.tensors
+    if not tensors:
+        return SAME
+    pointwise = torch.Tag.pointwise in getattr(call.node.target, "tags", ())
+    if all(call.known(n) is UNIFORM for n in tensors) and (
+        pointwise or any(call.name in names.split() for names in _KEEPS_UNIFORM)
+    ):
+        return UNIFORM
+    rule = _elements if pointwise else _DIMS.get(call.name)
+    dims = rule(call, [alike(call.known(n), len(call.shape(n))) for n in tensors]) if rule else set()
+    return Alike(frozenset(dims)) if dims else SAME
+
+
+def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    count = len(call.shape())
+    found = set(range(count))
+    for node, own in zip(call.tensors, dims, strict=True):
+        shape = call.shape(node)
+        missing = count - len(shape)
+        found &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in own}
+    return {d for d in found if call.shape()[d] > 1}
+
+
+def _first(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """Works along some dimensions of its first argument, and keeps the others."""
+    count = len(call.shape(call.tensors[0]))
+    return set(dims[0]) - reduced(call, count) if len(call.shape()) == count else set()
+
+
+def _normalised(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    count = len(call.shape(call.tensors[0])) - len(call.get("normalized_shape"))
+    return {d for d in dims[0] if d < count}
+
+
+def _view(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    before, after = call.shape(call.tensors[0]), call.shape()
+    found, i, j = set(), 0, 0
+    while i < len(before) and j < len(after):
+        begin, ours = i, [j]
+        i, j = i + 1, j + 1
+        while prod(before[begin:i]) != prod(after[ours[0] : j]) and (i < len(before) or j < len(after)):
+            if prod(before[begin:i]) < prod(after[ours[0] : j]) and i < len(before):
+                i += 1
+            else:
+                ours.append(j)
+                j += 1
+        if all(d in dims[0] or before[d] == 1 for d in range(begin, i)):
+            found |= {d for d in range(ours[0], j) if d < len(after)}
+    return found
+
+
+def _expand(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    shape, missing = call.shape(call.tensors[0]), len(call.shape()) - len(call.shape(call.tensors[0]))
+    return {d for d in range(len(call.shape())) if d < missing or shape[d - missing] == 1 or d - missing in dims[0]}
+
+
+def _permute(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    count = len(call.shape())
+    order = list(range(count))
+    if call.name == "permute":
+        order = [d % count for d in call.get("dims")]
+    else:
+        one, other = (0, count - 1) if call.name == "t" else (call.get("dim0") % count, call.get("dim1") % count)
+        order[one], order[other] = order[other], order[one]
+    return {place for place, d in enumerate(order) if d in dims[0]}
+
+
+def _unsqueeze(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    at = call.get("dim") % len(call.shape())
+    return {at} | {d + (d >= at) for d in dims[0]}
+
+
+def _without(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """Some dimensions go: those of a reduction without keepdim, of select and squeeze."""
+    shape = call.shape(call.tensors[0])
+    gone = reduced(call, len(shape))
+    if call.name == "squeeze":
+        gone = {d for d in gone if shape[d] == 1}
+    if argument(call, "keepdim"):
+        return set(dims[0]) | gone
+    return {d - sum(g < d for g in gone) for d in dims[0] if d not in gone}
+
+
+def _cat(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    return set(frozenset.intersection(*dims)) - {call.get("dim") % max(len(call.shape()), 1)}
+
+
+def _product(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """The rows of the first matrix, and which matrix of several it is."""
+    count = len(call.shape())
+    left, right = dims[-2:]
+    found = {d for d in left if d <= count - 2}
+    return {d for d in found if d == count - 2 or d in right} if count > 1 else set()
+
+
+def _samples(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    like = [
+        d for n, d in zip(call.tensors, dims, strict=True) if len(call.shape(n)) == len(call.shape(call.tensors[0]))
+    ]
+    if "scaled_dot_product" in call.name:
+        return {0} if all(0 in d for d in like) else set()
+    return {0} & dims[0]
+
+
+def _table(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    return set(dims[1])
+
+
+_FILLED = [
+    "ones",
+    "zeros",
+    "full",
+    "empty",
+    "new_ones",
+    "new_zeros",
+    "new_full",
+    "new_empty",
+    "ones_like",
+    "zeros_like",
+    "full_like",
+    "empty_like",
+]
+_FILLED += ["scalar_tensor", "empty_strided", "rand", "randn", "rand_like", "randn_like", "randint", "randint_like"]
+_KEEPS_UNIFORM = [
+    "clone",
+    "_to_copy",
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "expand",
+    "permute",
+    "transpose",
+    "t",
+    "squeeze",
+    "unsqueeze",
+    "select",
+]
+_KEEPS_UNIFORM += ["slice", "cat", "stack", "repeat", "native_dropout", "bernoulli", "normal", "sum", "mean"]
+_DIMS: dict[str, Dims] = {}
+for _rule, _names in (
+    (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli"),
+    (_view, "view _unsafe_view reshape _reshape_alias"),
+    (_expand, "expand repeat"),
+    (_permute, "permute transpose t"),
+    (_unsqueeze, "unsqueeze"),
+    (_without, "select squeeze sum mean amax amin max min argmax argmin any all"),
+    (_cat, "cat"),
+    (_product, "mm addmm bmm baddbmm"),
+    (
+        _first,
+        "_safe_softmax _softmax _log_softmax cumsum sort argsort topk flip roll slice index_select constant_pad_nd",
+    ),
+    (_samples, "convolution native_group_norm _scaled_dot_product_flash_attention_for_cpu"),
+    (_samples, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
+    (_normalised, "native_layer_norm _fused_rms_norm"),
+    (_table, "embedding"),
+):
+    _DIMS.update(dict.fromkeys(_names.split(), _rule))

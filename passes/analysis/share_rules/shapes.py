@@ -1,0 +1,184 @@
+"""Views, slices and what puts tensors together."""
+
+from __future__ import annotations
+
+from fxpipe.passes.analysis.share import Known, Rows, after_view
+from fxpipe.passes.analysis.share_rules.call import (
+    SAME,
+    OperatorCall,
+    Rule,
+    aligned,
+    alike,
+    reduced,
+    unknown,
+    without_rows,
+)
+
+from fxpipe.ir.program import value
+
+
+def _view(call: OperatorCall) -> Known:
+    source = call.tensors[0]
+    known: Known = call.known(source)
+    if not isinstance(known, Rows):
+        return known
+    made = after_view(known, call.shape(source), call.shape(), call.found.batch)
+    return made or call.lost("divides the batch over several dimensions")
+
+
+def _expand(call: OperatorCall) -> Known:
+    source = call.tensors[0]
+    known: Known = call.known(source)
+    if not isinstance(known, Rows):
+        return known
+    dim = known.dim + len(call.shape()) - len(call.shape(source))
+    if call.shape()[dim] != call.shape(source)[known.dim]:
+        return call.lost("repeats the samples")
+    return Rows(dim, known.outer)
+
+
+def _permute(call: OperatorCall) -> Known:
+    known: Known = call.known(call.tensors[0])
+    if not isinstance(known, Rows):
+        return known
+    count = len(call.shape())
+    if call.name == "permute":
+        order = [d % count for d in call.get("dims")]
+    else:
+        order = list(range(count))
+        one, other = (0, count - 1) if call.name == "t" else (call.get("dim0") % count, call.get("dim1") % count)
+        order[one], order[other] = order[other], order[one]
+    return Rows(order.index(known.dim), known.outer)
+
+
+def _squeeze(call: OperatorCall) -> Known:
+    source = call.tensors[0]
+    known: Known = call.known(source)
+    if not isinstance(known, Rows):
+        return known
+    shape = call.shape(source)
+    gone = {d for d in reduced(call, len(shape)) if shape[d] == 1}
+    if known.dim in gone:
+        return call.lost("drops the dimension of the batch, which is of size 1 here")
+    return Rows(known.dim - sum(d < known.dim for d in gone), known.outer)
+
+
+def _unsqueeze(call: OperatorCall) -> Known:
+    known: Known = call.known(call.tensors[0])
+    if not isinstance(known, Rows):
+        return known
+    dim = call.get("dim") % len(call.shape())
+    return Rows(known.dim + (dim <= known.dim), known.outer)
+
+
+def _select(call: OperatorCall) -> Known:
+    source = call.tensors[0]
+    known: Known = call.known(source)
+    if not isinstance(known, Rows):
+        return known
+    dim = call.get("dim") % len(call.shape(source))
+    if call.name == "slice":
+        whole = call.shape()[known.dim] == call.shape(source)[known.dim]
+        return known if dim != known.dim or whole else call.lost("takes some samples of the batch")
+    if dim == known.dim:
+        return call.lost("takes one sample of the batch")
+    return Rows(known.dim - (dim < known.dim), known.outer) if call.name in ("select", "unbind") else known
+
+
+def _split(call: OperatorCall) -> Known:
+    source = call.tensors[0]
+    known: Known = call.known(source)
+    if isinstance(known, Rows) and call.get("dim") % len(call.shape(source)) == known.dim:
+        return call.lost("divides the batch")
+    return known
+
+
+def _cat(call: OperatorCall) -> Known:
+    tensors = [n for n in call.tensors if value(n).numel()]  # an empty cache is of no shape
+    if not tensors:
+        return SAME
+    if call.name == "stack":
+        count = len(call.shape(tensors[0])) + 1
+        dim = call.get("dim") % count
+        rows = aligned(call, tensors, call.shape(tensors[0]))
+        return Rows(rows.dim + (dim <= rows.dim), rows.outer) if isinstance(rows, Rows) else rows or _joined(call)
+    dim = call.get("dim") % max(len(call.shape()), 1)
+    shares = [call.known(n) for n in tensors]
+    if all(s == Rows(dim) for s in shares) and len({call.shape(n)[dim] for n in tensors}) == 1:
+        return Rows(dim, len(tensors))
+    rows = next((s for s in shares if isinstance(s, Rows)), None)
+    if rows is None:
+        return _joined(call)
+    if rows.dim == dim or any(isinstance(s, Rows) and s != rows for s in shares):
+        return call.lost("puts samples together with other samples")
+    others = [(s, n) for s, n in zip(shares, tensors, strict=True) if not isinstance(s, Rows)]
+    if all(call.whole(n) and rows.dim in alike(s, len(call.shape(n))) for s, n in others):
+        return rows
+    return call.lost("puts samples together with what is the same for every microbatch")
+
+
+def _joined(call: OperatorCall) -> Known:
+    shares = {call.known(n) for n in call.tensors if value(n).numel()}
+    return shares.pop() if len(shares) == 1 else without_rows(call) or call.lost("joins a sum over the batch to others")
+
+
+def _repeat(call: OperatorCall) -> Known:
+    known: Known = call.known(call.tensors[0])
+    if not isinstance(known, Rows):
+        return known
+    repeats, count = call.get("repeats"), len(call.shape(call.tensors[0]))
+    dim = known.dim + len(repeats) - count
+    if repeats[dim] != 1:
+        return call.lost("repeats the samples")
+    return Rows(dim, known.outer)
+
+
+def _pad(call: OperatorCall) -> Known:
+    known: Known = call.known(call.tensors[0])
+    if not isinstance(known, Rows):
+        return unknown(call)
+    after = call.shape()
+    return known if after[known.dim] == call.shape(call.tensors[0])[known.dim] else call.lost("pads the batch")
+
+
+def _last_two(call: OperatorCall) -> Known:
+    known: Known = call.known(call.tensors[0])
+    if isinstance(known, Rows) and known.dim >= len(call.shape()) - 2:
+        return call.lost("works along the batch")
+    return known
+
+
+def _scatter(call: OperatorCall) -> Known:
+    """Writes a slice of what is there."""
+    source, written = call.tensors
+    shape, dim = call.shape(source), call.get("dim") % len(call.shape(source))
+    known, new = call.known(source), call.known(written)
+    if isinstance(new, Rows) and call.name == "select_scatter":
+        new = Rows(new.dim + (new.dim >= dim), new.outer)
+    rows = known if isinstance(known, Rows) else new
+    if not isinstance(rows, Rows) or rows.dim == dim:
+        return call.lost("writes some samples of the batch")
+    if known == new or (known == rows and call.whole(written) and not call.shape(written)):
+        return rows
+    if known != rows and call.whole(source) and rows.dim in alike(known, len(shape)):
+        return rows
+    others = rows.dim - (call.name == "select_scatter" and rows.dim > dim)
+    if known == rows and call.whole(written) and others in alike(new, len(call.shape(written))):
+        return rows
+    return call.lost("puts samples together with what is the same for every microbatch")
+
+
+RULES: tuple[tuple[Rule, str], ...] = (
+    (_view, "view _unsafe_view reshape _reshape_alias unflatten flatten"),
+    (_expand, "expand"),
+    (_permute, "permute transpose t"),
+    (_squeeze, "squeeze"),
+    (_unsqueeze, "unsqueeze"),
+    (_select, "select slice unbind index_select"),
+    (_split, "split split_with_sizes chunk"),
+    (_cat, "cat stack"),
+    (_repeat, "repeat"),
+    (_pad, "constant_pad_nd"),
+    (_last_two, "tril triu"),
+    (_scatter, "slice_scatter select_scatter"),
+)

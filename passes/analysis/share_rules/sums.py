@@ -1,0 +1,164 @@
+"""Sums, means and what is done with them: the rules that make a loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fxpipe.passes.analysis.share import Known, Rows, Share
+from fxpipe.passes.analysis.share_rules.call import (
+    MEAN,
+    SAME,
+    SUM,
+    UNIFORM,
+    OperatorCall,
+    Rule,
+    aligned,
+    argument,
+    by_elements,
+    made_of_totals,
+    reduced,
+    without_rows,
+)
+from torch import fx
+
+from fxpipe.ir.program import value
+
+
+def _filled(call: OperatorCall) -> Known:
+    """Filled, or drawn, in the shape of rows; what is made from nothing is `same_of`'s."""
+    drawn = call.name.endswith(("_like", "bernoulli", "normal", "fill"))
+    return (call.first_rows() if drawn else None) or UNIFORM
+
+
+def _linear(call: OperatorCall) -> Known:
+    """A call that is linear in its one tensor and works element by element."""
+    known = call.known(call.tensors[0])
+    return known if known in (SUM, MEAN) else by_elements(call)
+
+
+def _add(call: OperatorCall) -> Known:
+    shares = {call.known(n) for n in call.tensors}
+    if any(isinstance(s, Rows) for s in shares):
+        return by_elements(call)
+    scalars = len(call.tensors) == 1 and not isinstance(call.get("other"), fx.Node)
+    if shares == {SUM} and not scalars:
+        return SUM
+    if SUM not in shares and MEAN in shares:
+        return MEAN  # what is the same in every microbatch is its own mean
+    return without_rows(call) or call.lost("adds a sum over the batch and what is none")
+
+
+def _mul(call: OperatorCall) -> Known:
+    tensors = call.tensors
+    shares = [call.known(n) for n in tensors]
+    if any(isinstance(s, Rows) for s in shares):
+        return by_elements(call)
+    if len(tensors) == 1:
+        return _linear(call)
+    for linear, factor in (tensors, tensors[::-1]):
+        if call.known(linear) in (SUM, MEAN) and linear not in call.found.alone and call.whole(factor):
+            return _scaled(call, linear, factor)
+    return without_rows(call) or call.lost("multiplies sums over the batch")
+
+
+def _div(call: OperatorCall) -> Known:
+    over, by = call.get("self"), call.get("other")
+    share = call.known(over)
+    if share not in (SUM, MEAN):
+        return by_elements(call)
+    rounding = "rounding_mode" in {a.name for a in call.node.target._schema.arguments} and call.get("rounding_mode")  # type: ignore[union-attr]
+    if not rounding and not isinstance(by, fx.Node):
+        counts = share is SUM and call.found.counts and _counts(call, over, by)
+        return MEAN if counts else share
+    if not rounding and over not in call.found.alone and call.whole(by):
+        return _scaled(call, over, by)
+    return without_rows(call) or call.lost("divides by a sum over the batch that depends on the weights")
+
+
+def _scaled(call: OperatorCall, linear: fx.Node, factor: fx.Node) -> Known:
+    """A sum or a mean, times or over what is the same in every microbatch."""
+    if call.known(linear) is SUM and made_of_totals(call.found, factor):
+        call.found.factors[call.node] = factor
+        return MEAN
+    share: Known = call.known(linear)
+    return share
+
+
+def _counts(call: OperatorCall, node: fx.Node, number: Any) -> bool:
+    """Whether a number could be how many samples, or elements of samples, were added up."""
+    while node.op == "call_function" and not isinstance(call.known(node.all_input_nodes[0]), Rows):
+        node = node.all_input_nodes[0]
+    if node.op != "call_function":
+        return False
+    added = value(node.all_input_nodes[0]).numel()
+    return float(number).is_integer() and number > 0 and number % call.found.batch == 0 and added % number == 0
+
+
+def _reduction(over_batch: Share | None) -> Rule:
+    """A reduction over dimensions; over the batch it is `over_batch`, or lost."""
+
+    def rule(call: OperatorCall) -> Known:
+        source = call.tensors[0]
+        known = call.known(source)
+        if not isinstance(known, Rows):
+            if known in (SUM, MEAN) and over_batch is not None:
+                return known
+            return without_rows(call) or call.lost("is not linear in a sum over the batch")
+        shape = call.shape(source)
+        dims = reduced(call, len(shape))
+        if known.dim in dims:
+            if over_batch is None:
+                return call.lost("is not a sum or a mean, and goes over the samples of the batch")
+            return over_batch
+        if argument(call, "keepdim"):
+            return known
+        return Rows(known.dim - sum(d < known.dim for d in dims), known.outer)
+
+    return rule
+
+
+def _loss(call: OperatorCall) -> Known:
+    """An element-wise loss with a reduction of its own: 0 none, 1 mean, 2 sum."""
+    rows = aligned(call, call.tensors, torch.broadcast_shapes(*(call.shape(n) for n in call.tensors)))
+    if not isinstance(rows, Rows):
+        return rows or without_rows(call) or call.lost("is not linear in a sum over the batch")
+    return (rows, MEAN, SUM)[call.get("reduction")]
+
+
+def _nll(call: OperatorCall) -> Any:
+    """The negative log-likelihood; its mean is over the targets' weights, which the whole minibatch must give."""
+    scores, target, weight = (call.get(name) for name in ("self", "target", "weight"))
+    rows, of_target = call.known(scores), call.known(target)
+    if not isinstance(rows, Rows) or rows.dim != 0 or of_target != rows or target not in call.found.alone:
+        return without_rows(call) or call.lost("has targets that are not rows of the batch, or depend on the weights")
+    if weight is not None and not (weight in call.found.alone and call.whole(weight)):
+        return call.lost("weighs classes by what is not constant")
+    reduction = call.get("reduction")
+    if reduction == 1:
+        call.found.likelihoods.append(call.node)
+    return ((rows, SAME), (MEAN, SAME), (SUM, SUM))[reduction]
+
+
+_FILLED = (
+    "ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty ones_like zeros_like full_like "
+    "empty_like empty_strided rand randn rand_like randn_like randint randint_like bernoulli normal fill"
+)
+RULES: tuple[tuple[Rule, str], ...] = (
+    (_filled, _FILLED),
+    (_linear, "neg clone _to_copy alias detach lift_fresh_copy copy view_as_real view_as_complex"),
+    (_add, "add sub rsub"),
+    (_mul, "mul"),
+    (_div, "div"),
+    (_reduction(SUM), "sum count_nonzero"),
+    (_reduction(MEAN), "mean"),
+    (
+        _reduction(None),
+        "amax amin max min argmax argmin any all prod logsumexp norm linalg_vector_norm var std var_mean",
+    ),
+    (_reduction(None), "std_mean median nanmedian mode aminmax kthvalue"),
+    (_loss, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"),
+    (_loss, "soft_margin_loss kl_div"),
+    (_nll, "nll_loss_forward nll_loss2d_forward"),
+    (by_elements, "native_dropout where masked_fill clamp pow"),
+)

@@ -1,0 +1,283 @@
+"""whole_loss: what microbatches make of the loss becomes what the whole minibatch makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from fxpipe.passes.analysis.microbatches import microbatches_of
+from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.fold import remove_dead
+from torch import fx
+
+from fxpipe.ir.program import CORRECTS, INFO, BatchInput, Level, NodeInfo, Output, Program, info, value
+from fxpipe.ir.transform import Pass
+from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
+from fxpipe.task.batch import tensor_spec
+
+aten = torch.ops.aten
+UNPROVED = "that the microbatches give the whole batch's loss is checked on the first batch, and not proved for others"
+
+
+@dataclass(frozen=True)
+class WholeLoss(Pass):
+    """Take numbers that the loss divides by, such as the count of valid tokens, from the whole minibatch.
+
+    The mean over the microbatches is then the whole minibatch's loss, and so are the gradients. Worker 0 adds up what
+    the program `totals` computes of each microbatch; the sums are leaves of the batch, as all other leaves are. What
+    cannot be derived stays as it is: compile compares with the whole batch in any case.
+
+    Fields:
+        microbatches: how many a minibatch has.
+        weighted: the hook `loss_weight` says how much each microbatch counts: a leaf of the batch multiplies its loss.
+        counts: as `Microbatches.counts`.
+        accepted: the loss may differ from the whole batch's, as the user says.
+
+    Before:                                     After (2 microbatches):
+        count = sum(ne(target, -100))               half = div(total_0, 2)
+        loss = div(sum(errors), count)              loss = div(sum(errors), half)
+        d_errors = div(d_loss, count)               d_errors = div(d_loss, half)
+    """
+
+    name: ClassVar[str] = "whole_loss"
+    requires: ClassVar[Level] = Level.FOLDED
+    provides: ClassVar[Level] = Level.FOLDED
+
+    microbatches: int
+    weighted: bool = False
+    counts: bool = True
+    accepted: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy()
+        if self.weighted:
+            return _weighted(program)
+        found = microbatches_of(program, counts=self.counts)
+        loss = found.loss
+        if isinstance(loss, Lost):
+            if self.accepted:
+                return replace(program, differs_from_whole=f"it was accepted that {loss.why}")
+            return replace(program, warnings=(*program.warnings, f"{UNPROVED}: {loss.why}"))
+        change = _Change(program, self.microbatches)
+        for node in found.likelihoods:
+            change.likelihood(node)
+        for node, share in found.totals.items():
+            change.total(node, share)
+        for node, factor in found.factors.items():
+            change.factor(node, factor)
+        program = change.program()
+        remove_dead(program.graph)
+        how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
+        norm = found.batch_norm
+        differs = "" if norm is None else f"batch norm ({info(norm).module}) normalises each microbatch by itself"
+        return replace(program, loss_of_microbatches=how, differs_from_whole=differs)
+
+
+def _weighted(program: Program) -> Program:
+    """Multiply the loss, and the gradient that backward begins with, by a leaf of the batch."""
+    graph, loss = program.graph, program.loss_node
+    assert loss is not None
+    with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+        leaf = graph.placeholder(LOSS_WEIGHT)
+    leaf.meta["val"] = value(loss).new_empty((), dtype=torch.float32)
+    factor = leaf
+    if value(loss).dtype != torch.float32:
+        with graph.inserting_before(loss.next):
+            factor = call(graph, aten._to_copy.default, (leaf,), {"dtype": value(loss).dtype}, loss)
+    with graph.inserting_before(factor.next if factor is not leaf else loss.next):
+        weighed = call(graph, aten.mul.Tensor, (loss, factor), {}, loss)
+    weighed.meta[CORRECTS] = True
+    output = graph.output_node()
+    output.args = ((weighed, *program.output_nodes[1:]),)
+    for begin in [n for n in program if info(n).phase == "B" and n.name == "d_loss"]:
+        with graph.inserting_before(begin.next):
+            made = call(graph, aten.mul.Tensor, (begin, factor), {}, begin)
+        _read_instead(begin, made)
+    real = torch.ones((), device=program.device)
+    row = BatchInput(leaf.name, LeafSpec(LOSS_WEIGHT, tensor_spec(real)))
+    return replace(program, batch=(*program.batch, row), example={**program.example, leaf.name: real})
+
+
+def _read_instead(node: fx.Node, made: fx.Node) -> None:
+    """Let all that reads a node read `made`, which is computed from it."""
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+class _Change:
+    """A program in change: the totals that it takes from outside by and by, and the program that computes them."""
+
+    def __init__(self, program: Program, microbatches: int) -> None:
+        self.source = program
+        self.graph = program.graph
+        self.microbatches = microbatches
+        self.batch = list(program.batch)
+        self.example = dict(program.example)
+        self.addends = _Addends(program)
+        self.last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        self.replaced: dict[fx.Node, fx.Node] = {}
+
+    def program(self) -> Program:
+        totals = self.addends.program() if self.addends.outputs else None
+        return replace(self.source, batch=tuple(self.batch), example=self.example, totals=totals)
+
+    def total(self, node: fx.Node, share: Share) -> None:
+        """The whole minibatch's value in the place of a sum or a mean over the batch."""
+        made = self._leaf(self.addends.copy(node))
+        if share is Share.MEAN:
+            made = self._call(node, aten.div.Scalar, (made, self.microbatches))
+        self._replace(node, made)
+
+    def factor(self, node: fx.Node, factor: fx.Node) -> None:
+        """Scale what multiplies or divides a sum, forward and backward, so that the result is a mean."""
+        factor = self.replaced.get(factor, factor)
+        scale = aten.div.Scalar if node.target is aten.div.Tensor else aten.mul.Scalar
+        scaled = self._call(node, scale, (factor, self.microbatches))
+        number = node.meta.get("seq_nr")
+        for user in list(factor.users):
+            backward = user.op == "call_function" and info(user).phase == "B" and user.meta.get("seq_nr") == number
+            if user is node or backward:
+                user.replace_input_with(factor, scaled)
+
+    def likelihood(self, node: fx.Node) -> None:
+        """A mean over the targets' weights becomes a sum over the whole minibatch's weights."""
+        scores, target, weight, _, ignored = node.args
+        assert isinstance(scores, fx.Node)
+        assert isinstance(target, fx.Node)
+        loss, weights = ([n for n in node.users if n.args[1] == i] for i in (0, 1))
+        total = self._leaf(self.addends.weight_of(target, weight, ignored))
+        with self.graph.inserting_before(node):
+            each = self._call(node, aten.div.Scalar, (total, self.microbatches))
+            if value(each).dtype != value(scores).dtype:
+                each = self._call(node, aten._to_copy.default, (each,), {"dtype": value(scores).dtype})
+        node.update_arg(3, 2)
+        for result in loss:
+            after = result.next
+            made = self._call(after, aten.div.Tensor, (result, each), like=result)
+            made.meta[CORRECTS] = True
+            _read_instead(result, made)
+        for result in weights:
+            result.replace_all_uses_with(each)
+
+    def _replace(self, node: fx.Node, made: fx.Node) -> None:
+        node.replace_all_uses_with(made)
+        self.replaced[node] = made
+
+    def _leaf(self, addend: fx.Node) -> fx.Node:
+        """A new leaf of the batch: the sum over the microbatches of what `addend` computes."""
+        index = len(self.addends.outputs) - 1
+        with self.graph.inserting_after(self.last):
+            made = self.graph.placeholder(f"total_{index}")
+        self.last = made
+        shown = value(addend)
+        made.meta["val"] = shown
+        real = torch.ones(shown.shape, dtype=shown.dtype, device=self.source.device)
+        self.batch.append(BatchInput(made.name, LeafSpec(f"total.{index}", tensor_spec(real))))
+        self.example[made.name] = real
+        return made
+
+    def _call(
+        self,
+        before: fx.Node,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        like: fx.Node | None = None,
+    ) -> fx.Node:
+        """A new forward call in front of `before`, which belongs to the same module."""
+        with self.graph.inserting_before(before):
+            return call(self.graph, target, args, kwargs or {}, like or before)
+
+
+def call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: fx.Node) -> fx.Node:
+    """A new call where the graph inserts, with its fake value; module, line and autograd number are those of `like`."""
+    made = graph.call_function(target, tuple(args), dict(kwargs))
+    fake = next(value(n) for n in made.all_input_nodes)
+    given = fx.node.map_arg((made.args, made.kwargs), value)
+    with fake.fake_mode:
+        made.meta["val"] = target(*given[0], **given[1])
+    record: NodeInfo = like.meta[INFO].copy() if INFO in like.meta else NodeInfo("F")
+    made.meta[INFO] = record
+    made.meta["seq_nr"] = like.meta.get("seq_nr")
+    return made
+
+
+class _Addends:
+    """The program that computes, of one microbatch's leaves and constants, what is added up over the minibatch."""
+
+    def __init__(self, program: Program) -> None:
+        self.source = program
+        self.graph = fx.Graph()
+        self.mapped: dict[fx.Node, fx.Node] = {}
+        self.outputs: list[fx.Node] = []
+        for placeholder in program.placeholders.values():
+            self.mapped[placeholder] = self._placeholder(placeholder)
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        made = self.graph.placeholder(node.name)
+        made.target = made.name
+        made.meta["val"] = value(node)
+        return made
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Compute a value of the program here, too, and add it up."""
+        made = self._copied(node)
+        self.outputs.append(made)
+        return made
+
+    def weight_of(self, target: fx.Node, weight: Any, ignored: Any) -> fx.Node:
+        """Add up the weights of the targets that are not ignored: their number, if classes have no weights."""
+        like, classes = target, self._copied(target)
+
+        def do(operator: Any, *args: Any) -> fx.Node:
+            return call(self.graph, operator, args, {}, like)
+
+        if weight is None:
+            made = do(aten.sum.default, do(aten.ne.Scalar, classes, ignored))
+        else:
+            left_out = do(aten.eq.Scalar, classes, ignored)
+            flat = do(aten.view.default, do(aten.masked_fill.Scalar, classes, left_out, 0), [-1])
+            weights = do(aten.index_select.default, self._copied(weight), 0, flat)
+            flags = do(aten.view.default, left_out, [-1])
+            made = do(aten.sum.default, do(aten.masked_fill.Scalar, weights, flags, 0))
+        self.outputs.append(made)
+        return made
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """A node's copy, after those of all that it is computed from."""
+        stack = [node]
+        while stack:
+            at = stack[-1]
+            missing = [n for n in at.all_input_nodes if n not in self.mapped]
+            if at in self.mapped or not missing:
+                stack.pop()
+            stack += missing
+            if at not in self.mapped and not missing:
+                made = self.graph.node_copy(at, self.mapped.__getitem__)
+                made.meta[INFO] = at.meta[INFO].copy()
+                self.mapped[at] = made
+        return self.mapped[node]
+
+    def program(self) -> Program:
+        names = {n.name for n in self.graph.nodes if n.op == "placeholder" and n.users}
+        source = self.source
+        batch = tuple(source.batch)
+        kept = names | {b.node for b in batch}
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder" and node.name not in kept:
+                self.graph.erase_node(node)
+        made = self.graph.output(tuple(self.outputs))
+        made.meta["val"] = tuple(value(n) for n in self.outputs)
+        return replace(
+            source,
+            graph=self.graph,
+            level=Level.CAPTURED,
+            parameters=(),
+            buffers=tuple(b for b in source.buffers if b.node in names),
+            batch=batch,
+            outputs=tuple(Output("metric", f"total.{i}") for i in range(len(self.outputs))),
+            values={n: v for n, v in source.values.items() if n in names},
+            warnings=(),
+        )

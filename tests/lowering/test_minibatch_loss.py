@@ -1,0 +1,300 @@
+"""Microbatches train as the whole batch does: where a batch is cut, what its loss weighs, what is refused and said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from searched import searched
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import BatchError, TaskError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+
+WORKERS = 2
+Step = Callable[[nn.Module, Any], Tensor]
+
+
+class Net(nn.Module):
+    """Any number of dimensions before the last."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(torch.tanh(self.first(x))))
+
+
+def net(dropout: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def padded(seed: int = 1, size: int = 12) -> tuple[Tensor, Tensor]:
+    """Sequences of many lengths: the first samples are short."""
+    torch.manual_seed(seed)
+    lengths = torch.arange(size) % 4
+    targets = torch.randint(0, 5, (size, 4))
+    targets[torch.arange(4) > lengths.sort().values[:, None]] = -100
+    return torch.randn(size, 4, 6), targets
+
+
+def tokens(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), **options)
+
+
+def compiled(step: Step, batch: Any, microbatches: int = 3, model: nn.Module | None = None, **options: Any) -> Any:
+    settings = {"workers": WORKERS, "schedule": "1f1b", "cost": "analytic", "microbatches": microbatches}
+    return fxpipe.compile(model or net(), step, batch, **{**settings, **options})
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def eager(step: Step, batches: list[Any], clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of ordinary training on whole batches."""
+    model, losses = net(), []
+    optimizer = sgd(list(model.named_parameters()))
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = step(model, batch)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, dict(model.state_dict())
+
+
+STEPS: dict[str, Step] = {
+    "padded": tokens,
+    "summed": lambda m, b: tokens(m, b, reduction="sum") / 40,
+    "masked": lambda m, b: (m(b[0]).square().mean(-1) * (b[1] >= 0)).sum() / (b[1] >= 0).sum(),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", STEPS)
+def test_training_is_eager_training_on_whole_batches(name: str, schedule: str, clip: float | None) -> None:
+    step, batches = STEPS[name], [padded(seed) for seed in range(6)]
+    losses, weights = eager(step, batches, clip)
+    pipeline = compiled(step, batches[0], schedule=schedule).local(optimizer=sgd, clip_norm=clip)
+    assert pipeline.run(batches) == pytest.approx(losses, rel=1e-5)
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6)
+
+
+def test_verify_is_with_the_whole_batch() -> None:
+    """With dropout as well: it drops nothing in both."""
+    model = net(0.5)
+    build = compiled(tokens, padded(), model=model)
+    assert [leaf.name for leaf in build.plan.made] == ["total.0"]
+    assert compare_with_eager(build, model, tokens, padded()).largest < 1e-5
+    assert compare_with_eager(build, model, lambda m, b: 1.01 * tokens(m, b), padded()).largest > 1e-3
+
+
+def test_the_totals_are_a_file_of_the_build() -> None:
+    build = compiled(tokens, padded())
+    assert build.plan.totals is not None
+    assert "def evaluate(weights, buffers, batch, comm):" in build.files["totals.py"]
+    assert any(line.startswith("totals: fold") for line in build.passes)
+    assert "totals.py" not in compiled(tokens, padded(), microbatches=1).files
+
+
+def by_largest(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A mean whose divisor no rule knows."""
+    kept = (batch[1] >= 0).float()
+    return (model(batch[0]).square().mean(-1) * kept).sum() / kept.flatten().norm(p=1)
+
+
+def test_a_hook_weighs_microbatches() -> None:
+    weigh = lambda batch: (batch[1] >= 0).sum()  # noqa: E731
+    with pytest.raises(BatchError, match=r"norm .* goes over the samples"):
+        compiled(by_largest, padded())
+    batches = [padded(seed) for seed in range(5)]
+    losses, weights = eager(by_largest, batches)
+    build = compiled(by_largest, batches[0], loss_weight=weigh)
+    assert compare_with_eager(build, net(), by_largest, batches[0], loss_weight=weigh).largest < 1e-5
+    pipeline = build.local(optimizer=sgd, loss_weight=weigh)
+    assert pipeline.run(batches) == pytest.approx(losses, rel=1e-5)
+    for key, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6)
+    with pytest.raises(TaskError, match=r"compiled with loss_weight\(batch\), and the hook is not there"):
+        build.local(optimizer=sgd)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "message"),
+    [
+        (lambda batch: -1.0, "gave -1, -1, -1 in step 1"),
+        (lambda batch: float("nan"), "gave nan, nan, nan in step 1"),
+        (lambda batch: 0, "gave 0, 0, 0 in step 1"),
+        (lambda batch: batch["x"], "raised TypeError"),
+    ],
+)
+def test_what_is_no_weight(weigh: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        compiled(tokens, padded(), loss_weight=weigh)
+
+
+def test_a_wrong_weight_is_found() -> None:
+    with pytest.raises(BatchError, match="weighed by loss_weight"):
+        compiled(tokens, padded(), loss_weight=lambda batch: 1)
+
+
+def contrastive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    views = model(batch[0]).mean(1)
+    return F.cross_entropy(views @ views.t(), torch.arange(len(views)))
+
+
+def test_a_loss_over_pairs_is_refused_or_accepted() -> None:
+    with pytest.raises(BatchError) as caught:
+        compiled(contrastive, padded())
+    with torch.no_grad():
+        whole = float(contrastive(net(), padded()))
+        parts = [float(contrastive(net(), part)) for part in zip(*(t.chunk(3) for t in padded()), strict=True)]
+    said = re.match(r"the loss of the whole batch is (\S+), that of its 3 microbatches (\S+); mm ", str(caught.value))
+    assert said
+    assert [float(said[1]), float(said[2])] == pytest.approx([whole, sum(parts) / 3], rel=1e-4)
+    for cure in ("--microbatches 1", "loss_weight(batch)", "microbatch_dims", "--accept-microbatch-loss"):
+        assert cure in str(caught.value.hint)
+    build = compiled(contrastive, padded(), accept_microbatch_loss=True)
+    assert "multiplies samples with other samples" in build.plan.differs_from_whole
+    assert compare_with_eager(build, net(), contrastive, padded()).largest < 1e-5
+
+
+def test_what_is_equal_once_is_not_proved() -> None:
+    """The labels of the first batch make all microbatches alike; nothing says so of the next."""
+    step = lambda m, b: (m(b[0]).mean(-1) * (b[1] > 0)).sum() / (b[1] > 0).flatten().float().norm(p=1)  # noqa: E731
+    build = compiled(step, (torch.randn(6, 4, 6), torch.ones(6, 4)))
+    assert "not proved for others: " in "".join(build.warnings)
+
+
+def classes_of_batch(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], weight=batch[2])
+
+
+def along_time(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return ((model(batch[0]).cumsum(0) / 4).mean((0, 2)) - batch[1]).square().mean()
+
+
+def time_and_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same size in both dimensions: only what the step does tells them apart."""
+    return (model(batch[0]).cumsum(0) * batch[1].unsqueeze(-1)).square().mean()
+
+
+CUT: dict[str, tuple[Step, Any, list[int | None]]] = {
+    "weights of classes, as many as samples": (
+        classes_of_batch,
+        (torch.randn(5, 6), torch.randint(0, 5, (5,)), torch.rand(5)),
+        [0, 0, None],
+    ),
+    "time first": (along_time, (torch.randn(4, 9, 6), torch.randn(9)), [1, 0]),
+    "time first, as many steps as samples": (time_and_samples, (torch.randn(6, 6, 6), torch.randn(6, 6)), [1, 1]),
+    "a scalar": (lambda m, b: m(b[0]).square().mean() * b[1], (torch.randn(6, 6), torch.tensor(2.0)), [0, None]),
+    "a table": (lambda m, b: m(b[0] + b[1]).square().mean(), (torch.randn(9, 6), torch.randn(6)), [0, None]),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_where_the_batch_is_cut(name: str) -> None:
+    step, batch, dims = CUT[name]
+    count = 5 if len(batch) == 3 else 3
+    build = compiled(step, batch, count)
+    assert [leaf.dim for leaf in build.plan.batch if leaf.name.startswith("batch")] == dims
+    assert compare_with_eager(build, net(), step, batch).largest < 1e-5
+    losses, _ = eager(step, [batch, batch])
+    assert build.local(optimizer=sgd).run([batch, batch]) == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("dims", [(1, 0), {"batch[0]": 1}])
+def test_where_it_is_cut_can_be_said(dims: Any) -> None:
+    step, batch, _ = CUT["time first"]
+    build = compiled(step, batch, 3, microbatch_dims=dims)
+    assert [leaf.dim for leaf in build.plan.batch] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ((1,), "built differently from the batch"),
+        ((3, 0), r"gives batch\[0\] dimension 3, and it has 3"),
+        ({"batch[2]": 0}, r"names batch\[2\], which the batch does not have"),
+        ((0, 0), r"its size differs: batch\[0\] has 4, batch\[1\] has 9"),
+    ],
+)
+def test_what_does_not_fit_the_batch(dims: Any, message: str) -> None:
+    step, batch, _ = CUT["time first"]
+    with pytest.raises(BatchError, match=message):
+        compiled(step, batch, 3, microbatch_dims=dims)
+
+
+VALUES: dict[str, Step] = {
+    "mean": lambda m, b: m(b[0]).square().mean(-1),
+    "likelihood": lambda m, b: F.cross_entropy(m(b[0]).transpose(1, 2), b[1], reduction="none"),
+    "distance": lambda m, b: F.smooth_l1_loss(m(b[0]), b[0][..., :5], reduction="none").sum(-1),
+    "softmax": lambda m, b: m(b[0]).softmax(-1)[..., 0],
+    "across samples": lambda m, b: m(b[0])[..., 0].softmax(0),
+}
+MASKS: dict[str, Callable[[Any], Tensor]] = {
+    "all": lambda b: torch.ones(b[1].shape),
+    "kept": lambda b: (b[1] >= 0).float(),
+    "by class": lambda b: b[1].clamp(min=0).float(),
+    "centred": lambda b: b[1].clamp(min=0).float() - b[1].clamp(min=0).float().mean(),
+}
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda v, w: (v * w).mean(),
+    "sum": lambda v, w: (v * w).sum(),
+    "by weight": lambda v, w: (v * w).sum() / w.sum(),
+    "by weight, at least": lambda v, w: (v * w).sum() / w.sum().clamp(min=1),
+    "of samples": lambda v, w: ((v * w).sum(1) / (w.sum(1) + 1)).mean(),
+    "of sums": lambda v, w: (v * w).sum(1).mean(),
+    "by size": lambda v, w: (v * w).sum() / v.shape[0],
+    "by square": lambda v, w: (v * w).sum() / w.square().sum().sqrt(),
+    "root": lambda v, w: (v * w).square().mean().sqrt(),
+    "largest": lambda v, w: (v * w).max(),
+}
+COUNTS = st.sampled_from([2, 3, 6, 12])
+TERMS = st.lists(
+    st.tuples(*(st.sampled_from(sorted(part)) for part in (VALUES, MASKS, REDUCTIONS))), min_size=1, max_size=3
+)
+
+
+def check_random(terms: list[tuple[str, str, str]], microbatches: int, seed: int) -> None:
+    """Equal to eager on batches that compile has not seen, or refused, or said not to be proved."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        made = [REDUCTIONS[r](VALUES[v](model, batch), MASKS[m](batch)) for v, m, r in terms]
+        return torch.stack([0.5**i * value for i, value in enumerate(made)]).sum()
+
+    try:
+        build = compiled(step, padded(seed), microbatches)
+    except BatchError:
+        return
+    if any("not proved" in warning for warning in build.warnings):
+        return
+    for later in range(2):
+        assert compare_with_eager(build, net(), step, padded(seed + 1 + later)).largest < 1e-4
+
+
+@searched(6)
+@given(terms=TERMS, microbatches=COUNTS, seed=st.integers(0, 99))
+def test_random_losses(terms: list[tuple[str, str, str]], microbatches: int, seed: int) -> None:
+    check_random(terms, microbatches, seed)
+
+
+@pytest.mark.slow
+@searched(80, derandomize=False)
+@given(terms=TERMS, microbatches=COUNTS, seed=st.integers(0, 99))
+def test_many_random_losses(terms: list[tuple[str, str, str]], microbatches: int, seed: int) -> None:
+    check_random(terms, microbatches, seed)

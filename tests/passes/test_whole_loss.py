@@ -1,0 +1,311 @@
+"""whole_loss: microbatches make the loss and the gradients of the whole batch, or it is said why they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from covering import covering
+from fxpipe.passes.analysis.microbatches import microbatches_of
+from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.fold import Fold
+from fxpipe.passes.whole_loss import WholeLoss
+from program_text import text
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.ir.law import verify
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import run_passes
+
+CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[nn.Module, Batch], Tensor]
+
+
+def logits(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])
+
+
+def kept(batch: Batch) -> Tensor:
+    return batch[1] != -100
+
+
+def masked(divisor: Callable[[Tensor], Tensor]) -> Step:
+    return lambda m, b: (logits(m, b).square().mean(-1) * kept(b)).sum() / divisor(kept(b))
+
+
+def classes(m: nn.Module, b: Batch, **options: Any) -> Tensor:
+    return F.cross_entropy(logits(m, b).flatten(0, 1), b[1].flatten(), **options)
+
+
+def standard(x: Tensor) -> Tensor:
+    return (x - x.mean()) / x.std()
+
+
+EQUAL: dict[str, Step] = {
+    "mean": lambda m, b: logits(m, b).square().mean(),
+    "sum": lambda m, b: logits(m, b).square().sum(),
+    "sum over samples, by their number": lambda m, b: logits(m, b).square().sum() / len(b[0]),
+    "sum by a number": lambda m, b: logits(m, b).square().sum() / 7,
+    "mean of sums": lambda m, b: logits(m, b).square().sum((1, 2)).mean(),
+    "sum of means": lambda m, b: logits(m, b).square().mean((1, 2)).sum(),
+    "cross entropy": lambda m, b: F.cross_entropy(logits(m, b)[:, 0], b[1][:, 0].clamp(min=0)),
+    "ignored": classes,
+    "ignored, summed": lambda m, b: classes(m, b, reduction="sum"),
+    "weighted classes": lambda m, b: classes(m, b, weight=CLASSES),
+    "smoothed": lambda m, b: classes(m, b, label_smoothing=0.1),
+    "smoothed, weighted, in two dimensions": lambda m, b: F.cross_entropy(
+        logits(m, b).transpose(1, 2), b[1], weight=CLASSES, label_smoothing=0.1
+    ),
+    "probabilities": lambda m, b: F.cross_entropy(logits(m, b)[:, 0], b[0][:, 0, :5].softmax(-1)),
+    "masked": masked(torch.sum),
+    "masked, at least one": masked(lambda mask: mask.sum().clamp(min=1)),
+    "masked, by a root": masked(lambda mask: mask.sum().sqrt()),
+    "masked, counted": masked(torch.count_nonzero),
+    "masked, by samples": lambda m, b: (
+        (logits(m, b).square().mean(-1) * kept(b)).sum(1) / kept(b).sum(1).clamp(min=1)
+    ).mean(),
+    "times a reciprocal": lambda m, b: (logits(m, b).mean(-1) * kept(b)).sum() * kept(b).sum().reciprocal(),
+    "two losses": lambda m, b: classes(m, b) + 0.1 * F.mse_loss(logits(m, b), b[0][..., :5]),
+    "two counts": lambda m, b: classes(m, b) + masked(torch.sum)(m, b),
+    "a penalty": lambda m, b: classes(m, b) + 0.01 * sum(p.square().sum() for p in m.parameters()),
+    "binary": lambda m, b: F.binary_cross_entropy_with_logits(logits(m, b), b[0][..., :5].sigmoid()),
+    "smooth l1, weighed": lambda m, b: (
+        (F.smooth_l1_loss(logits(m, b), b[0][..., :5], reduction="none").mean(-1) * kept(b)).sum()
+        / (kept(b).sum() + 1e-6)
+    ),
+    "centred by the batch": lambda m, b: ((logits(m, b).mean(-1) - b[0].mean()) ** 2).mean(),
+    "attention": lambda m, b: F.scaled_dot_product_attention(*[logits(m, b)] * 3, is_causal=True).square().mean(),
+    "divergence": lambda m, b: F.kl_div(logits(m, b).log_softmax(-1), b[0][..., :5].softmax(-1), reduction="batchmean"),
+    "one token of each": lambda m, b: logits(m, b)[torch.arange(len(b[0])), kept(b).sum(1) % 3].square().mean(),
+    "triplets": lambda m, b: F.triplet_margin_loss(*logits(m, b).unbind(1)),
+    "policy": lambda m, b: (
+        -(logits(m, b).log_softmax(-1).gather(-1, b[1].clamp(min=0).unsqueeze(-1)).squeeze(-1) * kept(b)).sum()
+        / kept(b).sum()
+    ),
+    "time first": lambda m, b: classes(m, (b[0].transpose(0, 1), b[1].transpose(0, 1))),
+}
+DIFFERENT: dict[str, tuple[str, Step]] = {
+    "contrastive": (
+        "mm .* multiplies samples with other samples",
+        lambda m, b: F.cross_entropy(logits(m, b).mean(1) @ logits(m, b).mean(1).t(), torch.arange(len(b[0]))),
+    ),
+    "root of a mean": ("sqrt .* is not linear in a sum", lambda m, b: logits(m, b).square().mean().sqrt()),
+    "largest": ("max .* is not a sum or a mean", lambda m, b: logits(m, b).max()),
+    "in standard units": (
+        "combines samples with a mean over the batch",
+        lambda m, b: standard(logits(m, b)).square().mean(),
+    ),
+    "softmax over samples": ("softmax .* works along the batch", lambda m, b: logits(m, b).softmax(0).square().mean()),
+    "by a count of the model": (
+        "divides by a sum over the batch that depends on the weights",
+        lambda m, b: logits(m, b).square().sum() / logits(m, b).sigmoid().sum(),
+    ),
+    "neighbours": ("flip .* works along the batch", lambda m, b: (logits(m, b) * logits(m, b).flip(0)).mean()),
+    "the first sample": ("takes one sample", lambda m, b: logits(m, b)[0].square().mean()),
+    "a total of totals": (
+        "is not a sum or a mean|is not linear",
+        lambda m, b: (b[0] - b[0].mean()).square().sum().sqrt() * logits(m, b).mean(),
+    ),
+    "a sum and a mean": (
+        "adds a sum over the batch and what is none",
+        lambda m, b: logits(m, b).square().sum() + logits(m, b).square().mean(),
+    ),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+
+
+def batch(size: int = 12) -> Batch:
+    """Some samples have no valid target in some microbatches, others all."""
+    torch.manual_seed(1)
+    targets = torch.randint(0, 5, (size, 3))
+    targets[: size // 3, 1] = -100
+    targets[0] = -100
+    return torch.randn(size, 3, 6, dtype=torch.float64), targets
+
+
+def parts(whole: Batch, count: int) -> list[Batch]:
+    return list(zip(*(t.chunk(count) for t in whole), strict=True))
+
+
+def minibatch(program: Program, whole: Batch, count: int) -> tuple[Tensor, ...]:
+    """Loss and gradients of the microbatches together."""
+    names = [b.node for b in program.batch if b.leaf.name.startswith("batch")]
+    each = [dict(zip(names, part, strict=True)) for part in parts(whole, count)]
+    made: dict[Any, Tensor] = {}
+    if program.totals is not None:
+        verify(program.totals)
+        addends = [program.totals.run(batch=part) for part in each]
+        made = {f"total_{i}": torch.stack(c).sum(0) for i, c in enumerate(zip(*addends, strict=True))}
+    results = [program.run(batch={**part, **made}) for part in each]
+    divisor = count if program.loss_of_microbatches == "mean" else 1
+    return tuple(torch.stack(column).sum(0) / divisor for column in zip(*results, strict=True))
+
+
+def whole_batch(made: nn.Module, step: Step, whole: Batch) -> tuple[Tensor, ...]:
+    loss = step(made, whole)
+    return loss.detach(), *torch.autograd.grad(loss, list(made.parameters()))
+
+
+def distance(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest difference, relative to each tensor's norm; a gradient that is 0 but for rounding counts as such."""
+    floor = 1e-3 * max(b.norm() for b in expected)
+    return max(float((a - b).norm() / b.norm().clamp(min=floor)) for a, b in zip(found, expected, strict=True))
+
+
+def lowered(made: nn.Module, step: Step, whole: Batch, count: int, **options: Any) -> Program:
+    return run_passes(fxpipe.capture(made, step, parts(whole, count)[0]), [Fold(), WholeLoss(count, **options)])
+
+
+@pytest.mark.parametrize(("name", "count"), covering(EQUAL, [2, 3, 12], strength=1))
+def test_microbatches_make_the_whole_batch(name: str, count: int) -> None:
+    step, made, whole = EQUAL[name], model(), batch()
+    expected = whole_batch(made, step, whole)
+    folded = run_passes(fxpipe.capture(made, step, parts(whole, count)[0]), [Fold()])
+    tried = [run_passes(folded, [WholeLoss(count, counts=counts)]) for counts in (True, False)]
+    assert not [p for p in tried if p.warnings]
+    assert min(distance(minibatch(program, whole, count), expected) for program in tried) < 1e-6
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_cannot_be_derived_is_said(name: str) -> None:
+    why, step = DIFFERENT[name]
+    made, whole = model(), batch()
+    program = lowered(made, step, whole, 2)
+    (warning,) = program.warnings
+    assert re.search(why, warning), warning
+    assert program.totals is None
+    assert distance(minibatch(program, whole, 2), whole_batch(made, step, whole)) > 1e-4
+
+
+def test_a_microbatch_without_targets() -> None:
+    """By itself it is 0 / 0; of the minibatch it is nothing."""
+    made, whole = model(), batch()
+    assert classes(made, parts(whole, 12)[0]).isnan()
+    program = lowered(made, classes, whole, 12)
+    assert distance(minibatch(program, whole, 12), whole_batch(made, classes, whole)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("step", "share"),
+    [
+        (lambda m, b: m(b[0]).mean(), Share.MEAN),
+        (lambda m, b: m(b[0]).sum(), Share.SUM),
+        (lambda m, b: m(b[0]).sum() / 2, Share.MEAN),  # of two samples: it counts them
+    ],
+)
+def test_what_the_loss_is(step: Step, share: Share) -> None:
+    program = run_passes(fxpipe.capture(model(), step, batch(2)), [Fold()])
+    assert microbatches_of(program).loss is share
+
+
+def test_a_number_that_counts_no_samples() -> None:
+    program = run_passes(fxpipe.capture(model(), lambda m, b: m(b[0]).sum() / 2, batch(2)), [Fold()])
+    assert microbatches_of(program, counts=False).loss is Share.SUM
+
+
+def test_samples_in_another_dimension() -> None:
+    step = lambda m, b: (m(b[0]).cumsum(0) * kept(b).unsqueeze(-1)).sum() / kept(b).sum()  # noqa: E731 (along time)
+    program = run_passes(fxpipe.capture(model(), step, batch(4)), [Fold()])
+    assert isinstance(microbatches_of(program).loss, Lost)
+    assert microbatches_of(program, {"batch[0]": 1, "batch[1]": 1}).loss is Share.MEAN
+    assert isinstance(microbatches_of(program, {"batch[0]": 1, "batch[1]": 0}).loss, Lost)
+
+
+def test_weighted_microbatches() -> None:
+    """The loss and the gradient that backward begins with are multiplied by a leaf of the batch."""
+    made, whole = model(), batch()
+    program = lowered(made, classes, whole, 3, weighted=True)
+    assert program.batch[-1].leaf.name == "loss_weight"
+    found = program.run(batch={"loss_weight": torch.tensor(0.5)})
+    plain = fxpipe.capture(made, classes, parts(whole, 3)[0]).run()
+    assert distance(found, tuple(0.5 * t for t in plain)) < 1e-6
+
+
+def test_batch_norm_is_named() -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double()
+    step = lambda m, b: m(b[0][:, 0]).square().mean()  # noqa: E731
+    program = lowered(made, step, batch(), 2)
+    assert program.differs_from_whole == "batch norm (1) normalises each microbatch by itself"
+    assert not program.warnings
+
+
+BEFORE = """
+# FOLDED: 19 nodes, 0 units
+weight = parameter('weight')  # f32[2, 2]
+batch_0 = batch[0]  # f32[3, 2]
+batch_1 = batch[1]  # f32[3]
+# F
+t = aten.t.default(weight)  # f32[2, 2]
+mm = aten.mm.default(batch_0, t)  # f32[3, 2]
+sum_2 = aten.sum.dim_IntList(mm, [1])  # f32[3]
+mul = aten.mul.Tensor(sum_2, batch_1)  # f32[3]
+sum_4 = aten.sum.default(mul)  # f32[]
+sum_6 = aten.sum.default(batch_1)  # f32[]
+div = aten.div.Tensor(sum_4, sum_6)  # f32[]
+# B
+d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[]
+d_div = aten.div.Tensor(d_loss, sum_6)  # f32[]
+d_expand = aten.expand.default(d_div, [3])  # f32[3]
+d_mul = aten.mul.Tensor(d_expand, batch_1)  # f32[3]
+d_unsqueeze = aten.unsqueeze.default(d_mul, 1)  # f32[3, 1]
+d_expand_1 = aten.expand.default(d_unsqueeze, [3, 2])  # f32[3, 2]
+d_t = aten.t.default(d_expand_1)  # f32[2, 3]
+d_mm = aten.mm.default(d_t, batch_0)  # f32[2, 2]
+# outputs: div (loss), d_mm (gradient weight)
+"""
+AFTER = """
+# FOLDED: 20 nodes, 0 units
+weight = parameter('weight')  # f32[2, 2]
+batch_0 = batch[0]  # f32[3, 2]
+batch_1 = batch[1]  # f32[3]
+total_0 = total.0  # f32[]
+# F
+t = aten.t.default(weight)  # f32[2, 2]
+mm = aten.mm.default(batch_0, t)  # f32[3, 2]
+sum_2 = aten.sum.dim_IntList(mm, [1])  # f32[3]
+mul = aten.mul.Tensor(sum_2, batch_1)  # f32[3]
+sum_4 = aten.sum.default(mul)  # f32[]
+div_scalar = aten.div.Scalar(total_0, 2)  # f32[]
+div = aten.div.Tensor(sum_4, div_scalar)  # f32[]
+# B
+d_loss = aten.ones.default([], dtype=torch.float32, device=torch.device("cpu"))  # f32[]
+d_div = aten.div.Tensor(d_loss, div_scalar)  # f32[]
+d_expand = aten.expand.default(d_div, [3])  # f32[3]
+d_mul = aten.mul.Tensor(d_expand, batch_1)  # f32[3]
+d_unsqueeze = aten.unsqueeze.default(d_mul, 1)  # f32[3, 1]
+d_expand_1 = aten.expand.default(d_unsqueeze, [3, 2])  # f32[3, 2]
+d_t = aten.t.default(d_expand_1)  # f32[2, 3]
+d_mm = aten.mm.default(d_t, batch_0)  # f32[2, 2]
+# outputs: div (loss), d_mm (gradient weight)
+"""
+TOTALS = """
+# CAPTURED: 4 nodes, 0 units
+batch_0 = batch[0]  # f32[3, 2]
+batch_1 = batch[1]  # f32[3]
+# F
+sum_6 = aten.sum.default(batch_1)  # f32[]
+# outputs: sum_6 (metric total.0)
+"""
+
+
+def test_the_text() -> None:
+    torch.manual_seed(0)
+    made = nn.Linear(2, 2, bias=False)
+    step = lambda m, b: (m(b[0]).sum(1) * b[1]).sum() / b[1].sum()  # noqa: E731
+    program = run_passes(fxpipe.capture(made, step, (torch.ones(3, 2), torch.ones(3))), [Fold()])
+    assert text(program) == BEFORE.strip()
+    program = run_passes(program, [WholeLoss(2)])
+    assert text(program) == AFTER.strip()
+    assert program.totals is not None
+    assert text(program.totals) == TOTALS.strip()
