@@ -94,7 +94,7 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
     """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
 
     Args:
-        floor: errors of gradients are relative to this part of the largest gradient's norm, if that is more than theirs.
+        floor: errors of gradients are relative to this part of the largest gradient's norm, if theirs is less.
     """
     scale = floor * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
     gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
