@@ -11,7 +11,7 @@ from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
-from fxpipe.ir.aten import is_getitem, is_random
+from fxpipe.ir.aten import is_getitem, is_random, viewed
 from fxpipe.ir.program import INFO, Level, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import Phase
@@ -73,7 +73,7 @@ class _Kinds:
         self.cheap = {n for n in sources.cheap if not sources.made_of(n, updated)}
         self.parameters = parameters
         self.present: dict[int, set[str]] = {}  # placeholders each worker reads in any case
-        self.once = set(program.updates().values())  # buffers' new values
+        self.once = {n for new in program.updates().values() for n in (new, viewed(new))}  # buffers' new values
         self.inputs = {b.node for b in program.batch if b.node}
         for node in program:
             worker = info(node).worker

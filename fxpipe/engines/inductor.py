@@ -155,12 +155,12 @@ def _for_layouts(part: PurePart, inputs: Sequence[Layout], outputs: Sequence[Lay
     for node in graph.nodes:
         node.meta.clear()  # the strides it was traced with
         node.type = None  # an annotation that is text would keep the code from being saved
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # inductor foretells other strides than those of eager kernels
     if any(i.tensor.stride != tuple(layout.stride) for i, layout in zip(part.inputs, inputs, strict=True)):
         for node in graph.nodes:
             if node.target is aten.as_strided.default:
                 raise BackendError(f"inductor cannot run {part.name}: as_strided, and inputs that are views")
-            if node.target in (aten.view.default, aten._unsafe_view.default):
-                node.target = aten.reshape.default
     end = graph.output_node()
     results = list(end.args[0])  # type: ignore[arg-type]
     with graph.inserting_before(end):

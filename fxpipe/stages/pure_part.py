@@ -31,6 +31,7 @@ from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
 from fxpipe.task.batch import tensor_spec
+from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
 InputKind = Literal["weight", "buffer", "batch", "saved", "received", "mask"]
@@ -133,7 +134,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         kept[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
         return [v for _, _, v in named]
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = KernelStrides(allow_non_fake_inputs=True)  # what was captured with them relies on them
     examples = [_fake(i.tensor, mode, plan.device) for i in inputs]
     try:
         with torch.no_grad(), mode:

@@ -45,6 +45,12 @@ def _channels_last_like(place: int) -> Layout:
     return layout
 
 
+def _rrelu_backward(*args: Any) -> torch.Tensor:
+    """A product with the noise; without noise the backward of a leaky relu."""
+    _, _, _, lower, upper, train, *_ = args
+    return (_in_order(2, 0) if train and upper - lower > 1e-6 else _in_order(1, 0))(*args)
+
+
 _LAYOUTS: dict[Any, Layout] = {
     aten._log_softmax_backward_data.default: _contiguous,
     aten.binary_cross_entropy_backward.default: _like(1),
@@ -59,6 +65,8 @@ _LAYOUTS: dict[Any, Layout] = {
     aten.logit_backward.default: _in_order(0, 1),
     aten.mse_loss_backward.default: _contiguous,
     aten.native_batch_norm_backward.default: _channels_last_like(1),
+    aten.native_layer_norm_backward.default: _contiguous,
+    aten.rrelu_with_noise_backward.default: _rrelu_backward,
     aten.smooth_l1_loss_backward.default: _contiguous,
     aten.soft_margin_loss_backward.default: _like(2),
     aten.softplus_backward.default: _in_order(0, 1),
@@ -66,9 +74,17 @@ _LAYOUTS: dict[Any, Layout] = {
     aten.xlogy.Tensor: _in_order(0, 1),
 }
 _CPU_LAYOUTS: dict[Any, Layout] = {
+    aten._native_batch_norm_legit.no_stats: _channels_last_like(0),
+    aten._native_batch_norm_legit_functional.default: _channels_last_like(0),
+    aten._native_batch_norm_legit_no_training.default: _channels_last_like(0),
     aten.native_dropout_backward.default: _in_order(0, 1),
     aten.roll.default: _channels_last_like(0),
 }
+
+
+def is_corrected(operator: Any, device: str) -> bool:
+    """Whether the strides of what an operator makes on a device are corrected here."""
+    return operator in _LAYOUTS or (device == "cpu" and operator in _CPU_LAYOUTS)
 
 
 class KernelStrides(FakeTensorMode):
@@ -78,10 +94,8 @@ class KernelStrides(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        layout = _LAYOUTS.get(func)
-        if layout is None and func in _CPU_LAYOUTS and args[0].device.type == "cpu":
-            layout = _CPU_LAYOUTS[func]
-        if layout is None:
+        layout = _LAYOUTS.get(func) or _CPU_LAYOUTS.get(func)
+        if layout is None or not is_corrected(func, args[0].device.type):
             return made
         with self:
             if isinstance(made, tuple):

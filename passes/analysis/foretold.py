@@ -1,0 +1,84 @@
+"""How values lie in memory, and whether a kernel lays its result out as the fake tensors of capture foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.aten import is_getitem, is_view
+from fxpipe.tracing.fake_strides import is_corrected
+
+aten = torch.ops.aten
+
+# Whatever the layout of their inputs. tests/zoo/test_layouts.py compares all of them with their kernels on the CPU.
+_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default})
+_ON_CPU = frozenset({
+    # networks
+    aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten.avg_pool2d.default, aten.avg_pool2d_backward.default,
+    aten.convolution.default, aten.convolution_backward.default,
+    aten.embedding.default, aten.embedding_dense_backward.default,
+    aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default,
+    aten.native_layer_norm.default,
+    # reductions and what works along a dimension
+    aten._log_softmax.default, aten._softmax.default, aten._softmax_backward_data.default,
+    aten.amax.default, aten.cumsum.default, aten.linalg_vector_norm.default, aten.logsumexp.default,
+    aten.mean.dim, aten.sum.dim_IntList,
+    # copies and parts of them
+    aten._to_copy.default, aten.cat.default, aten.constant_pad_nd.default, aten.copy.default, aten.flip.default,
+    aten.index_add.default, aten.index_select.default, aten.new_zeros.default, aten.repeat.default,
+    aten.scatter_add.default, aten.select_backward.default, aten.slice_backward.default, aten.slice_scatter.default,
+    aten.stack.default,
+})  # fmt: skip
+
+
+def is_foretold(node: fx.Node) -> bool:
+    """Whether a value certainly has the strides that were foretold, if the inputs of its call have theirs."""
+    call = node.all_input_nodes[0] if is_getitem(node) else node
+    if not isinstance(call.target, OpOverload) or is_view(call):
+        return True
+    return foretells(call.target, (v for n in call.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val"))))
+
+
+def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
+    """Whether the strides that fake tensors give to what an operator makes of these inputs are its kernel's.
+
+    They are where torch computes element by element, where a sweep has shown it, and where all inputs are contiguous,
+    which torch's own tests cover. Other libraries' fake implementations seldom say more of strides than a guess.
+    """
+    if operator.namespace not in ("aten", "prims"):
+        return False
+    if torch.Tag.pointwise in operator.tags or operator in _PRODUCTS:
+        return True
+    tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
+    device = tensors[0].device.type if tensors else "cpu"
+    if is_corrected(operator, device) or (device == "cpu" and operator in _ON_CPU):
+        return True
+    return all(v.is_contiguous() for v in tensors if _has_order(v))
+
+
+def is_block(tensor: object) -> bool:
+    """Whether it fills one block of memory, without gaps or overlaps, in one of several orders of its dimensions."""
+    return isinstance(tensor, torch.Tensor) and _has_order(tensor) and is_non_overlapping_and_dense_or_false(tensor)
+
+
+def order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of a block, outermost first."""
+    stride = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: (-stride[d], tensor.shape[d] == 1, d))
+
+
+def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, where strides say anything."""
+    return all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
+
+
+def _has_order(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and sum(size > 1 for size in tensor.shape) > 1
