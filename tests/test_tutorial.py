@@ -41,7 +41,7 @@ def test_the_page_is_what_the_program_prints() -> None:
 def test_a_terminal_gets_the_same_without_markup() -> None:
     text, page = printed(), (TUTORIAL / "README.md").read_text(encoding="utf-8")
     assert "```" not in text
-    assert "Pass 7: comm\n============\n" in text
+    assert "Pass 8: comm\n============\n" in text
     blocks = re.findall(r"```\w*\n(.*?)\n```", page, re.S)
     assert len(blocks) > 15
     for block in blocks:

@@ -120,6 +120,14 @@ class Walk:
             to the last bit.
         """)
 
+    def keep_layouts(self, program: Program) -> None:
+        self.page.say("""
+            The program was traced without values, so how each value lies in memory is foretold. `view`, for one, relies
+            on it. Where a kernel may lay its result out otherwise, this pass puts a `contiguous` behind it, which is
+            free if the layout is the foretold one. Here all layouts are certain, as in most models: nothing changes.
+        """)
+        assert print_program(program) == print_program(self.program)
+
     def split_backward(self, program: Program) -> None:
         self.page.say("""
             The backward of a convolution makes three gradients in one call. After the split, the gradient of the input,

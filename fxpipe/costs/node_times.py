@@ -146,7 +146,8 @@ class _Code:
         return CaptureError(
             f"the step fails on the first batch: {said}",
             where=where,
-            hint="eager PyTorch would fail here too: look at the batch, its dtypes and the range of its values",
+            hint="if loss(model, batch) fails in eager PyTorch too, look at the batch, its dtypes and the range of its "
+            "values; if it does not, the mistake is fxpipe's: the step was captured otherwise than it runs",
         )
 
 

@@ -166,9 +166,7 @@ def _for_layouts(part: PurePart, inputs: Sequence[Layout], outputs: Sequence[Lay
     with graph.inserting_before(end):
         for i, (output, layout) in enumerate(zip(part.outputs, outputs, strict=True)):
             if output.tensor.stride != tuple(layout.stride):
-                results[i] = graph.call_function(
-                    aten.clone.default, (results[i],), {"memory_format": torch.contiguous_format}
-                )
+                results[i] = graph.call_function(aten.clone.default, (results[i],))
     end.args = (tuple(results),)
     return fx.GraphModule(part.graph, graph)
 

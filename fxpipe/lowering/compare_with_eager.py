@@ -19,10 +19,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
 from fxpipe.lowering.steady_randomness import SteadyRandomness
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.spec import Phase, Plan
+from fxpipe.runtime.worker.stage_code import explained
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import LossWeight, Minibatches
+from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -61,15 +63,19 @@ def compare_with_eager(
 
     Args:
         loss_weight: the hook that the build was compiled with, if any.
+
+    Raises:
+        RunError: the emitted code fails, where eager PyTorch does not.
     """
     plan = build.plan
-    by_parts = compare(_emitted(build, batch, seed, loss_weight), eager_step(plan, model, loss, batch, seed))
+    eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
+    by_parts = compare(_emitted(build, batch, seed, loss_weight), eager)
     if plan.microbatches == 1 or plan.differs_from_whole:
         return by_parts
     steady = SteadyRandomness()
     with steady:
-        found = _emitted(build, batch, seed, loss_weight)
-        whole = compare(found, eager_step(plan, model, loss, batch, seed, whole=True))
+        eager = eager_step(plan, model, loss, batch, seed, whole=True)
+        whole = compare(_emitted(build, batch, seed, loss_weight), eager)
     if plan.made or steady.unknown:  # the loss of a microbatch is not the user's function of it; or no comparison holds
         by_parts = replace(by_parts, loss=0.0, gradients={})
     if steady.unknown:
@@ -212,11 +218,17 @@ def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None
     state = dict(build.tensors)
     gradients: dict[str, torch.Tensor] = {}
     total = torch.zeros(())
+
+    def function(worker: int, phase: Phase) -> Function:
+        stage, name = stages[worker], "forward" if phase == "F" else "backward"
+        said = f"eager PyTorch runs this step, but the emitted {name}"
+        return explained(stage.path, worker, lambda: said, "use smaller batches")(stage.function(phase))
+
     with torch.random.fork_rng(), torch.no_grad():
         for j, part in enumerate(Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
             torch.manual_seed(seed + j)
-            for call, made in run_microbatch(plan, lambda worker, phase: stages[worker].function(phase), state, leaves):
+            for call, made in run_microbatch(plan, function, state, leaves):
                 if made.loss is not None:
                     total = total + made.loss.cpu() / plan.loss_divisor
                 for name, gradient in zip(call.spec.gradients, made.gradients, strict=True):

@@ -14,7 +14,10 @@ ALIGNMENT = 64
 
 
 class Layout:
-    """The layout of one spec's tensors on the wire: the spec's own strides if they are dense, else contiguous."""
+    """How tensors of one spec lie on the wire: in the spec's own strides, where these are dense.
+
+    Else without gaps, the dimensions in their order in memory: operators choose the layout of their results by it.
+    """
 
     __slots__ = ("bytes", "count", "dtype", "name", "shape", "stride")
 
@@ -23,7 +26,7 @@ class Layout:
         self.shape = torch.Size(spec.shape)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.count = self.shape.numel()
-        self.stride = spec.stride if is_dense(spec.shape, spec.stride) else contiguous_stride(spec.shape)
+        self.stride = spec.stride if is_dense(spec.shape, spec.stride) else _without_gaps(spec)
         self.bytes = self.count * self.dtype.itemsize
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,6 +64,11 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def _without_gaps(spec: TensorSpec) -> tuple[int, ...]:
+    """The strides of what torch's operators make of one such tensor."""
+    return torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta")).stride()
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -87,6 +87,8 @@ def hoist_draws(graph: fx.Graph) -> tuple[Draw, ...]:
             raise BackendError(
                 f"{node.target} draws random numbers that may depend on computed values, which only eager can",
                 where=node.meta.get(PLACE),
+                hint="compile with --backend auto, which leaves such a part to eager; or take an operator whose random "
+                "numbers depend on no value, as dropout and rand_like do",
             )
         node.replace_all_uses_with(hoist.holder(node, node.meta["val"]))
         graph.erase_node(node)

@@ -38,7 +38,8 @@ def compiled(folder: Path, name: str, *arguments: object) -> dict[str, str]:
 
 def test_the_passes_in_their_order() -> None:
     assert pass_names() == (
-        "capture", "fold", "split_backward", "units", "cost", "cut", "rematerialize", "comm", "split", "codegen",
+        "capture", "fold", "keep_layouts", "split_backward", "units", "cost", "cut", "rematerialize", "comm", "split",
+        "codegen",
     )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def test_a_pass_that_nobody_knows(folder: Path) -> None:
 def test_a_pass_that_does_not_run_here(folder: Path) -> None:
     with pytest.raises(FxpipeError, match="split_backward does not run here") as caught:
         after(folder / "model.py", "split_backward", cost="analytic")
-    assert "capture, fold, units, cost" in str(caught.value)
+    assert "capture, fold, keep_layouts, units, cost" in str(caught.value)
     assert after(folder / "model.py", "split_backward", cost="analytic", cuts="three-way").startswith("# FOLDED")
 
 

@@ -15,6 +15,7 @@ from small_models import CASES, Case
 from torch import nn
 
 from fxpipe.build.build import Build
+from fxpipe.errors import RunError
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, relative_error
 
 
@@ -61,6 +62,16 @@ def test_a_wrong_stage_is_found() -> None:
     assert broken != build.files["stage_0.py"]
     build = dataclasses.replace(build, files={**build.files, "stage_0.py": broken})
     assert compare_with_eager(build, model, case.loss, case.batches(1)[0]).largest > 1e-2
+
+
+def test_a_stage_that_fails_is_not_blamed_on_eager() -> None:
+    case, model, _ = captured("function")
+    build = lowered("function")
+    broken = build.files["stage_0.py"].replace("aten.mul.Tensor(", "aten.mm.default(", 1)
+    build = dataclasses.replace(build, files={**build.files, "stage_0.py": broken})
+    with pytest.raises(RunError, match="eager PyTorch runs this step, but the emitted forward failed on worker 0") as e:
+        compare_with_eager(build, model, case.loss, case.batches(1)[0])
+    assert "aten.mm.default(" in str(e.value.where)
 
 
 @pytest.mark.parametrize(

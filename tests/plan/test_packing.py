@@ -71,3 +71,17 @@ def test_a_pack_holds_copies_aligned_with_their_strides() -> None:
         assert torch.equal(view, tensor)
         assert view.stride() == tensor.stride()
         assert not tensor.numel() or view.data_ptr() % ALIGNMENT == 0
+
+
+@given(st.lists(st.integers(2, 4), min_size=2, max_size=4), st.randoms(), st.data())
+def test_what_has_gaps_keeps_the_order_of_its_dimensions(shape: list[int], random: object, data: st.DataObject) -> None:
+    """As in what an operator makes of it: a later view may need that order."""
+    order = list(range(len(shape)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    sliced = data.draw(st.integers(0, len(shape) - 1))
+    tensor = torch.rand([n * 2 if d == sliced else n for d, n in enumerate(shape)]).narrow(sliced, 0, shape[sliced])
+    tensor = tensor.permute(order)
+    layout = Layout(spec(tensor))
+    assert layout.stride == tensor.exp().stride()
+    assert is_dense(layout.shape, layout.stride)
+    assert torch.equal(layout(tensor), tensor)

@@ -30,6 +30,7 @@ FILES = (
     "multimodal_models",
     "expert_models",
     "state_models",
+    "layout_models",
 )
 ZOO: dict[str, ZooModel] = {}
 FILE_OF: dict[str, Path] = {}  # by the model's name
