@@ -73,8 +73,12 @@ def repeats(node: fx.Node) -> fx.Node | None:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the value shares its input's memory (an element of a tuple counts)."""
-    target = node.target
-    if is_getitem(node) or target is aten._unsafe_view.default:
+    return is_getitem(node) or is_view_operator(node.target)
+
+
+def is_view_operator(target: object) -> bool:
+    """Whether what an operator gives shares its input's memory."""
+    if target is aten._unsafe_view.default:
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -61,7 +61,7 @@ def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
     device = tensors[0].device.type if tensors else "cpu"
     if is_corrected(operator, device) or (device == "cpu" and operator in _ON_CPU):
         return True
-    return all(v.is_contiguous() for v in tensors if _has_order(v))
+    return all(v.layout != torch.strided or v.is_contiguous() for v in tensors)
 
 
 def is_block(tensor: object) -> bool:

@@ -8,6 +8,8 @@ from features import WIDTH, Feature, check, check_any_cuts, layers, quick
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+LENGTH = 5
+
 
 class InPlace(nn.Module):
     """In-place arithmetic and activations, some of them on values that a backward has saved."""
@@ -154,6 +156,53 @@ class ChannelsLastModel(ChannelsLast):
         self.to(memory_format=torch.channels_last)
 
 
+class TransposedNorms(nn.Module):
+    """Norms over values that lie transposed: their kernels lay results out otherwise than fake tensors foretell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(5)
+        self.norms = nn.ModuleList(
+            [nn.BatchNorm1d(WIDTH), nn.LayerNorm(LENGTH), nn.InstanceNorm1d(WIDTH), nn.GroupNorm(2, WIDTH)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=False):
+            x = torch.tanh(norm(layer(x).transpose(1, 2))).transpose(1, 2)
+        return self.layers[4](x)
+
+
+class RandomSlopes(nn.Module):
+    """RReLU, whose slopes are random, on a transposed value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rrelu(self.layers[0](x).transpose(1, 2), training=True)
+        return self.layers[2](F.rrelu(self.layers[1](y.transpose(1, 2)), training=self.training))
+
+
+class NormedRecurrences(nn.Module):
+    """Outputs of a GRU and an LSTM, transposed into norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.batches = nn.BatchNorm1d(WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+        self.times = nn.LayerNorm(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.batches(self.gru(x)[0].transpose(1, 2))
+        return self.times(self.lstm(y.permute(2, 0, 1))[0].permute(1, 2, 0)).transpose(1, 2)
+
+
+def series(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, LENGTH, WIDTH), torch.randn(size, LENGTH, WIDTH)
+
+
 def images(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, 8, 8), torch.randn(size, WIDTH)
 
@@ -258,6 +307,9 @@ FEATURES = [
     Feature("strided-batch", Strided, batch=strided_vectors, slow=True),
     Feature("channels-last", ChannelsLast, batch=images, alone=True),
     Feature("channels-last-model", ChannelsLastModel, batch=channels_last_images, alone=True, slow=True),
+    Feature("transposed-norms", TransposedNorms, batch=series, alone=True),
+    Feature("random-slopes", RandomSlopes, batch=series, alone=True, draws=True),
+    Feature("normed-recurrences", NormedRecurrences, batch=series, alone=True, tolerance=1e-4, slow=True),
     Feature("scalars", Scalars),
     Feature("empty", Empty),
     Feature("views-of-inputs", ViewsOfInputs),
