@@ -16,6 +16,7 @@ from fxpipe.tracing.fake_strides import is_corrected
 aten = torch.ops.aten
 
 # Whatever the layout of their inputs. tests/zoo/test_layouts.py compares all of them with their kernels on the CPU.
+_UNSURE = frozenset({aten.ldexp.Tensor, aten.pow.Scalar})  # element by element, and yet foretold otherwise
 _PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default})
 _ON_CPU = frozenset({
     # networks
@@ -50,12 +51,12 @@ def is_foretold(node: fx.Node) -> bool:
 def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
     """Whether the strides that fake tensors give to what an operator makes of these inputs are its kernel's.
 
-    They are where torch computes element by element, where a sweep has shown it, and where all inputs are contiguous,
+    They are where torch computes element by element, where kernels were compared, and where all inputs are contiguous,
     which torch's own tests cover. Other libraries' fake implementations seldom say more of strides than a guess.
     """
     if operator.namespace not in ("aten", "prims"):
         return False
-    if torch.Tag.pointwise in operator.tags or operator in _PRODUCTS:
+    if operator in _PRODUCTS or (torch.Tag.pointwise in operator.tags and operator not in _UNSURE):
         return True
     tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
     device = tensors[0].device.type if tensors else "cpu"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -99,6 +99,68 @@ def calls(program: Program) -> dict[tuple[object, ...], Call]:
     with torch.no_grad():
         Recording(fx.GraphModule(nn.Module(), program.graph)).run(*(feed[name] for name in program.placeholders))
     return found
+
+
+def pointwise_calls() -> Iterator[Call]:
+    """Calls of every ATen operator that torch computes element by element: with tensors of one shape and of several."""
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():
+            operator = getattr(packet, overload)
+            if torch.Tag.pointwise not in operator.tags or operator._schema.is_mutable or is_composite(operator):
+                continue
+            for shapes in SHAPES:
+                made = (_made_up(operator, dtype, shapes) for dtype in (torch.float32, torch.int64, torch.bool))
+                if (call := next((c for c in made if c is not None and _runs(c)), None)) is not None:
+                    yield call
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Whether capture traces what it calls, and never the operator."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+SHAPES = (((2, 3, 4, 5),), ((2, 3, 4, 1), (2, 3, 1, 5)))
+_VALUES = {
+    "Optional[str]": "floor",
+    "Scalar": 1,
+    "number": 1,
+    "Optional[number]": 1,
+    "float": 0.5,
+    "int": 1,
+    "bool": False,
+}
+
+
+def _made_up(operator: OpOverload, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> Call | None:
+    """A call with made-up arguments; None where it needs others than tensors and numbers, or has too few tensors."""
+    rest = list(shapes)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]"):
+            value: Any = (torch.rand(rest.pop(0) if len(rest) > 1 else rest[0]) * 0.8 + 0.1).to(dtype)
+        elif argument.has_default_value():
+            continue
+        elif kind in _VALUES:
+            value = _VALUES[kind]
+        else:
+            return None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return Call(operator, tuple(args), kwargs) if len(rest) == 1 else None
+
+
+def _runs(call: Call) -> bool:
+    try:
+        call.strides()
+        call.foretold(FakeTensorMode())
+    except (RuntimeError, NotImplementedError, torch._subclasses.fake_tensor.DataDependentOutputException):
+        return False
+    return True
 
 
 def misforetold(call: Call, mode: FakeTensorMode, among: Callable[[Call], bool] = lambda call: True) -> list[str]:
