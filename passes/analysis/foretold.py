@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 # Whatever the layout of their inputs. tests/zoo/test_layouts.py compares all of them with their kernels on the CPU.
 _UNSURE = frozenset({aten.ldexp.Tensor, aten.pow.Scalar})  # element by element, and yet foretold otherwise
-_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default})
-_ON_CPU = frozenset({
+PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default})
+ON_CPU = frozenset({
     # networks
     aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -56,11 +56,11 @@ def foretells(operator: OpOverload, inputs: Iterable[object]) -> bool:
     """
     if operator.namespace not in ("aten", "prims"):
         return False
-    if operator in _PRODUCTS or (torch.Tag.pointwise in operator.tags and operator not in _UNSURE):
+    if operator in PRODUCTS or (torch.Tag.pointwise in operator.tags and operator not in _UNSURE):
         return True
     tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
     device = tensors[0].device.type if tensors else "cpu"
-    if is_corrected(operator, device) or (device == "cpu" and operator in _ON_CPU):
+    if is_corrected(operator, device) or (device == "cpu" and operator in ON_CPU):
         return True
     return all(v.layout != torch.strided or v.is_contiguous() for v in tensors)
 
