@@ -14,6 +14,7 @@ each node.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +37,13 @@ from fxpipe.task.batch import describe, dump, tensor_spec
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import origin, recurrent, user_lines
 from fxpipe.tracing import value_checks as checks
+from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
-from fxpipe.tracing.refusals import dense, explain, scalar, scalars
+from fxpipe.tracing.lasting_state import Unknown, still_changing, told
+from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scalars
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
@@ -65,16 +68,18 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
     if not model.training:
         model.train()
     example = _Example.of(batch)
-    tensors = HeldTensors(model)
+    tensors = HeldTensors(model, functions=(loss,))
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
     dense(tensors)
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     traced = _trace(model, loss, example, tensors, device, autocast)
     if updated := frozen_updates(traced, tensors):  # a momentum encoder, a teacher that follows
-        tensors = HeldTensors(model, updated)
+        tensors = HeldTensors(model, updated, (loss,))
         traced = _trace(model, loss, example, tensors, device, autocast)
-    return Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, autocast)
+    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, autocast)
+    notes = _state_notes(model, loss, example, tensors, device, autocast) if tensors.changes else []
+    return replace(program, warnings=(*program.warnings, *notes))
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
         BatchError: the batch is not a pytree of tensors.
     """
     example = _Example.of(batch)
-    tensors = HeldTensors(model)
+    tensors = HeldTensors(model, functions=(metrics,))
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
     place = user_lines.definition(metrics)
@@ -127,7 +132,7 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     with eval_mode(model):
         graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
-    notes += [f"it changes the attribute {change}: the change is not kept" for change in tensors.changed]
+    notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
     traced = Traced(graph_module, (), (), tuple(notes), computed)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, None)
     read = {b.names[0] for b in program.buffers}
@@ -212,6 +217,7 @@ def _trace(
             tensors.hook(held)
             with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins):
                 value = scalar(loss(model, batch), user_lines.definition(loss))
+            own_gradients(value, watch, tensors)
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
         lost[:] = [row for row in new if row not in fits]
@@ -223,16 +229,43 @@ def _trace(
     graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
     if tensors.hooked:
         notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
-    for change in tensors.changed:
-        notes.append(f"the step changes the attribute {change}: every step sees the value from before capture")
-    made = [n for n, v in tensors.made.items() if not isinstance(v, torch.Tensor) or watch.repeats.is_fed(v)]
-    if made:
-        notes.append(
-            f"the step keeps what it computes in attributes that it makes or fills itself ({listed(made, 4)}): every "
-            "step sees the model as it was before capture; keep lasting state in a buffer, made in __init__"
-        )
-    tensors.made.clear()
     return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes))
+
+
+def _state_notes(
+    model: nn.Module, loss: Loss, example: _Example, tensors: HeldTensors, device: str, autocast: str | None
+) -> list[str]:
+    """What the user should know of the Python state that the step changes.
+
+    Raises:
+        CaptureError: its later calls compute something else for it.
+    """
+    changes = tensors.changes
+    fake = KernelStrides(allow_non_fake_inputs=True)
+    made = [_fake(fake, t, device) for t in (*tensors.inputs, *example.inputs)]
+    held, batch = made[: len(tensors.values)], example.batch(made[len(tensors.values) :])
+    watch = origin.TracedStep()
+    watch.repeats = effects = Effects()
+
+    def run() -> None:
+        with autocasting(device, autocast), origin.recording(model, watch, made, tensors.stand_ins):
+            value = loss(model, batch)
+            effects.returned([value, *tensors.rebound().values()])
+        tensors.put_back()
+
+    quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with contextlib.ExitStack() as stack:
+        for context in (*quiet, warnings.catch_warnings(action="ignore"), _tracing(), checks.left_out()):
+            stack.enter_context(context)
+        stack.enter_context(tensors.replaced(held))
+        stack.enter_context(fake)
+        with contextlib.suppress(Unknown):
+            last = {id(change.holder) for change in told(still_changing(run, watch, tensors.python))}
+            changes = [change for change in changes if id(change.holder) in last]
+    names = [str(change) for change in told(changes)]
+    if not names:
+        return []
+    return [f"the step changes {listed(names, 4)}: every step of a run sees the value from before capture"]
 
 
 def _export(

@@ -9,21 +9,22 @@ output.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
+import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.tracing.model_state import Attributes, is_container, preserved
+from fxpipe.tracing.holders import is_container
+from fxpipe.tracing.model_state import Change, PythonState
 
 _REGISTERED = ("_parameters", "_buffers")
 _INTERNAL = frozenset(nn.Module().__dict__)
-_NUMBERS = (int, float)
-_PLAIN = (bool, *_NUMBERS, str)
 
 
 class _Place(NamedTuple):
@@ -45,24 +46,25 @@ class HeldTensors:
     Attributes:
         parameters: how many rows are parameters.
         registered: how many are parameters or buffers; plain attributes follow.
-        changed: Python attributes that the step changed in the last trace, as `path: old → new`.
-        made: attributes that did not exist or were None, by name, with the tensor or number that the step put there;
-            and numbers that it put into containers.
+        changes: what the step made of the Python state that it reaches, when it was last called inside `replaced`.
         stand_ins: inside `replaced`, what replaces a tensor, by the id of each tensor that the model holds.
 
     Args:
         state: names of parameters that are the step's state and not trained: they count as buffers.
+        functions: the step's; the Python state that they reach is the step's, too.
 
     Raises:
         CaptureError: a lazy or scripted module, parameters that overlap, or some parameters without values.
     """
 
-    def __init__(self, model: nn.Module, state: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, state: Collection[str] = (), functions: Sequence[Callable[..., Any]] = ()
+    ) -> None:
         self.model = model
+        self._functions = functions
         self.names: list[tuple[str, ...]] = []
         self.values: list[torch.Tensor] = []
-        self.changed: list[str] = []
-        self.made: dict[str, Any] = {}
+        self.changes: list[Change] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
         self._rows: dict[Any, int] = {}
         self._row_of: dict[int, tuple[torch.Tensor, int]] = {}  # by the id of the tensor object, which is kept alive
@@ -100,6 +102,11 @@ class HeldTensors:
         modules = self.model.named_modules()
         return found + [path or "the model" for path, m in modules if m._backward_hooks or m._backward_pre_hooks]
 
+    @functools.cached_property
+    def python(self) -> PythonState:
+        """All else that the step can reach."""
+        return PythonState(self.model, self._functions)
+
     @contextlib.contextmanager
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, the model has `given` in place of its rows; afterwards it is as it was.
@@ -109,16 +116,15 @@ class HeldTensors:
         self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
         filled: set[int] = set()
         try:
-            with preserved(self.model) as modules:
-                before = {id(c): _numbers(c) for _, state in modules for key, c in state.items() if _may_grow(key, c)}
-                for module, attributes in modules:
-                    for key, value in attributes.items():
+            with self.python.preserved():
+                for module in self.model.modules():
+                    for key, value in list(module.__dict__.items()):
                         if key not in _INTERNAL or key in _REGISTERED:
                             module.__dict__[key] = self._filled(value, filled)
+                before = self.python.snapshot()
                 yield
                 self._refuse_new()
-                self.changed = list(self._changes(modules))
-                self.made = dict(self._additions(modules, before))
+                self.changes = self.python.changes(before)
         finally:
             self.stand_ins = {}
 
@@ -183,6 +189,15 @@ class HeldTensors:
             del found[row]
         return found
 
+    def put_back(self) -> None:
+        """Inside `replaced`: undo what `rebound` tells, which is the pipeline's to keep."""
+        rows = self.rebound()
+        for place in self._places:
+            if place.row in rows:
+                holder = _follow(place, -1)
+                if isinstance(holder, (dict, list, collections.deque)):
+                    holder[place.keys[-1]] = self.stand_ins[id(place.tensor)]
+
     def now(self) -> dict[str, torch.Tensor]:
         """The tensors that the model holds now, by first names; the new one where a tensor was replaced."""
         found = {names[0]: value for names, value in zip(self.names, self.values, strict=True)}
@@ -239,28 +254,6 @@ class HeldTensors:
                 hint="make them in __init__, or run the model once on a batch inside model()",
             )
 
-    def _prefixed(self, modules: Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-        """Each module with the prefix of its attributes' names: `blocks.0.`."""
-        paths = {module: path for path, module in self.model.named_modules()}
-        for module, state in modules:
-            yield f"{paths[module]}." if paths.get(module) else "", module, state
-
-    def _changes(self, modules: Attributes) -> Iterator[str]:
-        for prefix, module, state in self._prefixed(modules):
-            for key, old in state.items():
-                new = module.__dict__.get(key)
-                if type(old) in _PLAIN and type(new) in _PLAIN and old != new:
-                    yield f"{prefix}{key} ({old!r} → {new!r})"
-
-    def _additions(self, modules: Attributes, numbers: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
-        for prefix, module, state in self._prefixed(modules):
-            for key, value in module.__dict__.items():
-                kept = isinstance(value, torch.Tensor) or type(value) in _NUMBERS
-                if key not in _INTERNAL and state.get(key) is None and kept:
-                    yield f"{prefix}{key}", value
-                elif id(value) in numbers and numbers[id(value)] != _numbers(value):
-                    yield f"{prefix}{key}", len(value)
-
     def _refuse_without_values(self) -> None:
         """Check that all parameters or none are on the meta device, and no buffers."""
         without = [value.is_meta for value in self.values]
@@ -298,15 +291,6 @@ class HeldTensors:
                 )
 
 
-def _may_grow(key: str, value: Any) -> bool:
-    return key not in _INTERNAL and is_container(value)
-
-
-def _numbers(container: Any) -> list[Any]:
-    """The members of a container that are numbers."""
-    return [v for v in (container.values() if isinstance(container, dict) else container) if type(v) in _NUMBERS]
-
-
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The range of memory from a tensor's first element to its last; empty if it has no values."""
     if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
@@ -315,9 +299,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _follow(place: _Place) -> Any:
+def _follow(place: _Place, stop: int | None = None) -> Any:
+    """What its keys lead to now, or all but the last of them (`stop` -1); None where they lead nowhere."""
     current: Any = place.module.__dict__
-    for key in place.keys:
+    for key in place.keys[:stop]:
         try:
             current = current[key]
         except (KeyError, IndexError, TypeError):

@@ -32,6 +32,7 @@ from fxpipe.ir.program import (
 from fxpipe.plan.spec import Phase
 from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.refusals import within_backward
 
 _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that order side effects
 
@@ -110,6 +111,8 @@ class Reader:
                     self.warnings.append(f"parameter {names[0]} gets no gradient: it keeps its value")
                 parameters.append(Parameter(node_name, names, trained))
             else:
+                if i >= self.tensors.registered and self.tensors.values[i].requires_grad:
+                    self.warnings.append(f"{names[0]} is a parameter that no module registers: it keeps its value")
                 if placeholder.users:
                     self._refuse_view(self.tensors.values[i], names[0], _line(next(iter(slots[i].users))))
                 buffers.append(Buffer(node_name, names, self.tensors.persistent[i]))
@@ -264,7 +267,10 @@ class Reader:
                 f"the step makes a constant of {self._named(found)}, which has no value (--meta)",
                 hint="reach parameters through the model that loss(model, batch) gets",
             )
-        self._refuse_view(found, "a tensor from outside the model", _line(next(iter(node.users), node)))
+        where = _line(next(iter(node.users), node))
+        if all(user.meta.get("partitioner_tag") == "is_backward" for user in node.users):
+            within_backward(self.tensors.parameter_in(found), where)
+        self._refuse_view(found, "a tensor from outside the model", where)
         before = [n for n in self.graph.nodes if n.op == "placeholder"]  # all come before the calls
         with self.graph.inserting_after(before[-1] if before else None):
             made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))

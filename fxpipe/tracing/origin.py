@@ -31,6 +31,7 @@ KEY = "fxpipe_origin"
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
+_SCALING = ("scale", "unscale_", "step", "update")
 
 
 class Origin(NamedTuple):
@@ -104,7 +105,7 @@ def recording(
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        with recorder, recorder.checkpoints(), _seeding_refused():
+        with recorder, recorder.checkpoints(), _unseen_refused():
             yield
         if recorder.watch.unknown is not None:
             raise recorder.watch.unknown
@@ -281,10 +282,10 @@ class _Recorder(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _seeding_refused() -> Iterator[None]:
-    """Refuse torch.manual_seed and similar calls in the step: tracing would drop them silently."""
+def _unseen_refused() -> Iterator[None]:
+    """Refuse calls that tracing would drop or freeze silently: torch.manual_seed and its like, a GradScaler's."""
 
-    def refusing(name: str) -> Callable[..., Any]:
+    def seeding(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any) -> Any:
             raise CaptureError(
                 f"the step calls torch.{name}, which no graph can hold",
@@ -296,14 +297,33 @@ def _seeding_refused() -> Iterator[None]:
 
         return refuse
 
-    saved = [(module, name, getattr(module, name)) for module in (torch, torch.random) for name in _SEEDING]
-    for module, name, _ in saved:
-        setattr(module, name, refusing(name))
+    def scaling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return function(scaler, *args, **kwargs)
+            raise CaptureError(
+                f"the step calls GradScaler.{name}: a GradScaler looks at gradients, and a step that is captured has "
+                "none yet",
+                where=stacked(outwards(sys._getframe(1))),
+                hint="return the loss itself, and take bfloat16, which needs no scale: --autocast bf16",
+                page="backward",
+            )
+
+        return refuse
+
+    saved: list[tuple[Any, str, Callable[..., Any]]] = []
+    for refusing, names, owners in (
+        (seeding, _SEEDING, (torch, torch.random)),
+        (scaling, _SCALING, (torch.amp.GradScaler,)),
+    ):
+        for owner, name in itertools.product(owners, names):
+            saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, refusing(name, getattr(owner, name)))
     try:
         yield
     finally:
-        for module, name, function in saved:
-            setattr(module, name, function)
+        for owner, name, function in saved:
+            setattr(owner, name, function)
 
 
 def version_hint() -> str:

@@ -8,7 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ from fxpipe.task.batch import unusual
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
+from fxpipe.tracing.repeatability import is_outside
 
 _USER_ERRORS = (AttributeError, KeyError, IndexError, NameError, TypeError)
 _MACHINERY = re.compile(r"[/\\]torch[/\\](_|utils|fx|overrides|library|cuda)|[/\\]fxpipe[/\\]")  # below a step's code
 
+_IN_NESTED = re.compile(r"[/\\]torch[/\\]nested[/\\]")
 DATA_DEPENDENT = (
     r"_local_scalar_dense|DataDependent|data-dependent|Could not guard|Could not extract|\.item\(\)|nonzero"
     r"|DynamicOutputShape"
@@ -72,6 +74,17 @@ HIGHER = Refusal(
     "higher-order",
 )
 
+AVERAGE = Refusal(
+    "the step depends on the values of a tensor: a batch norm with momentum=None averages over all steps so far, and "
+    "turns their count into a Python number",
+    "give it a momentum: nn.BatchNorm1d(features, momentum=0.1)",
+    "item",
+)
+NESTED = Refusal(
+    "the step makes a nested tensor (jagged ones are), whose shape depends on values",
+    "pad the sequences to one length in train_data(), and mask what was added, in the model and in the loss",
+    "tensor-kinds",
+)
 CAUSES = (
     (
         r"mirrored meta",
@@ -97,6 +110,14 @@ CAUSES = (
     ),
     (r"[Nn]umpy", NUMPY),
     (
+        r"modified by an inplace operation",
+        Refusal(
+            "the backward of the step fails, in eager PyTorch as well: a tensor whose value it needs was changed in "
+            "place",
+            "compute a new tensor instead: y = y * 2 for y.mul_(2) or y *= 2",
+        ),
+    ),
+    (
         r"mutating a non-functional tensor|expected to have an entirely functional graph",
         Refusal(
             "the step changes a tensor in place that is not part of the model",
@@ -118,10 +139,7 @@ CAUSES = (
             "call the Python function itself: fxpipe compiles the step, scripting gains nothing",
         ),
     ),
-    (
-        r"_nested_tensor|NestedTensor",
-        Refusal("the step makes a nested tensor", "pad the sequences and mask them, in train_data()", "tensor-kinds"),
-    ),
+    (r"_nested_tensor|NestedTensor", NESTED),
     (
         r"[Qq]uantized",
         Refusal(
@@ -198,6 +216,10 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
         return SHAPE
     if any(code.co_name == "_detect_is_causal_mask" for code in codes):
         return CAUSAL
+    if any(_IN_NESTED.search(code.co_filename) for code in codes):
+        return NESTED
+    if any(_counts_steps(frame.tb_frame) for frame in frames):
+        return AVERAGE
     if "__format__" in said or (call == "tensor" and "not allocated" in said):  # torch.tensor([x[0], x[1]])
         return NUMBER
     if call in ("numpy", "__array__"):
@@ -214,6 +236,12 @@ def _frames(error: Exception) -> Iterator[TracebackType]:
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
+
+
+def _counts_steps(frame: FrameType) -> bool:
+    """Whether a call is of a batch norm that averages over all steps."""
+    module = frame.f_locals.get("self")
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.momentum is None
 
 
 def _asks_for_truth(frames: list[TracebackType]) -> bool:
@@ -244,6 +272,50 @@ def dense(tensors: HeldTensors) -> None:
                 hint="use dense tensors (.to_dense()), or the model before it was quantized or wrapped",
                 page="tensor-kinds",
             )
+
+
+def within_backward(parameter: str | None, where: str | None) -> None:
+    """Check that a constant that only the backward reads is no parameter.
+
+    Raises:
+        CaptureError: it is: what an autograd.Function computes anew with it would bypass the graph.
+    """
+    if parameter is not None:
+        raise CaptureError(
+            f"the backward of an autograd.Function computes with parameter {parameter} anew, as reversible blocks do: "
+            "its gradient would bypass the graph",
+            where=where,
+            hint="call the blocks as ordinary modules, without the Function; torch.utils.checkpoint.checkpoint around "
+            "each of them saves the memory, too",
+            page="backward",
+        )
+
+
+def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTensors) -> None:
+    """Check that only the model's parameters would get a gradient: capture holds all others as they are.
+
+    Raises:
+        CaptureError: the loss has a gradient with respect to a tensor from elsewhere.
+    """
+    outside = watch.repeats.outside
+    nodes, seen = [loss.grad_fn], {loss.grad_fn} if outside else set()
+    while outside and nodes:
+        node = nodes.pop()
+        leaf = id(getattr(node, "variable", None))
+        if leaf in outside or (hasattr(node, "variable") and is_outside(node.variable)):
+            tensor, where = outside.get(leaf) or next(iter(outside.values()))
+            name = tensors.python.name_of(tensor) or f"a tensor of shape {list(tensor.shape)}"
+            raise CaptureError(
+                f"{name} requires a gradient of the loss and is not in the model: it would never be trained",
+                where=where,
+                hint="make it part of the model, so that the optimizer gets it: model.criterion = criterion, "
+                "self.scale = nn.Parameter(...), nn.ModuleList for a list; if it is not to be trained, call "
+                "requires_grad_(False) on it",
+                page="outside-parameters",
+            )
+        found = {function for function, _ in getattr(node, "next_functions", ())} - seen - {None}
+        seen |= found
+        nodes.extend(found)
 
 
 def scalar(loss: Any, where: str | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fxpipe.errors import CaptureError
@@ -37,17 +38,23 @@ class Repeats:
     Attributes:
         runs: how often the step has been called.
         difference: the error that says where a later call differed from the first; None as long as all are equal.
+        outside: by id, tensors that require a gradient and that the step neither was given nor made, with the line.
+        long: how many arguments of a list are compared one by one; longer lists by their hash.
     """
+
+    long = _LONG
 
     def __init__(self) -> None:
         self.runs = 0
         self.difference: CaptureError | None = None
+        self.outside: dict[int, tuple[torch.Tensor, str | None]] = {}
         self._run = 0
         self._first: list[tuple[Place, Call]] = []
         self._calls: list[tuple[Place, Call]] = []  # of this run
         self._known: dict[int, int] = {}
         self._fed: set[int] = set()  # the calls whose results depend on the arguments of the step
         self._reads = False  # whether the current call does
+        self._outside: list[torch.Tensor] = []  # what the current call reads of `outside`
         self._settled = self._ended = False
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
@@ -89,7 +96,7 @@ class Repeats:
         Raises:
             CaptureError: one of the tensors was computed by an earlier call of the step.
         """
-        self._reads = False
+        self._reads, self._outside = False, []
         try:
             return (name, self._token(args), self._token(kwargs) if kwargs else None)
         except _Stale:
@@ -116,6 +123,8 @@ class Repeats:
             where: returns the line of this call, and the user's line that led to it.
             lines: returns the same for a place.
         """
+        for tensor in self._outside:
+            self.outside.setdefault(id(tensor), (tensor, where()))
         if not self._marked(result) and call[0] not in ("lift_fresh.default", "__setitem__"):
             return  # a size, a flag: its effect shows in later calls
         count = len(self._calls)
@@ -159,7 +168,7 @@ class Repeats:
             return value
         if isinstance(value, (tuple, list)):
             tokens = tuple(map(self._token, value))
-            return tokens if len(tokens) <= _LONG else (len(tokens), hash(tokens))
+            return tokens if len(tokens) <= self.long else (len(tokens), hash(tokens))
         if isinstance(value, dict):
             return tuple((key, self._token(v)) for key, v in value.items())
         if isinstance(value, slice):
@@ -178,11 +187,22 @@ class Repeats:
         if number is not None:
             self._reads |= number in self._fed
             return ("made", number)
+        if is_outside(tensor):
+            self._outside.append(tensor)
         return ("constant", _sum(tensor)) if _is_readable(tensor) else ("tensor", tensor.dtype)
 
 
 class _Stale(Exception):
     """A tensor of an earlier call of the step."""
+
+
+def is_outside(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that the step was not given, and did not make, requires a gradient."""
+    return (
+        tensor.requires_grad
+        and not isinstance(tensor, (FunctionalTensor, FakeTensor))
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

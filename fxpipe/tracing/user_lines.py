@@ -87,6 +87,11 @@ def is_installed(file: str | None) -> bool:
     return file is not None and bool(_INSTALLED.search(file)) and not _is_hidden(file)
 
 
+def is_own(file: str | None) -> bool:
+    """Whether a file is the user's own: not torch's, fxpipe's, Python's or an installed package's."""
+    return file is not None and not _is_hidden(file) and not _INSTALLED.search(file)
+
+
 def place(file: str, line: int) -> str:
     """`file.py:12: the line`."""
     return f"{short(file)}:{line}: {text(file, line)}"

@@ -132,7 +132,8 @@ class Collections(nn.Module):
         self.scales = nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
         self.shifts = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)})
         self.registered = nn.Linear(WIDTH, WIDTH)
-        self.plain = [self.registered, nn.Linear(WIDTH, WIDTH)]  # the second is not part of the model: a constant
+        # The second is not part of the model: a constant.
+        self.plain = [self.registered, nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in self.scales:

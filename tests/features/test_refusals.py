@@ -133,7 +133,7 @@ def alignment(model: nn.Module, batch: Any) -> Tensor:
         (Bag, "the gradient of middle.table.weight is sparse"),
         (lambda: Looked(max_norm=0.5), "changes parameter middle.table.weight in place"),
         (Packed, "depends on values"),
-        (Cumulative, "turns a tensor into a Python number"),
+        (Cumulative, "a batch norm with momentum=None averages over all steps"),
         (PostAccumulate, "parameter middle.weight has a post-accumulate-grad hook"),
         (ReplacesWeight, "the step replaces parameter middle.weight"),
         (ClampsWeight, "the step changes parameter middle.weight in place"),

@@ -298,17 +298,12 @@ def test_no_stage_sends_the_memory_of_a_weight() -> None:
     assert not owned & {value.untyped_storage().data_ptr() for value in sent}
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
+class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         import random
 
         random.random()  # drawn, but not used
-        self.calls += 1
-        return x * self.calls
+        return x
 
 
 def test_what_capture_freezes_is_said() -> None:
@@ -316,13 +311,9 @@ def test_what_capture_freezes_is_said() -> None:
 
     random.seed(5)
     state = random.getstate()
-    model = Around(Counts())
-    program = fxpipe.capture(model, squared, batch())
+    program = fxpipe.capture(Around(Draws()), squared, batch())
     assert random.getstate() == state
-    assert model.middle.calls == 0
-    said = " ".join(program.warnings)
-    assert "changes the attribute middle.calls (0 → 1)" in said
-    assert "draws random numbers from Python" in said
+    assert "draws random numbers from Python" in " ".join(program.warnings)
 
 
 class AssignsData(nn.Module):
@@ -496,48 +487,6 @@ def test_a_cache_of_another_shape_is_filled_in_every_step() -> None:
     assert compare_with_eager(build, model, squared, batch()).largest < 1e-6
     model(batch()[0])
     assert not fxpipe.capture(model, squared, batch()).warnings
-
-
-class KeepsAverage(nn.Module):
-    """State that forward makes when it first needs it, beside a cache of a constant."""
-
-    def __init__(self, none: bool) -> None:
-        super().__init__()
-        if none:
-            self.average = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if getattr(self, "average", None) is None:
-            self.average = x.detach().mean(0)
-            self.positions = torch.linspace(0, 1, WIDTH)
-        else:
-            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
-        return x - self.average + self.positions
-
-
-class CountsAnew(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        self.seen.append(len(x))
-        return x * self.calls * len(self.seen)
-
-
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: KeepsAverage(False), "middle.average"),
-        (lambda: KeepsAverage(True), "middle.average"),
-        (CountsAnew, "middle.seen, middle.calls"),
-    ],
-)
-def test_state_that_the_step_makes_itself_is_told(make: Callable[[], nn.Module], names: str) -> None:
-    """Every step saw it as it was before capture, without a word."""
-    (warning,) = fxpipe.capture(Around(make()), squared, batch()).warnings
-    assert f"attributes that it makes or fills itself ({names}): every step sees the model" in warning
 
 
 class Grows(nn.Module):

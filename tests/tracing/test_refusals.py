@@ -18,6 +18,7 @@ from by_path import module_at
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import BatchError, CaptureError
@@ -199,6 +200,10 @@ def nested(x: Tensor) -> Tensor:
     return x + torch.nested.nested_tensor([x[0], x[1]]).to_padded_tensor(0.0)[0]
 
 
+def jagged(x: Tensor) -> Tensor:
+    return x + torch.nested.as_nested_tensor([x[0], x[1]], layout=torch.jagged).to_padded_tensor(0.0)[0]
+
+
 def elsewhere(x: Tensor) -> Tensor:
     return x + torch.ones(WIDTH, device="meta")
 
@@ -242,7 +247,7 @@ def cached(x: Tensor) -> Tensor:
         *((c, "data-shapes") for c in (masked, nonzero, unique, repeated)),
         *((c, "numpy") for c in (round_trip, as_array)),
         *((c, "higher-order") for c in (condition, flexible)),
-        *((c, "tensor-kinds") for c in (as_sparse, nested)),
+        *((c, "tensor-kinds") for c in (as_sparse, nested, jagged)),
         *((c, "randomness") for c in (seeded, drawn_apart, generator)),
         (elsewhere, "devices"),
         (memory, "operators"),
@@ -263,6 +268,69 @@ def test_a_backward_of_ones_own_is_looked_at() -> None:
     error = refused(Clipped.apply)
     assert error.page == "data-dependent"
     assert line_in(error.where) in lines_of(Clipped.backward)
+
+
+class Reversed(torch.autograd.Function):
+    """A reversible block: backward computes it anew, and its gradients go past autograd."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, block: nn.Module) -> Tensor:
+        context.block = block
+        with torch.no_grad():
+            y = x + block(x)
+        context.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            y = context.saved_tensors[0].detach().requires_grad_()
+            (y + context.block(y)).backward(gradient)
+        assert y.grad is not None
+        return y.grad, None
+
+
+class Blocks(nn.Module):
+    def __init__(self, reversible: bool) -> None:
+        super().__init__()
+        self.block, self.last, self.reversible = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), reversible
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reversible:
+            return self.last(Reversed.apply(x * self.last.bias, self.block))
+        return self.last(x + checkpoint(self.block, x, use_reentrant=False))
+
+
+def test_a_reversible_block_is_named_and_its_cure_trains() -> None:
+    with pytest.raises(
+        CaptureError, match=r"computes with parameter block\.(weight|bias) anew, as reversible"
+    ) as caught:
+        fxpipe.capture(Blocks(reversible=True), loss, data())
+    assert caught.value.page == "backward"
+    assert "checkpoint" in str(caught.value.hint)
+    program = fxpipe.capture(Blocks(reversible=False), loss, data())
+    assert all(parameter.trained for parameter in program.parameters)
+
+
+def test_a_scaler_is_named_and_without_it_the_step_trains() -> None:
+    def scaled(scaler: torch.amp.GradScaler) -> Callable[..., Tensor]:
+        return lambda model, batch: scaler.scale(loss(model, batch))
+
+    with pytest.raises(CaptureError, match=r"the step calls GradScaler\.scale") as caught:
+        fxpipe.capture(Net(torch.tanh), scaled(torch.amp.GradScaler("cpu")), data())
+    assert "--autocast bf16" in str(caught.value.hint)
+    assert line_in(caught.value.where) in lines_of(test_a_scaler_is_named_and_without_it_the_step_trains)
+    fxpipe.capture(Net(torch.tanh), loss, data(), autocast="bf16")
+    fxpipe.capture(Net(torch.tanh), scaled(torch.amp.GradScaler("cpu", enabled=False)), data())
+
+
+def test_a_backward_that_fails_in_eager_too_says_so() -> None:
+    def overwritten(x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        return y + y.exp_()
+
+    assert "in eager PyTorch as well: a tensor whose value it needs was changed" in refused(overwritten).what
+    fxpipe.capture(Net(lambda x: torch.sigmoid(x) + torch.sigmoid(x).exp()), loss, data())
 
 
 def test_a_mask_that_torch_looks_at() -> None:

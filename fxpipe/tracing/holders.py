@@ -1,0 +1,178 @@
+"""What can hold Python state: attributes of an object, names of a module or a class, a closure's cell, a container.
+
+Every holder is read as a dictionary and written from one, so that what watches state does not ask what holds it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+LISTS = (list, deque)
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+CONTAINERS = (*LISTS, *MAPPINGS, set)
+LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
+PLAIN = (bool, int, float, complex, str, bytes)
+_NOTHING = object()
+
+Content = dict[Any, Any]
+
+
+class Holder(Protocol):
+    """A place that holds values by key; `name` is how the user writes it."""
+
+    name: str
+
+    def read(self) -> Content:
+        """What it holds now, in a dictionary of its own."""
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        """Hold this and nothing else."""
+
+    def call(self, key: Any) -> str:
+        """How the user writes one of its values."""
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is a plain mutable container that a step may fill."""
+    return type(value) in CONTAINERS and len(value) <= LARGE
+
+
+class Attributes:
+    """An object's own attributes, in `__dict__` or in slots."""
+
+    def __init__(self, thing: Any, name: str) -> None:
+        self.thing, self.name = thing, name
+        self._slots = list(_slots(type(thing)))
+        self._dict: dict[str, Any] | None = getattr(thing, "__dict__", None)
+
+    def read(self) -> Content:
+        found = dict(self._dict or {})
+        for slot in self._slots:
+            value = getattr(self.thing, slot, _NOTHING)
+            if value is not _NOTHING:
+                found[slot] = value
+        return found
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        for slot in self._slots:
+            if slot in content:
+                object.__setattr__(self.thing, slot, content[slot])
+            elif hasattr(self.thing, slot):
+                object.__delattr__(self.thing, slot)
+        if self._dict is not None:
+            self._dict.clear()
+            self._dict.update({key: value for key, value in content.items() if key not in self._slots})
+
+    def call(self, key: Any) -> str:
+        return f"{self.name}.{key}" if self.name else str(key)
+
+
+class Names:
+    """Some names of a module, which functions read or assign."""
+
+    def __init__(self, module: dict[str, Any], prefix: str = "") -> None:
+        self.module, self.names, self.name = module, set[str](), prefix
+
+    def read(self) -> Content:
+        return {name: self.module[name] for name in self.names if name in self.module}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        for name in self.names - content.keys():
+            self.module.pop(name, None)
+        self.module.update(content)
+
+    def call(self, key: Any) -> str:
+        return f"{self.name}{key}"
+
+
+class ClassAttributes:
+    """What a class of the user's holds for all of its objects: not its functions, not what Python put there."""
+
+    def __init__(self, thing: type, name: str) -> None:
+        self.thing, self.name = thing, name
+
+    def read(self) -> Content:
+        return {k: v for k, v in vars(self.thing).items() if not (k.startswith("__") or hasattr(v, "__get__"))}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        for key in self.read().keys() - content.keys():
+            delattr(self.thing, key)
+        for key, value in content.items():
+            if vars(self.thing).get(key, _NOTHING) is not value:
+                setattr(self.thing, key, value)
+
+    def call(self, key: Any) -> str:
+        return f"{self.name}.{key}"
+
+
+class Cell:
+    """A variable of an enclosing function."""
+
+    def __init__(self, cell: types.CellType, name: str) -> None:
+        self.cell, self.name = cell, name
+
+    def read(self) -> Content:
+        try:
+            return {"": self.cell.cell_contents}
+        except ValueError:  # nothing has been assigned to it yet
+            return {}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        if content:
+            self.cell.cell_contents = content[""]
+        elif self.read():
+            del self.cell.cell_contents
+
+    def call(self, key: Any) -> str:
+        return self.name
+
+
+class Members:
+    """A list, deque, set or dictionary."""
+
+    def __init__(self, container: Any, name: str) -> None:
+        self.container, self.name = container, name
+
+    def read(self) -> Content:
+        if type(self.container) is set:
+            return {member: member for member in self.container}
+        return dict(self.container.items() if isinstance(self.container, dict) else enumerate(self.container))
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        self.container.clear()
+        if isinstance(self.container, dict):
+            self.container.update(content)
+        else:
+            (self.container.update if isinstance(self.container, set) else self.container.extend)(content.values())
+
+    def call(self, key: Any) -> str:
+        return f"{self.name}[{key!r}]"
+
+
+class Array:
+    """The values of a small numpy array, as bytes."""
+
+    def __init__(self, array: Any, name: str) -> None:
+        self.array, self.name = array, name
+
+    def read(self) -> Content:
+        return {"": self.array.tobytes()}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        values = type(self.array)(self.array.shape, self.array.dtype, content[""])
+        if self.array.flags.writeable:
+            self.array[...] = values
+
+    def call(self, key: Any) -> str:
+        return self.name
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots: Collection[str] = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and slot[-2:] != "__" else slot

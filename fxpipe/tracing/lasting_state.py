@@ -1,0 +1,122 @@
+"""Does Python state that a step changes decide what its later calls compute? Tried on fake tensors, as eager would.
+
+A graph holds a step as it was at its first call. So the step runs again and again without its Python state being put
+back, and then with counters far ahead and lists grown long. If what decides its results stays the same, the state does
+not matter: it may be a log. If not, capture would train something else than eager does, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpipe.errors import CaptureError, listed
+from fxpipe.tracing.effects import Difference, Effects
+from fxpipe.tracing.model_state import Change, PythonState, grows
+from fxpipe.tracing.origin import TracedStep
+
+RUNS = 4
+"""Calls of the step whose state goes on: caches are filled by the first, and the rest must be alike."""
+
+AHEAD = (10, 100, 1_000, 10_000, 1_000_000)
+"""What counters are set to, and how many members lists are grown by: where branches of later steps begin."""
+
+
+class Unknown(Exception):
+    """The step cannot be called again and again on fake tensors."""
+
+
+def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonState) -> list[Change]:
+    """What the step goes on changing that does not matter to its results.
+
+    Args:
+        run: calls the step; `watch.repeats` is of type `Effects`.
+
+    Raises:
+        CaptureError: it does matter.
+        Unknown: it cannot be told.
+    """
+    before = first = python.snapshot()
+    for number in range(RUNS):
+        before = python.snapshot()
+        _call(run, watch, python, first, number)
+    last = python.changes(before)
+    with contextlib.suppress(Unknown):  # a counter out of its range
+        for target in AHEAD if any(_is_count(change) or grows(change) for change in last) else ():
+            for change in last:
+                _put_ahead(change, target)
+            for _ in range(2):
+                _call(run, watch, python, first, RUNS)
+    return last
+
+
+def told(changes: Sequence[Change]) -> list[Change]:
+    """The changes that a user should know of though no result depends on them: an object's own are its affair."""
+    return [change for change in changes if change.kind != "object"]
+
+
+def _call(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Any, number: int) -> None:
+    effects = watch.repeats
+    assert isinstance(effects, Effects)
+    try:
+        run()
+    except Exception as error:
+        raise Unknown from error
+    if effects.differs is not None:
+        raise _refusal(effects.differs, watch, python.changes(first))
+    assert effects.runs > number or number == RUNS
+
+
+def _refusal(found: Difference, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
+    stale = {id(tensor) for tensor in found.stale}
+    holding = [c for c in changes if _holds(c, stale)] if stale else []
+    values = told(changes)
+    names = list(dict.fromkeys(str(change) for change in holding or values or changes))
+    if stale:
+        cure = (
+            "keep it in a buffer of the model, made in __init__ and changed in place (a queue is a buffer of a fixed "
+            "number of rows: torch.cat([self.queue[len(x):], x]))"
+        )
+    else:
+        cure = (
+            "what counts steps belongs in train_data() (put it into the batch), in lr_scheduler, or in a buffer that "
+            "is counted with add_ and read with torch.where; what only the first call does, let model() do by calling "
+            "the model once"
+        )
+    return CaptureError(
+        f"the step changes {listed(names, 4)}, and its later calls compute something else for it: a graph would keep "
+        "the first call",
+        where=watch.where(found.place),
+        hint=cure,
+        page="python-state",
+    )
+
+
+def _holds(change: Change, tensors: set[int]) -> bool:
+    values = change.holder.read().values() if change.kind == "size" else [change.new]
+    return any(id(part) in tensors for value in values for part in (value if _is_list(value) else [value]))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def _is_count(change: Change) -> bool:
+    return change.kind == "value" and all(type(value) in (int, float) for value in (change.old, change.new))
+
+
+def _put_ahead(change: Change, target: int) -> None:
+    """Set a counter so that this run and the next pass the target; give a list more of its last member."""
+    content = change.holder.read()
+    if _is_count(change):
+        step = change.new - change.old
+        content[change.key] = type(change.new)((target if step > 0 else -target) - step)
+        change.holder.write(content)
+    elif grows(change) and content:
+        last = list(content.values())[-1]
+        if isinstance(last, (torch.Tensor, int, float, tuple, str)):
+            container: Any = change.holder.container  # type: ignore[attr-defined]
+            container.extend([last] * min(target, 1_000))

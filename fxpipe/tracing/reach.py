@@ -1,0 +1,178 @@
+"""Which Python objects a step can reach: from its code and the model's modules, as far as they are the user's own.
+
+A function reaches what its code names: globals, variables of enclosing functions, default arguments. An object reaches
+its attributes and the code of its class. Code of torch, of Python and of installed packages is not looked into; their
+objects are. The walk is breadth first and ends after `MOST` holders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.tracing import holders, user_lines
+from fxpipe.tracing.holders import Holder, is_container
+
+MOST = 10_000
+"""Holders outside the model's modules: enough for what people write, and milliseconds to look through."""
+
+_ATOMS = (*holders.PLAIN, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size, torch.Generator, enum.Enum)
+_WRAPPERS = (staticmethod, classmethod, functools.cached_property)
+_METHODS = (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
+_SPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
+    """What holds state that a step can read or write; the model's modules and their containers first.
+
+    Args:
+        roots: functions of the step.
+    """
+    walk = _Walk()
+    paths = dict(model.named_modules())
+    for path, module in paths.items():
+        walk.seen[id(module)] = module
+        walk.found.append(holders.Attributes(module, path))
+    for path, module in paths.items():
+        for key, value in module.__dict__.items():
+            walk.meet(value, f"{path}.{key}" if path else key)
+        walk.meet(type(module), type(module).__name__)
+    walk.run(sys.maxsize, only=(tuple, *holders.CONTAINERS))
+    for root in roots:
+        walk.queue.appendleft((root, getattr(root, "__name__", "")))
+    walk.run(MOST)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: list[Holder] = []
+        self.seen: dict[int, Any] = {}  # the objects, so that none of them goes and another gets its id
+        self.queue: deque[tuple[Any, str]] = deque()
+        self.names: dict[int, holders.Names] = {}  # by module
+
+    def meet(self, value: Any, name: str) -> None:
+        if not isinstance(value, _ATOMS) and id(value) not in self.seen:
+            self.seen[id(value)] = value
+            self.queue.append((value, name))
+
+    def run(self, most: int, only: tuple[type, ...] = (object,)) -> None:
+        """Look at what was met, until there is no more of it or so many holders are found; leave what is of no such
+        type for later."""
+        end, later = len(self.found) + most, []
+        while self.queue and len(self.found) < end:
+            value, name = self.queue.popleft()
+            if isinstance(value, only):
+                self.look(value, name)
+            else:
+                later.append((value, name))
+        self.queue.extend(later)
+
+    def look(self, value: Any, name: str) -> None:
+        """Take an object as a holder if it is one, and meet what it leads to."""
+        kind = type(value)
+        if kind in (tuple, frozenset):
+            for i, member in enumerate(value):
+                self.meet(member, f"{name}[{i}]")
+        elif kind in holders.CONTAINERS:
+            if is_container(value):
+                self.hold(holders.Members(value, name))
+        elif isinstance(value, types.FunctionType):
+            self.function(value, name)
+        elif isinstance(value, _METHODS):
+            self.meet(getattr(value, "__func__", None), name)
+            self.meet(value.__self__, name.rpartition(".")[0] or name)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.meet(part, name)
+        elif isinstance(value, _WRAPPERS):
+            self.meet(getattr(value, "func", None) or value.__func__, name)
+        elif isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self.meet(part, name)
+        elif hasattr(value, "__wrapped__"):  # functools.lru_cache
+            self.meet(value.__wrapped__, name)
+        elif isinstance(value, type):
+            self.cls(value)
+        elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+            if value.size <= holders.LARGE and not value.dtype.hasobject:
+                self.found.append(holders.Array(value, name))
+        elif _has_state(value):
+            self.hold(holders.Attributes(value, name))
+            self.meet(kind, kind.__name__)
+
+    def hold(self, holder: Holder) -> None:
+        self.found.append(holder)
+        for key, value in holder.read().items():
+            self.meet(value, holder.call(key))
+
+    def function(self, function: types.FunctionType, name: str) -> None:
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self.seen:
+                self.seen[id(cell)] = cell
+                self.hold(holders.Cell(cell, variable))
+        if not user_lines.is_own(function.__code__.co_filename):
+            return
+        code, defaults = function.__code__, function.__defaults__ or ()
+        for variable, value in zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False):
+            self.meet(value, variable)
+        for variable, value in (function.__kwdefaults__ or {}).items():
+            self.meet(value, variable)
+        if function.__dict__:
+            self.hold(holders.Attributes(function, name))
+        mentioned = set(_mentioned(code))
+        self.use(function.__globals__, mentioned)
+        for variable in mentioned & function.__globals__.keys():
+            module = function.__globals__[variable]
+            if isinstance(module, types.ModuleType) and user_lines.is_own(getattr(module, "__file__", None)):
+                self.use(module.__dict__, mentioned & module.__dict__.keys(), f"{variable}.")
+
+    def use(self, module: dict[str, Any], names: set[str], prefix: str = "") -> None:
+        """Functions mention names of a module."""
+        if id(module) not in self.names:
+            self.names[id(module)] = holders.Names(module, prefix)
+            self.found.append(self.names[id(module)])
+        new = names - self.names[id(module)].names
+        self.names[id(module)].names |= new
+        for name in sorted(new & module.keys()):
+            self.meet(module[name], prefix + name)
+
+    def cls(self, cls: type) -> None:
+        for base in cls.__mro__:
+            file = getattr(sys.modules.get(base.__module__), "__file__", None)
+            if not user_lines.is_own(file) or issubclass(base, enum.Enum):
+                continue
+            if base is not cls:
+                self.meet(base, base.__name__)
+                continue
+            self.hold(holders.ClassAttributes(cls, cls.__name__))
+            for name, value in vars(cls).items():
+                if hasattr(value, "__get__"):
+                    self.meet(value, f"{cls.__name__}.{name}")
+
+
+def _has_state(value: Any) -> bool:
+    """Whether an object's attributes are worth watching: one of the user's, of a package's, or a module of torch's."""
+    if isinstance(value, (nn.Module, *_SPACES)):
+        return True
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    if package in ("torch", "fxpipe") or (package in sys.stdlib_module_names and package != "__main__"):
+        return False
+    return hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _mentioned(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _mentioned(constant)

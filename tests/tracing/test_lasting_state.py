@@ -1,0 +1,413 @@
+"""Python state that a step changes: refused where later steps need it, told where not, silent where it is none."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import fxpipe
+from fxpipe.errors import CaptureError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], bank: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.first, self.change, self.last = nn.Linear(WIDTH, WIDTH), change, nn.Linear(WIDTH, WIDTH)
+        self.hidden: Tensor | None = None
+        self.calls = 0
+        if bank is not None:
+            self.bank = bank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.change(self, torch.tanh(self.first(x))))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+@dataclasses.dataclass
+class Fields:
+    steps: int = 0
+
+
+class Slotted:
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Log:
+    steps = 0  # of the class
+
+    def __init__(self) -> None:
+        self.own = 0
+        self.losses: list[Any] = []
+        self.state: Any = None
+
+    def note(self, x: Tensor) -> None:
+        self.own += 1
+        self.losses.append(x.detach())
+
+
+STEPS = 0
+TABLE: dict[Any, Any] = {"steps": 0}
+BANK: list[Tensor] = []
+QUEUE: collections.deque[Tensor] = collections.deque(maxlen=4)
+FIELDS, SLOTTED, LOG, ARRAY = Fields(), Slotted(), Log(), np.zeros(3)
+COUNTER: collections.Counter[str] = collections.Counter()
+LOGGER = logging.getLogger(__name__)
+
+
+def state() -> Any:
+    """All of the above, for a comparison."""
+    plain = (STEPS, dict(TABLE), list(BANK), list(QUEUE), FIELDS.steps, SLOTTED.steps, Log.steps, ARRAY.tolist())
+    return (*plain, dict(COUNTER), dict(vars(LOG)), list(LOG.losses))
+
+
+def late_global(net: Net, x: Tensor) -> Tensor:
+    global STEPS
+    STEPS += 1
+    return x * 2 if STEPS > 500 else x
+
+
+def soon_global(net: Net, x: Tensor) -> Tensor:
+    global STEPS
+    STEPS += 1
+    return x * 2 if STEPS > 2 else x
+
+
+def in_a_dictionary(net: Net, x: Tensor) -> Tensor:
+    TABLE["steps"] += 1
+    return x * min(1.0, TABLE["steps"] / 1000)
+
+
+def attribute(net: Net, x: Tensor) -> Tensor:
+    net.calls += 1
+    return x * net.calls
+
+
+def dataclass(net: Net, x: Tensor) -> Tensor:
+    FIELDS.steps += 1
+    return x / FIELDS.steps
+
+
+def slots(net: Net, x: Tensor) -> Tensor:
+    SLOTTED.steps += 1
+    return x * 2 if SLOTTED.steps >= 1000 else x
+
+
+def class_attribute(net: Net, x: Tensor) -> Tensor:
+    Log.steps += 1
+    return x * 2 if Log.steps % 1000 == 0 else x
+
+
+def array(net: Net, x: Tensor) -> Tensor:
+    ARRAY[0] += 1
+    return x * float(ARRAY[0])
+
+
+def default(net: Net, x: Tensor, seen: list[int] = [0]) -> Tensor:  # noqa: B006 (it is the case)
+    seen[0] += 1
+    return x * seen[0]
+
+
+def enclosed() -> Callable[[Net, Tensor], Tensor]:
+    count = 0
+
+    def change(net: Net, x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    return change
+
+
+def growing(net: Net, x: Tensor) -> Tensor:
+    BANK.append(x.detach())
+    return x + torch.stack(BANK[-64:]).mean() if len(BANK) >= 64 else x
+
+
+def queue(net: Net, x: Tensor) -> Tensor:
+    x = x + torch.stack(list(QUEUE)).mean(0) if len(QUEUE) == 4 else x
+    QUEUE.append(x.detach())
+    return x
+
+
+def recurrent(net: Net, x: Tensor) -> Tensor:
+    x = x if net.hidden is None else x + net.hidden
+    net.hidden = x.detach()
+    return x
+
+
+def shared_bank(net: Net, x: Tensor) -> Tensor:
+    """All of its rows are one tensor at first, so capture cannot tell which of them are replaced."""
+    net.bank = [*net.bank[1:], x.detach().mean(0)]
+    return x + torch.stack(net.bank).sum(0)
+
+
+def another_object(net: Net, x: Tensor) -> Tensor:
+    old, LOG.state = LOG.state, Log()
+    LOG.state.losses.append(x.detach())
+    return x if old is None else x + old.losses[0]
+
+
+def first_call(net: Net, x: Tensor) -> Tensor:
+    if "ready" not in TABLE:
+        TABLE["ready"] = True
+        return x / x.std()
+    return x
+
+
+def one_draw(net: Net, x: Tensor) -> Tensor:
+    """Eager draws it once; a graph would draw it in every step."""
+    if "noise" not in TABLE:
+        TABLE["noise"] = torch.randn(WIDTH)
+    return x + TABLE["noise"]
+
+
+def through_a_view(net: Net, x: Tensor) -> Tensor:
+    """Attributes such as x.T are no calls that capture sees."""
+    net.calls += 1
+    return (x * 2 if net.calls > 2 else x).T.contiguous().T
+
+
+def in_place(net: Net, x: Tensor) -> Tensor:
+    net.calls += 1
+    y = x.clone()
+    y[:, 0] *= 2 if net.calls > 2 else 1
+    return y
+
+
+REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
+    "late_global": (late_global, "STEPS"),
+    "soon_global": (soon_global, "STEPS"),
+    "in_a_dictionary": (in_a_dictionary, r"TABLE\['steps'\]"),
+    "attribute": (attribute, "calls"),
+    "dataclass": (dataclass, r"FIELDS\.steps"),
+    "slots": (slots, r"SLOTTED\.steps"),
+    "class_attribute": (class_attribute, r"Log\.steps"),
+    "array": (array, "ARRAY"),
+    "default": (default, r"seen\[0\]"),
+    "enclosed": (enclosed(), "count"),
+    "growing": (growing, "BANK"),
+    "queue": (queue, "QUEUE"),
+    "recurrent": (recurrent, "hidden"),
+    "another_object": (another_object, r"LOG\.state"),
+    "first_call": (first_call, "TABLE"),
+    "one_draw": (one_draw, "TABLE"),
+    "through_a_view": (through_a_view, "calls"),
+    "in_place": (in_place, "calls"),
+}
+
+
+def refused(net: Net) -> CaptureError:
+    before = state()
+    with pytest.raises(CaptureError, match="its later calls compute something else for it") as caught:
+        fxpipe.capture(net, loss, data())
+    assert state() == before, "capture leaves no trace"
+    assert caught.value.page == "python-state"
+    assert caught.value.hint
+    assert str(caught.value.where).split(":")[0].endswith(Path(__file__).name)
+    return caught.value
+
+
+@pytest.mark.parametrize(("change", "name"), REFUSED.values(), ids=REFUSED)
+def test_state_that_later_steps_need_is_refused(change: Callable[[Net, Tensor], Tensor], name: str) -> None:
+    error = refused(Net(change))
+    assert re.match(f"the step changes {name}[\\[ ,]", error.what), error.what
+
+
+def test_a_bank_whose_rows_are_one_tensor_is_refused() -> None:
+    refused(Net(shared_bank, [torch.zeros(WIDTH)] * 4))
+
+
+def logged(net: Net, x: Tensor) -> Tensor:
+    LOG.note(x)
+    return x
+
+
+def logged_at_times(net: Net, x: Tensor) -> Tensor:
+    """Torch calls that no result depends on, and a number that capture could not read."""
+    net.calls += 1
+    if net.calls % 2 == 0:
+        LOGGER.info("%s", x.detach().square().mean())
+    if net.calls > 2:
+        LOGGER.info("%s", x.mean().item())
+    return x
+
+
+def counted(net: Net, x: Tensor) -> Tensor:
+    COUNTER["steps"] += 1
+    return x
+
+
+def around_the_clock(net: Net, x: Tensor) -> Tensor:
+    net.calls = (net.calls + 1) % 4
+    return x
+
+
+BAR = tqdm(total=1000, mininterval=1e9, file=io.StringIO())
+
+
+def with_a_bar(net: Net, x: Tensor) -> Tensor:
+    BAR.update(1)
+    return x
+
+
+TOLD = {
+    "logged": (logged, "LOG.own (0 → 1), LOG.losses (0 → 1 elements)"),
+    "logged_at_times": (logged_at_times, "calls (0 → 1)"),
+    "counted": (counted, "COUNTER (0 → 1 elements)"),
+    "around_the_clock": (around_the_clock, "calls (0 → 1)"),
+    "with_a_bar": (with_a_bar, "BAR.n (0 → 1)"),
+}
+
+
+@pytest.mark.parametrize(("change", "names"), TOLD.values(), ids=TOLD)
+def test_state_that_no_step_needs_is_told(change: Callable[[Net, Tensor], Tensor], names: str) -> None:
+    before = state()
+    (warning,) = fxpipe.capture(Net(change), loss, data()).warnings
+    assert warning == f"the step changes {names}: every step of a run sees the value from before capture"
+    assert state() == before, "capture leaves no trace"
+
+
+def same_call(net: Net, x: Tensor) -> Tensor:
+    net.hidden = x
+    net.made = x * 2
+    LOG.state = x
+    return net.hidden * net.made + LOG.state
+
+
+def positions(net: Net, x: Tensor) -> Tensor:
+    """A cache in a global dictionary, filled as everybody fills it."""
+    if len(x) not in TABLE:
+        table = torch.zeros(len(x), WIDTH)
+        place = torch.arange(len(x))[:, None] / torch.linspace(1, 9, WIDTH // 2)
+        table[:, 0::2] = torch.sin(place)
+        table[:, 1::2].copy_(torch.cos(place))
+        TABLE[len(x)] = table
+    return x + TABLE[len(x)]
+
+
+def kept_bank(net: Net, x: Tensor) -> Tensor:
+    """Rows of their own: the pipeline keeps them."""
+    net.bank.append(x.detach().mean(0))
+    net.bank.pop(0)
+    return x + torch.stack(net.bank).sum(0)
+
+
+def recorded(net: Net, x: Tensor) -> Tensor:
+    TABLE["seen"] = x
+    LOGGER.info("%s", x.shape)
+    return x + TABLE["seen"].mean()
+
+
+SILENT = {"same_call": same_call, "positions": positions, "kept_bank": kept_bank, "recorded": recorded}
+
+
+@pytest.mark.parametrize("change", SILENT.values(), ids=SILENT)
+def test_what_is_no_state_is_no_alarm(change: Callable[[Net, Tensor], Tensor]) -> None:
+    model = Net(change, [torch.randn(WIDTH) for _ in range(4)])
+    before = state()
+    build = fxpipe.compile(model, loss, data(), workers=2, cost="analytic")
+    assert state() == before, "capture leaves no trace"
+    assert fxpipe.capture(model, loss, data()).warnings == ()
+    assert compare_with_eager(build, model, loss, data()).largest < 1e-6
+    assert state() == before, "a comparison leaves no trace"
+
+
+SCALE = nn.Parameter(torch.ones(()))
+DOUBLED = SCALE * 2
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(x / self.temperature, y)
+
+
+CRITERION, TEACHER = Criterion(), nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("outside", "name"),
+    [
+        (lambda model, b: F.mse_loss(model(b[0]) * SCALE.exp(), b[1]), "SCALE"),
+        (lambda model, b: F.mse_loss(model(b[0]) * DOUBLED, b[1]), "DOUBLED"),
+        (lambda model, b: CRITERION(model(b[0]), b[1]), r"CRITERION\.temperature"),
+        (lambda model, b: F.mse_loss(model(b[0]), TEACHER(b[0])), r"TEACHER\.(weight|bias)"),
+    ],
+    ids=["global", "made_of_it", "criterion", "teacher"],
+)
+def test_a_parameter_from_outside_is_refused(outside: Callable[..., Tensor], name: str) -> None:
+    with pytest.raises(CaptureError, match=f"{name} requires a gradient of the loss") as caught:
+        fxpipe.capture(Net(lambda net, x: x), outside, data())
+    assert caught.value.page == "outside-parameters"
+    assert "test_lasting_state.py" in str(caught.value.where)
+
+
+def no_gradient(model: nn.Module, batch: Any) -> Tensor:
+    with torch.no_grad():
+        wanted = TEACHER(batch[0])
+    return F.mse_loss(model(batch[0]), wanted + SCALE.detach())
+
+
+@pytest.mark.parametrize(
+    "outside",
+    [no_gradient, lambda model, b: F.mse_loss(model(b[0]), TEACHER(b[0]).detach())],
+    ids=["no_grad", "detach"],
+)
+def test_a_teacher_without_gradient_is_no_alarm(outside: Callable[..., Tensor]) -> None:
+    assert fxpipe.capture(Net(lambda net, x: x), outside, data()).warnings == ()
+
+
+class Unregistered(nn.Module):
+    """Modules and parameters in plain lists are not the model's, and no optimizer gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.plain: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for part in self.plain:
+            x = part(x) if isinstance(part, nn.Module) else x * part
+        return x
+
+
+def test_what_no_module_registers_is_told() -> None:
+    model = Unregistered()
+    model.plain.append(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=r"plain\[0\]\.(weight|bias) requires a gradient") as caught:
+        fxpipe.capture(model, loss, data())
+    assert "nn.ModuleList" in str(caught.value.hint)
+    model.plain[:] = [nn.Parameter(torch.ones(WIDTH))]
+    (warning,) = fxpipe.capture(model, loss, data()).warnings
+    assert warning == "plain.0 is a parameter that no module registers: it keeps its value"
