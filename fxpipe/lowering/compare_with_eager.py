@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
+from fxpipe.errors import CaptureError
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.runtime.worker.stage_code import explained
@@ -26,6 +27,7 @@ from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import LossWeight, Minibatches
 from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
+from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.model_state import preserved
@@ -174,12 +176,13 @@ def run_eagerly(
     known = dict(model.named_parameters(remove_duplicate=False))
     parts = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, parts)  # the step may change it
     total = torch.zeros(())
-    with torch.random.fork_rng(), preserved(model), _values_kept((*held.values, *known.values())):
+    with torch.random.fork_rng(), preserved(model, loss), _values_kept((*held.values, *known.values())):
         for j, part in enumerate(parts):
             torch.manual_seed(seed + j)
-            with context():
+            with _eager(loss, "loss(model, batch)"), context():
                 value = loss(model, part)
-            value.backward()  # its own gradient, as hooks in a pipeline see it; it is divided below
+            with _eager(loss, "backward()"):
+                value.backward()  # its own gradient, as hooks in a pipeline see it; it is divided below
             total = total + value.detach().cpu() / divisor
         gradients = {}
         for names, trained in parameters:
@@ -191,6 +194,24 @@ def run_eagerly(
         now = held.now()
         values = {name: now[name].detach().clone() for name in buffers if name in now}
     return Step(total, gradients, values)
+
+
+@contextlib.contextmanager
+def _eager(loss: Loss, call: str) -> Iterator[None]:
+    """Errors in here are eager PyTorch's own: the step that was captured does not train without fxpipe.
+
+    Raises:
+        CaptureError: says so, with eager's message.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CaptureError(
+            f"eager PyTorch itself fails on this step, in {call}: {type(error).__name__}: {error}",
+            where=user_lines.user_traceback(error) or user_lines.definition(loss),
+            hint="there is nothing to compare with: mend the step until it trains without fxpipe, which is "
+            "loss(model, batch).backward(), again and again",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TaskError
+from fxpipe.task.one_optimizer import check_one_optimizer
 
 REQUIRED = ("model", "loss", "train_data")
 OPTIONAL = ("optimizer", "lr_scheduler", "eval_data", "metrics", "loss_weight")
@@ -102,6 +103,7 @@ class Task:
         if not hasattr(self.module, "optimizer"):
             return default_optimizer(named_parameters)
         made = self._call("optimizer", named_parameters)
+        check_one_optimizer(made, self._place("optimizer"))
         if not isinstance(made, torch.optim.Optimizer):
             raise TaskError(
                 f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer",

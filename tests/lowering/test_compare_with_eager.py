@@ -14,8 +14,9 @@ from random_cuts import random_cuts
 from small_models import CASES, Case
 from torch import nn
 
+import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.errors import RunError
+from fxpipe.errors import CaptureError, RunError
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, relative_error
 
 
@@ -88,3 +89,36 @@ def test_a_stage_that_fails_is_not_blamed_on_eager() -> None:
 )
 def test_what_is_not_finite_agrees_only_with_itself(found: list[float], expected: list[float], error: float) -> None:
     assert relative_error(torch.tensor(found), torch.tensor(expected), 0.0) == error
+
+
+class Remembers(nn.Module):
+    """Its average keeps the graph of the microbatch before, through which eager goes a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.mean = 0.9 * self.mean + y.mean(0)
+        return y - self.mean
+
+
+def test_where_eager_itself_fails_it_is_eager_that_is_named() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    model, batch = Remembers(), torch.randn(4, 4)
+    build = fxpipe.compile(model, loss, batch, workers=1, microbatches=2, schedule="gpipe", cost="analytic")
+    with pytest.raises(CaptureError, match="eager PyTorch itself fails on this step, in backward") as caught:
+        compare_with_eager(build, model, loss, batch)
+    assert "Trying to backward through the graph a second time" in caught.value.what
+    assert "test_compare_with_eager.py" in str(caught.value.where)
+
+    def outside(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss(model, batch[:, :3])
+
+    with pytest.raises(CaptureError, match=r"in loss\(model, batch\): RuntimeError: mat1 and mat2") as caught:
+        compare_with_eager(build, model, outside, batch)
+    assert "y = self.layer(x)" in str(caught.value.where)
