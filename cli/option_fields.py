@@ -58,7 +58,8 @@ def _click_type(flag: Flag) -> Any:
     if flag.kind is int and flag.minimum is not None:
         return click.IntRange(min=int(flag.minimum))
     if flag.kind is float:
-        return _Number(flag.minimum if flag.above is None else flag.above, min_open=flag.above is not None)
+        least = flag.minimum if flag.above is None else flag.above
+        return _Number(least, flag.below, min_open=flag.above is not None, max_open=flag.below is not None)
     return flag.kind
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.argument("build", type=click.Path())
 @option_fields(RunOptions, "steps", "epochs", "eval_every")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
-@option_fields(RunOptions, "schedule", "policy", "clip_norm", "log_staleness", "trace", "tensorboard", "backend")
+@option_fields(RunOptions, "schedule", "policy", "clip_norm", "ema", "log_staleness", "trace", "tensorboard", "backend")
 @option_fields(RunOptions, "weights", "seed", "out", "model_file")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads")
@@ -40,6 +40,8 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     metrics(model, batch), the workers evaluate the weights at the end, and after every --eval-every steps: in eval
     mode, through the pipeline, each with its own weights. This does not change training. Under torchrun, the same
     command joins the processes that torchrun started, on one machine or many.
+
+    --ema keeps a moving average of the weights, which is written as OUT/ema.safetensors, and evaluated last.
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
     other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
@@ -68,14 +70,17 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
         raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
     summary = _train(options, local, joined)
     if summary is not None:  # else this is a worker other than the first, under torchrun
-        from fxpipe.runtime.process.run_summary import add_evaluation, write_run
+        from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS
+        from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
 
         first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
         if first is not None:
             warn(f"the loss is not finite from step {first} on: lower the learning rate, or look at that batch")
-        if "evaluation" not in summary and (evaluated := _evaluate(options)):
+        if "evaluation" not in summary and (evaluated := _evaluate(options, FINAL_WEIGHTS)):
             add_evaluation(summary, summary["steps"], evaluated)
             write_run(summary)
+            if averaged := _evaluate(options, AVERAGED_WEIGHTS):
+                averages_evaluated(summary, averaged)
         if as_json:
             emit_json(summary)
         else:
@@ -155,15 +160,15 @@ def _checked_plan(options: RunOptions) -> Plan:
     return plan
 
 
-def _evaluate(options: RunOptions) -> dict[str, float]:
-    from fxpipe.observe.record import FINAL_WEIGHTS
+def _evaluate(options: RunOptions, weights: str) -> dict[str, float]:
+    """The metrics of a file of the run's folder, computed here; none where there is no such file."""
     from fxpipe.plan.build_folder import model_path, read_plan
     from fxpipe.task.evaluate_weights import evaluate
     from fxpipe.task.model_file import load_task
 
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)
-    if path is None or options.out is None:
+    if path is None or options.out is None or not (Path(options.out) / weights).is_file():
         return {}
     task = load_task(path)
     if plan.meta:
@@ -171,11 +176,12 @@ def _evaluate(options: RunOptions) -> dict[str, float]:
             warn("the final weights are not evaluated: they may be larger than this process's memory (--meta)")
         return {}
     with working("evaluating"):
-        return evaluate(task, Path(options.out) / FINAL_WEIGHTS)
+        return evaluate(task, Path(options.out) / weights)
 
 
 def _print(summary: dict[str, Any]) -> None:
     from fxpipe.observe.progress import held_out
+    from fxpipe.observe.record import AVERAGED_WEIGHTS
     from fxpipe.observe.run_folder import staleness_file
 
     losses = summary["losses"]
@@ -217,12 +223,16 @@ def _print(summary: dict[str, Any]) -> None:
         )
     if "evaluation" in summary:
         click.echo(held_out(summary["evaluation"]))
+    if "averaged_evaluation" in summary:
+        click.echo(f"average  {held_out(summary['averaged_evaluation'])}")
     if stale:
         click.echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
     if summary["trace"] is not None:
         click.echo(f"trace    {summary['trace']}")
     click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     click.echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
+    if (average := Path(summary["out"]) / AVERAGED_WEIGHTS).is_file():
+        click.echo(f"average  {average}")
 
 
 def _print_time(summary: dict[str, Any]) -> None:

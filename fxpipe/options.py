@@ -33,6 +33,7 @@ class Flag:
         kind: what reads one value: int, float, str, or a function that raises FxpipeError. That of the default or the
             minimum, if they are numbers and nothing is said.
         minimum, above: a number's least value, or one that it must exceed.
+        below: one that it must not reach.
         choices: the values there are.
         path: a file, a folder, or any path.
         metavar: what `--help` calls the value.
@@ -44,6 +45,7 @@ class Flag:
     kind: Callable[[str], Any] = str
     minimum: float | None = None
     above: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] = ()
     path: Literal["file", "folder", "any"] | None = None
     metavar: str | None = None

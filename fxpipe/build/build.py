@@ -129,6 +129,7 @@ class Build:
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
+        averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
         **options: Any,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, and for accuracy studies of N workers on one machine.
@@ -142,7 +143,8 @@ class Build:
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
                 initialise them, by `seed`. Not needed with `weights`.
             loss_weight: the hook, if the build was compiled with it.
-            options: schedule, policy, clip_norm, log_staleness, backend, weights, seed: see
+            averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
+            options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`.
 
         Raises:
@@ -159,7 +161,8 @@ class Build:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             self.save(folder)
-        pipeline = LocalPipeline(folder, ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight), chosen)
+        task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
+        pipeline = LocalPipeline(folder, task, chosen)
         pipeline.temporary = temporary
         return pipeline
 
@@ -172,13 +175,14 @@ class Build:
         model: Callable[[], nn.Module] | None = None,
         eval_data: Callable[[], Iterable[Any]] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
+        averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
         **options: Any,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            optimizer, lr_scheduler, model, loss_weight: as those of `local`.
+            optimizer, lr_scheduler, model, loss_weight, averaged: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
             options: those of `local`, and steps, epochs, eval_every, out, trace, tensorboard, threads: see
@@ -205,7 +209,8 @@ class Build:
         chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
         if eval_data is not None:
             check_evaluation(self.plan, "eval_data")
-        return join(chosen, ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight))
+        task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged)
+        return join(chosen, task)
 
 
 def load(folder: str | Path) -> Build:

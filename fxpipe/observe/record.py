@@ -23,6 +23,7 @@ gradients if they are clipped."""
 OnEvaluation = Callable[[int, "dict[str, float]", float], None]
 """Called after an evaluation with the number of steps, the means of all metrics, and the seconds that worker 0 took."""
 FINAL_WEIGHTS = "model.safetensors"
+AVERAGED_WEIGHTS = "ema.safetensors"
 LOOK = 5.0
 """Seconds between two records of the workers in TensorBoard's file."""
 
@@ -68,7 +69,8 @@ class Record:
         if self.out is not None:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                for old in (self.out / FINAL_WEIGHTS, self.out / RUN, *self.out.glob(staleness_file("*"))):
+                old_names = (FINAL_WEIGHTS, AVERAGED_WEIGHTS, RUN)
+                for old in (*(self.out / name for name in old_names), *self.out.glob(staleness_file("*"))):
                     old.unlink(missing_ok=True)  # from an earlier run, next to this one's metrics
                 self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
             except OSError as error:

@@ -24,6 +24,8 @@ class PipelineOptions:
         schedule: its name; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
+        ema: keep a moving average of the trained weights, of which each update leaves this share (see
+            `fxpipe.runtime.worker.averages`); None keeps none.
         log_staleness: compare the weights that forwards use with those that their updates change.
         backend: the engine of all stages; None or 'auto' means those of the build.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
@@ -42,6 +44,15 @@ class PipelineOptions:
         above=0,
         metavar="NORM",
         help="Scale the gradients of all workers together to at most this norm.",
+    )
+    ema: float | None = option(
+        None,
+        "--ema",
+        kind=float,
+        above=0,
+        below=1,
+        metavar="DECAY",
+        help="Keep a moving average of the weights, as OUT/ema.safetensors.",
     )
     log_staleness: bool = option(
         False,

@@ -32,6 +32,12 @@ class TrainingTask(Protocol):
         """How much a microbatch counts in its minibatch's loss."""
 
     @property
+    def averages(self) -> bool:
+        """Whether there is `averaged`."""
+
+    def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any: ...
+
+    @property
     def validates(self) -> bool:
         """Whether there is `eval_data`."""
 
@@ -48,6 +54,7 @@ class ObjectTask:
     train_batches: Callable[[], Iterable[Any]] | None = None
     eval_batches: Callable[[], Iterable[Any]] | None = None
     loss_weight: Callable[[Any], Any] | None = None
+    read_averages: Callable[[torch.optim.Optimizer, Any], Any] | None = None
 
     def model(self) -> nn.Module:
         if self.make_model is None:
@@ -56,6 +63,14 @@ class ObjectTask:
                 hint="give a checkpoint (weights=...), or model=, a function that makes the model",
             )
         return self.make_model()
+
+    @property
+    def averages(self) -> bool:
+        return self.read_averages is not None
+
+    def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any:
+        assert self.read_averages is not None
+        return self.read_averages(optimizer, named_parameters)
 
     @property
     def validates(self) -> bool:

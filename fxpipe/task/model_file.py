@@ -5,6 +5,7 @@ def loss(model, batch) -> Tensor              # required: a scalar
 def train_data() -> Iterable[batch]           # required by run; its first batch is the example for capture
 def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
 def lr_scheduler(optimizer)                   # optional
+def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
 def eval_data(), def metrics(model, batch)    # optional validation
 def loss_weight(batch) -> number              # optional: how much a microbatch counts in its minibatch's loss
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
@@ -31,7 +32,7 @@ from fxpipe.errors import TaskError
 from fxpipe.task.one_optimizer import check_one_optimizer
 
 REQUIRED = ("model", "loss", "train_data")
-OPTIONAL = ("optimizer", "lr_scheduler", "eval_data", "metrics", "loss_weight")
+OPTIONAL = ("optimizer", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
 SIGNATURES = {
     "model": "def model() -> nn.Module",
     "loss": "def loss(model, batch) -> Tensor",
@@ -125,6 +126,15 @@ class Task:
     def microbatch_dims(self) -> Any:
         """Where the leaves of a batch are cut into microbatches; None if the file does not say it."""
         return getattr(self.module, "microbatch_dims", None)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the file says where its optimizer keeps averaged weights."""
+        return hasattr(self.module, "averaged")
+
+    def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
+        """What the optimizer has averaged of these parameters, by name; only where `averages`."""
+        return self._call("averaged", optimizer, named_parameters)
 
     @property
     def validates(self) -> bool:

@@ -31,7 +31,7 @@ class _Made(NamedTuple):
     part: int
 
 
-class Difference(NamedTuple):
+class Departure(NamedTuple):
     """Where a later run computes its results in another way than the first.
 
     Attributes:
@@ -54,7 +54,7 @@ class Effects(Repeats):
 
     def __init__(self) -> None:
         super().__init__()
-        self.differs: Difference | None = None
+        self.differs: Departure | None = None
         self._expected: list[tuple[Place, Call]] = []
         self._stale: dict[int, list[torch.Tensor]] = {}  # by call, what it reads of earlier runs
         self._reading: list[torch.Tensor] = []
@@ -102,16 +102,16 @@ class Effects(Repeats):
         calls, numbers = self._deciding(results)
         stale = next((n for n in numbers if n in self._stale), None)
         if stale is not None:
-            self.differs = Difference(self._calls[stale][0], tuple(self._stale[stale]))
+            self.differs = Departure(self._calls[stale][0], tuple(self._stale[stale]))
         elif self.runs == 1:
             self._expected = calls
         else:
             for i, (place, call) in enumerate(calls):
                 if i >= len(self._expected) or self._expected[i][1] != call:
-                    self.differs = Difference(place)
+                    self.differs = Departure(place)
                     return
             if len(calls) < len(self._expected):
-                self.differs = Difference(self._expected[len(calls)][0])
+                self.differs = Departure(self._expected[len(calls)][0])
 
     def end(self, where: Callable[[Place], str | None]) -> None:
         """`returned` has said it all."""

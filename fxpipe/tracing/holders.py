@@ -70,7 +70,7 @@ class Attributes:
         return f"{self.name}.{key}" if self.name else str(key)
 
 
-class Names:
+class Globals:
     """Some names of a module, which functions read or assign."""
 
     def __init__(self, module: dict[str, Any], prefix: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import CaptureError, listed
-from fxpipe.tracing.effects import Difference, Effects
+from fxpipe.tracing.effects import Departure, Effects
 from fxpipe.tracing.model_state import Change, PythonState, grows
 from fxpipe.tracing.origin import TracedStep
 
@@ -70,7 +70,7 @@ def _call(run: Callable[[], None], watch: TracedStep, python: PythonState, first
     assert effects.runs > number or number == RUNS
 
 
-def _refusal(found: Difference, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
+def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
     stale = {id(tensor) for tensor in found.stale}
     holding = [c for c in changes if _holds(c, stale)] if stale else []
     values = told(changes)

@@ -58,7 +58,7 @@ class _Walk:
         self.found: list[Holder] = []
         self.seen: dict[int, Any] = {}  # the objects, so that none of them goes and another gets its id
         self.queue: deque[tuple[Any, str]] = deque()
-        self.names: dict[int, holders.Names] = {}  # by module
+        self.names: dict[int, holders.Globals] = {}  # by module
 
     def meet(self, value: Any, name: str) -> None:
         if not isinstance(value, _ATOMS) and id(value) not in self.seen:
@@ -139,7 +139,7 @@ class _Walk:
     def use(self, module: dict[str, Any], names: set[str], prefix: str = "") -> None:
         """Functions mention names of a module."""
         if id(module) not in self.names:
-            self.names[id(module)] = holders.Names(module, prefix)
+            self.names[id(module)] = holders.Globals(module, prefix)
             self.found.append(self.names[id(module)])
         new = names - self.names[id(module)].names
         self.names[id(module)].names |= new

@@ -12,7 +12,7 @@ import torch
 from covering import covering
 from pipelines import pipeline_of
 
-from fxpipe.errors import BatchError, PolicyError, RunError
+from fxpipe.errors import BatchError, PolicyError, RunError, TaskError
 
 LR, MOMENTUM = 0.1, 0.9
 SHAPES = [
@@ -254,8 +254,14 @@ def test_a_wrong_shape_on_a_wire_is_named(toy: Any, batches: Any, tmp_path: Path
 
 
 def test_a_failing_optimizer_is_named(toy: Any, batches: Any, tmp_path: Path) -> None:
-    pipeline = pipeline_of(
-        toy(schedule="1f1b").save(tmp_path / "build"), lambda named: torch.optim.LBFGS([p for _, p in named])
-    )
-    with pytest.raises(RunError, match=r"update after step 1 failed on worker 1[\s\S]*LBFGS"):
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise ValueError("no such step")
+
+    folder = toy(schedule="1f1b").save(tmp_path / "build")
+    pipeline = pipeline_of(folder, lambda named: Broken([p for _, p in named]))
+    with pytest.raises(RunError, match=r"update after step 1 failed on worker 1: ValueError: no such step") as caught:
         pipeline.step(batches[0])
+    assert caught.value.where == "Broken.step()"
+    with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
+        pipeline_of(folder, lambda named: torch.optim.LBFGS([p for _, p in named]))

@@ -22,10 +22,11 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import buffer_worker
+from fxpipe.runtime.worker.final_weights import final_tensors, held
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import Minibatches
 from fxpipe.task.hooks import TrainingTask
@@ -168,15 +169,33 @@ class LocalPipeline:
             RunError: minibatches are in flight, so that workers are at different versions.
         """
         self._settled("state_dict")
+        return self._all_tensors(None)
+
+    def averaged_state_dict(self) -> dict[str, Tensor]:
+        """The same with the averages of the weights in place of those that are averaged (`ema`, or `averaged`).
+
+        Raises:
+            RunError: minibatches are in flight; or the pipeline keeps no averages.
+            TaskError: the hook `averaged` failed.
+        """
+        self._settled("averaged_state_dict")
+        averages = self.averages()
+        if averages is None:
+            raise RunError(
+                "the pipeline keeps no averages of the weights", hint="build.local(ema=0.999), or averaged=a function"
+            )
+        return self._all_tensors(averages)
+
+    def averages(self) -> list[dict[str, Tensor]] | None:
+        """For each worker, the averages of its trained weights by name, live; None if there are none."""
+        return averages_of([executor.store.averages for executor in self.executors])
+
+    def _all_tensors(self, averages: list[dict[str, Tensor]] | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for parameter in self.plan.parameters:
-            value = self.executors[parameter.owner].store.parameters[parameter.name].detach().clone()
-            found |= dict.fromkeys(parameter.names, value)
-        for buffer in self.plan.buffers:
-            if buffer.persistent:
-                worker = buffer_worker(buffer)
-                value = self.executors[worker].buffers[buffer.name].clone()
-                found |= dict.fromkeys(buffer.names, value)
+        for tensor in final_tensors(self.plan):
+            own = None if averages is None else averages[tensor.worker]
+            value = held(self.executors[tensor.worker], tensor, own).detach().clone()
+            found |= dict.fromkeys(tensor.names, value)
         return found
 
     def gradients(self) -> dict[str, Tensor]:

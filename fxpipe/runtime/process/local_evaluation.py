@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -37,13 +37,20 @@ class LocalEvaluation:
         self._evaluated = 0  # the newest version that was due and is evaluated
         self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def run(self, data: EvaluationData, version: int) -> dict[str, float]:
+    def run(
+        self, data: EvaluationData, version: int, instead: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> dict[str, float]:
         """The mean of every metric after `version` updates, all of which every worker has made.
+
+        Args:
+            instead: for each worker, tensors to evaluate in place of those of these names.
 
         Raises:
             FxpipeError: making the data, or computing with them, failed.
         """
         states = [self._state(worker, version) for worker in range(self.plan.workers)]
+        if instead is not None:
+            states = [{**state, **own} for state, own in zip(states, instead, strict=True)]
         held = [dict(state) for state in states]
         for move in self._moves:
             held[move.reader][move.name] = states[move.source][move.name]

@@ -10,11 +10,11 @@ import torch
 
 from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.record import FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -79,6 +79,11 @@ def run_local(
                 watch.end()
             if record.out is not None:
                 write_final_weights(Path(record.out) / FINAL_WEIGHTS, plan, lambda t: held(executors[t.worker], t))
+            with weights_are_safe(options.out):
+                averages = pipeline.averages()
+            if averages is not None and record.out is not None:
+                averaged = Path(record.out) / AVERAGED_WEIGHTS
+                write_final_weights(averaged, plan, lambda t: held(executors[t.worker], t, averages[t.worker]))
             rows = [worker_row(executor) for executor in executors]
             recipe = pipeline.recipe
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
@@ -92,6 +97,9 @@ def run_local(
                 with weights_are_safe(options.out):
                     metrics = pipeline.evaluate(data)
                 evaluated_last(record, summary, metrics, perf_counter() - begin)
+                if averages is not None:
+                    with weights_are_safe(options.out):
+                        averages_evaluated(summary, pipeline.evaluation.run(data, pipeline.fed, averages))
             record.end(summary)
         finally:
             record.close()

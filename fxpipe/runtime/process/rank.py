@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fxpipe.errors import PeerLost, RunError
 from fxpipe.observe.live import StoreBoard
 from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.record import FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.packing import Layout
@@ -27,7 +27,7 @@ from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.run_summary import add_trace, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -35,6 +35,7 @@ from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, send_trace, write_trace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires, peer_errors
 from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import every
@@ -158,6 +159,10 @@ class RankRun:
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
             if options.out is not None:
                 self._final_weights(Path(options.out) / FINAL_WEIGHTS)
+            with weights_are_safe(options.out):
+                averages = averages_of([self.executor.store.averages])
+            if options.out is not None and averages is not None:
+                self._final_weights(Path(options.out) / AVERAGED_WEIGHTS, averages[0])
             summary = None
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
@@ -169,6 +174,11 @@ class RankRun:
                     metrics = self.evaluation.run(self.executor.state(self.total))
                 if record is not None and summary is not None and metrics is not None:
                     evaluated_last(record, summary, metrics, perf_counter() - begin)
+                if averages is not None:
+                    with weights_are_safe(options.out):
+                        metrics = self.evaluation.run({**self.executor.state(self.total), **averages[0]})
+                    if summary is not None and metrics is not None:
+                        averages_evaluated(summary, metrics)
             if record is not None:
                 record.end(summary)
         finally:
@@ -263,18 +273,18 @@ class RankRun:
             dist.all_gather_object(answers, own)
         return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
 
-    def _final_weights(self, path: Path) -> None:
+    def _final_weights(self, path: Path, averages: dict[str, torch.Tensor] | None = None) -> None:
         if self.rank == 0:
-            write_final_weights(path, self.plan, self._fetch)
+            write_final_weights(path, self.plan, lambda tensor: self._fetch(tensor, averages))
             return
         for tensor in final_tensors(self.plan):
             if tensor.worker == self.rank:
                 with peer_errors(self.rank):
-                    dist.send(held(self.executor, tensor).cpu().contiguous(), 0)
+                    dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
 
-    def _fetch(self, tensor: FinalTensor) -> torch.Tensor:
+    def _fetch(self, tensor: FinalTensor, averages: dict[str, torch.Tensor] | None) -> torch.Tensor:
         if tensor.worker == 0:
-            return held(self.executor, tensor)
+            return held(self.executor, tensor, averages)
         value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
         with peer_errors(self.rank):
             dist.recv(value, tensor.worker)

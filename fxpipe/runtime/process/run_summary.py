@@ -75,6 +75,7 @@ def summarize_run(
     `seconds`, and all that is computed from times, is of training; `evaluation_seconds` is the time of evaluations
     before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics"}`, `evaluation` the metrics of the
     newest, if there is one; `add_evaluation` keeps both up to date.
+    `averaged_evaluation` is the metrics of the averaged weights.
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
     `bubble` is the share in which the workers are not busy. `efficiency` is the throughput between the filling and the
@@ -101,6 +102,7 @@ def summarize_run(
         "seed": options.seed,
         "weights": options.weights,
         "clip_norm": options.clip_norm,
+        "ema": options.ema,
         "threads": threads,
         "transport": transport,
         "device": plan.device,
@@ -154,6 +156,12 @@ def write_run(summary: dict[str, Any]) -> None:
         fresh.replace(out / RUN)
     except OSError as error:
         print(f"warning: {out / RUN} cannot be written: {error.strerror or error}", file=sys.stderr)
+
+
+def averages_evaluated(summary: dict[str, Any], metrics: dict[str, float]) -> None:
+    """The averages of the weights were evaluated, too."""
+    summary["averaged_evaluation"] = metrics
+    write_run(summary)
 
 
 def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> None:

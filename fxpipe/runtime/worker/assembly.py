@@ -13,6 +13,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.averages import make_averages
 from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import buffer_worker
@@ -57,6 +58,7 @@ def open_worker(
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(options.clip_norm, plan, worker, recipe.schedule, transport)
     store = WeightStore(plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip)
+    store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path)

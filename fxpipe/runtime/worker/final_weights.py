@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,10 @@ def buffer_worker(buffer: BufferSpec) -> int:
     return buffer.home if buffer.home is not None else min(buffer.workers, default=0)
 
 
-def held(executor: Executor, tensor: FinalTensor) -> Tensor:
-    """The tensor as `executor`'s worker holds it."""
+def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The tensor as `executor`'s worker holds it, or its average where there is one."""
+    if averages is not None and tensor.names[0] in averages:
+        return averages[tensor.names[0]]
     parameter = executor.store.parameters.get(tensor.names[0])
     return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
 
@@ -59,7 +61,7 @@ def weights_are_safe(out: str | None) -> Iterator[None]:
 
 
 def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:
-    """Write `model.safetensors`; `fetch` gives one tensor after the other, in `final_tensors`' order.
+    """Write `model.safetensors` or `ema.safetensors`; `fetch` gives one tensor after the other, in `final_tensors`' order.
 
     Raises:
         RunError: the file cannot be written.

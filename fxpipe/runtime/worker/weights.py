@@ -13,6 +13,7 @@ from fxpipe.plan.packing import Pack
 from fxpipe.plan.spec import ParameterSpec, Phase, Plan
 from fxpipe.policy.demand import PHASES, Demand, WeightReads
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.averages import Averages
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
@@ -48,6 +49,7 @@ class WeightStore:
         version: how many updates this worker has made.
         updater: makes them.
         predictions: of the live version.
+        averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
     """
 
@@ -66,6 +68,7 @@ class WeightStore:
         self.demand = demand
         self.transport = transport
         self.version = 0
+        self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
@@ -227,6 +230,8 @@ class WeightStore:
         if self.staleness is not None and self.updater.optimizer is not None:
             self.staleness.meets(minibatch, self.updater.optimizer.param_groups)
         self.updater.step(minibatch)
+        if self.averages is not None:
+            self.averages.update()
         self.predictions.forget_all()
         self.version += 1
         self._open_own()

@@ -1,0 +1,244 @@
+"""Averaged weights: exactly torch's AveragedModel over the whole model, local and over processes, to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluated import build_of, write_evaluated
+from safetensors.torch import load_file
+from several_runs import one_after_the_other
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fxpipe
+from fxpipe.errors import FxpipeError, RunError, TaskError
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.task.evaluate_weights import evaluate
+from fxpipe.task.model_file import load_task
+
+WIDTH, STEPS, DECAY = 6, 5, 0.7
+
+
+class Net(nn.Module):
+    """A tied weight, one that is not trained, and a batch norm with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.middle, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.middle.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(self.norm(self.first(x)))))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def batches() -> list[Any]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(STEPS)]
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def build(workers: int = 2, **options: Any) -> fxpipe.Build:
+    return fxpipe.compile(model(), loss, batches()[0], workers=workers, cost="analytic", microbatches=1, **options)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.05)
+
+
+def eager(optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[Net, AveragedModel, torch.optim.Optimizer]:
+    trained = model()
+    averaged = AveragedModel(trained, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    made = optimizer([(n, p) for n, p in trained.named_parameters() if p.requires_grad])
+    for batch in batches():
+        made.zero_grad()
+        loss(trained, batch).backward()
+        made.step()
+        averaged.update_parameters(trained)
+    return trained, averaged, made
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_it_is_that_of_eager(workers: int, schedule: str) -> None:
+    pipeline = build(workers).local(optimizer=adamw, schedule=schedule, ema=DECAY)
+    pipeline.run(batches())
+    trained, averaged, _ = eager(adamw)
+    same(pipeline.state_dict(), trained.state_dict())
+    # Buffers are the trained model's: torch's average leaves its own as they were.
+    expected = {**trained.state_dict(), **dict(averaged.module.named_parameters(remove_duplicate=False))}
+    found = pipeline.averaged_state_dict()
+    same(found, expected)
+    moved = [n for n, p in trained.named_parameters() if not torch.equal(found[n], p.detach())]
+    assert moved == [n for n, p in trained.named_parameters() if p.requires_grad], "the average is no copy"
+    assert torch.equal(found["last.weight"], found["first.weight"])
+
+
+def test_the_average_changes_no_bit_of_training() -> None:
+    made = build()
+    pipelines = [made.local(optimizer=adamw, policy="spectrain", **more) for more in ({}, {"ema": DECAY})]
+    losses = [pipeline.run(batches()) for pipeline in pipelines]
+    assert losses[0] == losses[1]
+    same(pipelines[0].state_dict(), pipelines[1].state_dict())
+
+
+def asgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.ASGD([p for _, p in named], lr=0.05, t0=0)
+
+
+def of_asgd(optimizer: torch.optim.Optimizer, named: Any) -> dict[str, Tensor]:
+    return {name: optimizer.state[p]["ax"] for name, p in named}
+
+
+def test_what_an_optimizer_keeps_of_its_own() -> None:
+    pipeline = build(3, schedule="1f1b").local(optimizer=asgd, averaged=of_asgd)
+    pipeline.run(batches())
+    trained, _, made = eager(asgd)
+    named = [(n, p) for n, p in trained.named_parameters() if p.requires_grad]
+    kept = of_asgd(made, named)
+    expected = {**trained.state_dict(), **kept, "last.weight": kept["first.weight"]}
+    found = pipeline.averaged_state_dict()
+    same(found, expected)
+    assert not torch.equal(found["middle.weight"], trained.middle.weight)
+
+
+def hooked(named: Any) -> torch.optim.Optimizer:
+    """An average in the user's own optimizer hook, as many write it."""
+    made = adamw(named)
+    averages = {name: p.detach().clone() for name, p in named}
+
+    def follow(*_: Any) -> None:
+        for name, p in named:
+            averages[name].lerp_(p.detach(), 0.25)
+
+    made.register_step_post_hook(follow)
+    made.averages = averages  # type: ignore[attr-defined]
+    return made
+
+
+def test_an_average_in_the_optimizer_hook() -> None:
+    pipeline = build().local(optimizer=hooked, schedule="1f1b", averaged=lambda made, named: made.averages)
+    pipeline.run(batches())
+    _, _, made = eager(hooked)
+    found = pipeline.averaged_state_dict()
+    for name, value in made.averages.items():  # type: ignore[attr-defined]
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda made, named: None, "averaged\\(\\) returned NoneType, not a dictionary"),
+        (lambda made, named: {"other": torch.ones(3)}, "not like the parameters of these names: other"),
+        (lambda made, named: {n: p[:1] for n, p in named if p.dim() > 1}, "not like the parameters of these names"),
+        (lambda made, named: dict.fromkeys((n for n, _ in named), 1.0), "not like the parameters of these names"),
+    ],
+)
+def test_what_the_hook_may_not_return(returned: Callable[..., Any], message: str) -> None:
+    pipeline = build(1, schedule="1f1b").local(optimizer=adamw, averaged=returned)
+    pipeline.run(batches()[:1])
+    with pytest.raises(TaskError, match=message) as caught:
+        pipeline.averaged_state_dict()
+    assert caught.value.hint
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    made = build(1)
+    for wrong in (0.0, 1.0, 1.5, float("nan")):
+        with pytest.raises(FxpipeError, match="a moving average cannot decay by"):
+            made.local(ema=wrong)
+    with pytest.raises(FxpipeError, match="two averages of the weights"):
+        made.local(ema=0.9, averaged=of_asgd)
+    with pytest.raises(RunError, match="keeps no averages"):
+        made.local().averaged_state_dict()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build whose workers own other weights than they run, with an evaluation, and its model file."""
+    folder = tmp_path_factory.mktemp("averaged")
+    path = write_evaluated(folder, ("def eval_data():\n", "def eval_data():\n    torch.manual_seed(5)\n"))
+    build_of(path, microbatches=2, schedule="async", policy="stash")[1].save(folder / "build", model_file=path)
+    return folder
+
+
+def run_of(home: Path, out: Path, **more: Any) -> RunOptions:
+    return RunOptions(str(home / "build"), steps=STEPS, out=str(out), threads=1, ema=DECAY, **more)
+
+
+def test_a_run_writes_and_evaluates_it(home: Path, tmp_path: Path) -> None:
+    summary = run_local(run_of(home, tmp_path, schedule="1f1b"))
+    weights, averages = (load_file(tmp_path / f"{name}.safetensors") for name in ("model", "ema"))
+    assert weights.keys() == averages.keys()
+    assert any(not torch.equal(value, averages[name]) for name, value in weights.items())
+    assert summary["averaged_evaluation"].keys() == summary["evaluation"].keys()
+    assert summary["averaged_evaluation"] != summary["evaluation"]
+    assert json.loads((tmp_path / "run.json").read_text())["averaged_evaluation"] == summary["averaged_evaluation"]
+    again = run_local(RunOptions(str(home / "build"), steps=1, out=str(tmp_path), threads=1))
+    assert "averaged_evaluation" not in again
+    assert not (tmp_path / "ema.safetensors").exists(), "that of an earlier run"
+
+
+def test_the_evaluation_is_eagers_of_the_file(home: Path, tmp_path: Path) -> None:
+    summary = run_local(run_of(home, tmp_path))
+    task = load_task(next(home.glob("*.py")))
+    assert summary["averaged_evaluation"] == pytest.approx(evaluate(task, tmp_path / "ema.safetensors"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_distributed_equals_local(home: Path, tmp_path: Path) -> None:
+    more: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"policy": "spectrain", "clip_norm": 0.5}]
+    wanted = [run_of(home, tmp_path / f"local_{i}", **own) for i, own in enumerate(more)]
+    local = [run_local(options) for options in wanted]
+    (workers,) = {len(summary["workers"]) for summary in local}
+    wanted = [dataclasses.replace(options, out=str(tmp_path / f"real_{i}")) for i, options in enumerate(wanted)]
+    real = one_after_the_other(wanted, workers, tmp_path)
+    for i in range(len(more)):
+        files = [(tmp_path / f"{kind}_{i}" / "ema.safetensors").read_bytes() for kind in ("local", "real")]
+        assert files[0] == files[1]
+        assert real[i]["averaged_evaluation"] == local[i]["averaged_evaluation"]
+        assert files[0] != (tmp_path / f"local_{i}" / "model.safetensors").read_bytes()
+
+
+def test_the_guides_hooks_average() -> None:
+    """The average of ASGD, and one that starts after 100 updates."""
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text().split("### Averaged weights")[1]
+    codes = [part.split("```")[0] for part in guide.split("```python\n")[1:3]]
+    made = build(2, schedule="1f1b")
+    for code in codes:
+        hooks: dict[str, Any] = {"torch": torch}
+        exec(code, hooks)
+        pipeline = made.local(optimizer=hooks["optimizer"], averaged=hooks["averaged"])
+        history = []
+        for batch in [*batches()] * 21:
+            pipeline.step(batch)
+            history.append(pipeline.state_dict()["middle.weight"])
+        mean = torch.stack(history[-5:]).mean(0) if "lerp_" in code else history[-1]
+        found = pipeline.averaged_state_dict()["middle.weight"]
+        assert torch.allclose(found, mean, atol=1e-6) == ("lerp_" in code)
+        assert found.isfinite().all()
+        assert not torch.equal(found, history[-1])
