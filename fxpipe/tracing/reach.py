@@ -26,7 +26,14 @@ MOST = 10_000
 """Holders outside the model's modules: enough for what people write, and milliseconds to look through."""
 
 _ATOMS = (*holders.PLAIN, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size, torch.Generator, enum.Enum)
-_WRAPPERS = (staticmethod, classmethod, functools.cached_property)
+_WRAPPERS: dict[type, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    functools.cached_property: ("func",),
+    functools.partial: ("func", "args", "keywords"),
+    functools._lru_cache_wrapper: ("__wrapped__",),
+}
 _METHODS = (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
 _SPACES = (types.SimpleNamespace, argparse.Namespace)
 
@@ -91,16 +98,9 @@ class _Walk:
         elif isinstance(value, _METHODS):
             self.meet(getattr(value, "__func__", None), name)
             self.meet(value.__self__, name.rpartition(".")[0] or name)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self.meet(part, name)
-        elif isinstance(value, _WRAPPERS):
-            self.meet(getattr(value, "func", None) or value.__func__, name)
-        elif isinstance(value, property):
-            for part in (value.fget, value.fset):
-                self.meet(part, name)
-        elif hasattr(value, "__wrapped__"):  # functools.lru_cache
-            self.meet(value.__wrapped__, name)
+        elif kind in _WRAPPERS:
+            for part in _WRAPPERS[kind]:
+                self.meet(getattr(value, part), name)
         elif isinstance(value, type):
             self.cls(value)
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":

@@ -298,8 +298,9 @@ def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTen
         CaptureError: the loss has a gradient with respect to a tensor from elsewhere.
     """
     outside = watch.repeats.outside
-    nodes, seen = [loss.grad_fn], {loss.grad_fn} if outside else set()
-    while outside and nodes:
+    nodes: list[Any] = [loss.grad_fn] if outside else []
+    seen = set(nodes)
+    while nodes:
         node = nodes.pop()
         leaf = id(getattr(node, "variable", None))
         if leaf in outside or (hasattr(node, "variable") and is_outside(node.variable)):
