@@ -260,8 +260,8 @@ def _state_notes(
         stack.enter_context(tensors.replaced(held))
         stack.enter_context(fake)
         with contextlib.suppress(Unknown):
-            last = {id(change.holder) for change in told(still_changing(run, watch, tensors.python))}
-            changes = [change for change in changes if id(change.holder) in last]
+            last = {change.place for change in told(still_changing(run, watch, tensors.python))}
+            changes = [change for change in changes if change.place in last]
     names = [str(change) for change in told(changes)]
     if not names:
         return []

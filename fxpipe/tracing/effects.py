@@ -47,24 +47,23 @@ class Effects(Repeats):
     """The calls of each run that its results depend on.
 
     Attributes:
-        differs: how the last run differs from the first; None if it does not.
+        departs: how the last run departs from the first; None if it does not.
     """
 
     long = sys.maxsize
 
     def __init__(self) -> None:
         super().__init__()
-        self.differs: Departure | None = None
+        self.departs: Departure | None = None
         self._expected: list[tuple[Place, Call]] = []
         self._stale: dict[int, list[torch.Tensor]] = {}  # by call, what it reads of earlier runs
         self._reading: list[torch.Tensor] = []
         self._changed: Any = None  # what the current call changes in place
-        self._kept: list[torch.Tensor] = []  # so that ids stay what they are
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
         super().begin(given)
         self._stale = {}
-        self.differs = None
+        self.departs = None
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
         self._reading = []
@@ -102,16 +101,16 @@ class Effects(Repeats):
         calls, numbers = self._deciding(results)
         stale = next((n for n in numbers if n in self._stale), None)
         if stale is not None:
-            self.differs = Departure(self._calls[stale][0], tuple(self._stale[stale]))
+            self.departs = Departure(self._calls[stale][0], tuple(self._stale[stale]))
         elif self.runs == 1:
             self._expected = calls
         else:
             for i, (place, call) in enumerate(calls):
                 if i >= len(self._expected) or self._expected[i][1] != call:
-                    self.differs = Departure(place)
+                    self.departs = Departure(place)
                     return
             if len(calls) < len(self._expected):
-                self.differs = Departure(self._expected[len(calls)][0])
+                self.departs = Departure(self._expected[len(calls)][0])
 
     def end(self, where: Callable[[Place], str | None]) -> None:
         """`returned` has said it all."""

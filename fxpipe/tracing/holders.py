@@ -10,9 +10,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
-LISTS = (list, deque)
-MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-CONTAINERS = (*LISTS, *MAPPINGS, set)
+CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
+KINDS = (list, deque, dict, set)
 LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
 PLAIN = (bool, int, float, complex, str, bytes)
 _NOTHING = object()
@@ -131,22 +130,27 @@ class Cell:
 
 
 class Members:
-    """A list, deque, set or dictionary."""
+    """A list, deque, set or dictionary, or what is derived from one: then its own methods are passed by."""
 
     def __init__(self, container: Any, name: str) -> None:
         self.container, self.name = container, name
+        self.kind: Any = next(kind for kind in KINDS if isinstance(container, kind))
+        if isinstance(container, OrderedDict):
+            self.kind = OrderedDict  # which keeps its order beside the dictionary
 
     def read(self) -> Content:
-        if type(self.container) is set:
-            return {member: member for member in self.container}
-        return dict(self.container.items() if isinstance(self.container, dict) else enumerate(self.container))
+        if self.kind is set:
+            return {member: member for member in set.__iter__(self.container)}
+        named = issubclass(self.kind, dict)
+        return dict(self.kind.items(self.container) if named else enumerate(self.kind.__iter__(self.container)))
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        self.container.clear()
-        if isinstance(self.container, dict):
-            self.container.update(content)
+        self.kind.clear(self.container)
+        if issubclass(self.kind, dict):
+            for key, value in content.items():
+                self.kind.__setitem__(self.container, key, value)
         else:
-            (self.container.update if isinstance(self.container, set) else self.container.extend)(content.values())
+            (set.update if self.kind is set else self.kind.extend)(self.container, content.values())
 
     def call(self, key: Any) -> str:
         return f"{self.name}[{key!r}]"

@@ -8,6 +8,8 @@ not matter: it may be a log. If not, capture would train something else than eag
 from __future__ import annotations
 
 import contextlib
+import numbers
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from fxpipe.errors import CaptureError, listed
 from fxpipe.tracing.effects import Departure, Effects
-from fxpipe.tracing.model_state import Change, PythonState, grows
+from fxpipe.tracing.model_state import WHOLE, Change, PythonState, Snapshot
 from fxpipe.tracing.origin import TracedStep
 
 RUNS = 4
@@ -39,17 +41,16 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
         CaptureError: it does matter.
         Unknown: it cannot be told.
     """
-    before = first = python.snapshot()
-    for number in range(RUNS):
-        before = python.snapshot()
-        _call(run, watch, python, first, number)
-    last = python.changes(before)
+    first = python.snapshot()
+    for _ in range(RUNS):
+        last = _run(run, watch, python, first)
+    ahead = last
     with contextlib.suppress(Unknown):  # a counter out of its range
-        for target in AHEAD if any(_is_count(change) or grows(change) for change in last) else ():
-            for change in last:
+        for target in AHEAD if any(_is_count(change) or _grown(change) for change in last) else ():
+            for change in ahead:
                 _put_ahead(change, target)
             for _ in range(2):
-                _call(run, watch, python, first, RUNS)
+                ahead = _run(run, watch, python, first)
     return last
 
 
@@ -58,16 +59,23 @@ def told(changes: Sequence[Change]) -> list[Change]:
     return [change for change in changes if change.kind != "object"]
 
 
-def _call(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Any, number: int) -> None:
+def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Snapshot) -> list[Change]:
+    """Call the step once more, and say what this call has changed.
+
+    Raises:
+        CaptureError: its results depend on what it has changed since the `first` call.
+        Unknown: it cannot be called again.
+    """
     effects = watch.repeats
     assert isinstance(effects, Effects)
+    before = python.snapshot()
     try:
         run()
     except Exception as error:
         raise Unknown from error
-    if effects.differs is not None:
-        raise _refusal(effects.differs, watch, python.changes(first))
-    assert effects.runs > number or number == RUNS
+    if effects.departs is not None:
+        raise _refusal(effects.departs, watch, python.changes(first))
+    return python.changes(before)
 
 
 def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
@@ -96,27 +104,32 @@ def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> 
 
 
 def _holds(change: Change, tensors: set[int]) -> bool:
-    values = change.holder.read().values() if change.kind == "size" else [change.new]
+    values = change.holder.read().values() if change.key is WHOLE else [change.holder.read().get(change.key)]
     return any(id(part) in tensors for value in values for part in (value if _is_list(value) else [value]))
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
+    return isinstance(value, (tuple, list, deque))
 
 
 def _is_count(change: Change) -> bool:
-    return change.kind == "value" and all(type(value) in (int, float) for value in (change.old, change.new))
+    values = (change.old, change.new)
+    return change.kind == "value" and all(isinstance(v, numbers.Real) and not isinstance(v, bool) for v in values)
+
+
+def _grown(change: Change) -> Any:
+    """The list or deque that has changed its size; None if none has."""
+    if change.kind != "size":
+        return None
+    found = getattr(change.holder, "container", None) if change.key is WHOLE else change.holder.read().get(change.key)
+    return found if isinstance(found, (list, deque)) else None
 
 
 def _put_ahead(change: Change, target: int) -> None:
     """Set a counter so that this run and the next pass the target; give a list more of its last member."""
-    content = change.holder.read()
     if _is_count(change):
         step = change.new - change.old
-        content[change.key] = type(change.new)((target if step > 0 else -target) - step)
-        change.holder.write(content)
-    elif grows(change) and content:
-        last = list(content.values())[-1]
-        if isinstance(last, (torch.Tensor, int, float, tuple, str)):
-            container: Any = change.holder.container  # type: ignore[attr-defined]
-            container.extend([last] * min(target, 1_000))
+        value = type(change.new)((target if step > 0 else -target) - step)
+        change.holder.write({**change.holder.read(), change.key: value})
+    elif (grown := _grown(change)) and isinstance(grown[-1], (torch.Tensor, numbers.Number, tuple, str)):
+        grown.extend([grown[-1]] * min(target, 1_000))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import operator
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from fxpipe.tracing.holders import LISTS, PLAIN, Content, Holder, Members
-from fxpipe.tracing.reach import reached
+from fxpipe.tracing.holders import Attributes, Content, Holder, Members
+from fxpipe.tracing.reach import has_state, reached
 
 _INTERNAL = frozenset(nn.Module().__dict__)  # of a module; its hooks are among them
+_SIZED = (list, tuple, dict, set, deque)
 _MISSING = object()
+WHOLE = object()
 
 Snapshot = list[tuple[Holder, Content]]
 
@@ -23,6 +27,7 @@ class Change(NamedTuple):
     """What the step made of a value that it can reach.
 
     Attributes:
+        key: where its holder has it; `WHOLE` if it is the holder itself, a container of another size.
         kind: 'value' of a number, a text or the like; 'size' of a container; 'object' for anything else.
     """
 
@@ -32,10 +37,15 @@ class Change(NamedTuple):
     old: Any
     new: Any
 
+    @property
+    def place(self) -> str:
+        """How the user writes it; for a member of a container, the container."""
+        return self.holder.name if isinstance(self.holder, Members) else self.holder.call(self.key)
+
     def __str__(self) -> str:
+        name = self.holder.name if self.key is WHOLE else self.holder.call(self.key)
         if self.kind == "size":
-            return f"{self.holder.name} ({self.old} → {self.new} elements)"
-        name = self.holder.call(self.key)
+            return f"{name} ({self.old} → {self.new} elements)"
         if self.kind == "object" or any(isinstance(value, bytes) for value in (self.old, self.new)):
             return name
         return f"{name} ({_shown(self.old)} → {_shown(self.new)})"
@@ -89,24 +99,31 @@ def preserved(model: nn.Module, *functions: Callable[..., Any]) -> Iterator[None
 def _changes(holder: Holder, old: Content) -> Iterator[Change]:
     new = holder.read()
     module = isinstance(getattr(holder, "thing", None), nn.Module)
-    if isinstance(holder, Members) and len(new) != len(old):
-        yield Change(holder, None, "size", len(old), len(new))
+    resized = isinstance(holder, Members) and len(new) != len(old)
+    if resized:
+        yield Change(holder, WHOLE, "size", len(old), len(new))
     for key in [*old, *(key for key in new if key not in old)]:
         was, now = old.get(key, _MISSING), new.get(key, _MISSING)
-        if was is now or (module and key in _INTERNAL):
+        if was is now or (module and key in _INTERNAL) or (resized and (was is _MISSING or now is _MISSING)):
             continue
-        if isinstance(holder, Members) and len(new) != len(old) and (was is _MISSING or now is _MISSING):
-            continue  # told by its size
-        if _is_plain(was) and _is_plain(now):
-            if not _equal(was, now):
-                yield Change(holder, key, "value", was, now)
-        else:
-            yield Change(holder, key, "object", was, now)
+        yield from _change(holder, key, was, now)
 
 
-def grows(change: Change) -> bool:
-    """Whether a change is of a list or a deque that could have more members."""
-    return change.kind == "size" and isinstance(change.holder, Members) and type(change.holder.container) in LISTS
+def _change(holder: Holder, key: Any, was: Any, now: Any) -> Iterator[Change]:
+    """What one value has become; of an object that another one of its class replaces, what is not the same in it."""
+    if _is_plain(was) and _is_plain(now):
+        if not _equal(was, now):
+            yield Change(holder, key, "value", was, now)
+    elif isinstance(was, _SIZED) and isinstance(now, _SIZED) and len(was) != len(now):
+        yield Change(holder, key, "size", len(was), len(now))
+    else:
+        yield Change(holder, key, "object", was, now)
+        if type(was) is type(now) and has_state(now) and not isinstance(now, nn.Module):
+            inner = Attributes(now, holder.call(key))
+            for name, value in Attributes(was, "").read().items():
+                current = getattr(now, name, _MISSING)
+                if _is_plain(value) and _is_plain(current) and not _equal(value, current):
+                    yield Change(inner, name, "value", value, current)
 
 
 def _same(a: Content, b: Content) -> bool:
@@ -115,7 +132,9 @@ def _same(a: Content, b: Content) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or value is _MISSING or type(value) in PLAIN
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or value is _MISSING or isinstance(value, (numbers.Number, str, bytes))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fxpipe.tracing import holders, user_lines
-from fxpipe.tracing.holders import Holder, is_container
+from fxpipe.tracing.holders import Holder
 
 MOST = 10_000
 """Holders outside the model's modules: enough for what people write, and milliseconds to look through."""
@@ -31,7 +31,7 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     property: ("fget", "fset"),
     functools.cached_property: ("func",),
-    functools.partial: ("func", "args", "keywords"),
+    functools.partial: ("func", "args"),
     functools._lru_cache_wrapper: ("__wrapped__",),
 }
 _METHODS = (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
@@ -55,7 +55,7 @@ def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
         walk.meet(type(module), type(module).__name__)
     walk.run(sys.maxsize, only=(tuple, *holders.CONTAINERS))
     for root in roots:
-        walk.queue.appendleft((root, getattr(root, "__name__", "")))
+        walk.queue.appendleft((root, getattr(root, "__name__", type(root).__name__)))
     walk.run(MOST)
     return walk.found
 
@@ -90,23 +90,27 @@ class _Walk:
         if kind in (tuple, frozenset):
             for i, member in enumerate(value):
                 self.meet(member, f"{name}[{i}]")
-        elif kind in holders.CONTAINERS:
-            if is_container(value):
+        elif isinstance(value, holders.KINDS):
+            if len(value) <= holders.LARGE:
                 self.hold(holders.Members(value, name))
+            if kind not in holders.CONTAINERS and has_state(value):
+                self.hold(holders.Attributes(value, name))
         elif isinstance(value, types.FunctionType):
             self.function(value, name)
         elif isinstance(value, _METHODS):
             self.meet(getattr(value, "__func__", None), name)
-            self.meet(value.__self__, name.rpartition(".")[0] or name)
+            self.meet(value.__self__, name.rpartition(".")[0] or type(value.__self__).__name__)
         elif kind in _WRAPPERS:
             for part in _WRAPPERS[kind]:
                 self.meet(getattr(value, part), name)
+            for keyword, given in getattr(value, "keywords", {}).items():
+                self.meet(given, keyword)
         elif isinstance(value, type):
             self.cls(value)
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             if value.size <= holders.LARGE and not value.dtype.hasobject:
                 self.found.append(holders.Array(value, name))
-        elif _has_state(value):
+        elif has_state(value):
             self.hold(holders.Attributes(value, name))
             self.meet(kind, kind.__name__)
 
@@ -160,7 +164,7 @@ class _Walk:
                     self.meet(value, f"{cls.__name__}.{name}")
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Whether an object's attributes are worth watching: one of the user's, of a package's, or a module of torch's."""
     if isinstance(value, (nn.Module, *_SPACES)):
         return True
