@@ -104,7 +104,8 @@ def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> 
 
 
 def _holds(change: Change, tensors: set[int]) -> bool:
-    values = change.holder.read().values() if change.key is WHOLE else [change.holder.read().get(change.key)]
+    content = change.holder.read()
+    values: list[Any] = list(content.values()) if change.key is WHOLE else [content.get(change.key)]
     return any(id(part) in tensors for value in values for part in (value if _is_list(value) else [value]))
 
 
