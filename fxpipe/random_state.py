@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,27 @@ def random_state_kept() -> Iterator[None]:
 def seed_everything(seed: int) -> None:
     """Seed torch, `random` and numpy."""
     torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def seed_of(*place: object) -> int:
+    """A seed for a place, such as a run's seed, a worker and a step: the same in every process and every run."""
+    text = "/".join(map(str, place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_torch(seed: int, device_type: str = "cpu") -> None:
+    """Seed torch's generator, and that of the current device of this type, in microseconds."""
+    torch.default_generator.manual_seed(seed)
+    if device_type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def seed_generators(seed: int, device_type: str = "cpu") -> None:
+    """As `seed_everything`, for the devices in use only: in microseconds."""
+    seed_torch(seed, device_type)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 
 from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import TaskError
+from fxpipe.optimizer.hook import OptimizerRefused, make_optimizer
+from fxpipe.optimizer.small_copies import hold_still, shrunk, users
 from fxpipe.task.model_file import MakeOptimizer
 
 Named = Sequence[tuple[str, Tensor]]
@@ -23,8 +24,6 @@ TIME_SAMPLE = 16 << 20
 """The most bytes of parameters on which a step is timed: with gradients and state, more than caches hold."""
 
 ROUNDS = Rounds(budget=0.5, least=5, most=100)
-STILL = 1e-6
-"""Learning rates are multiplied by this: the weights hardly change, and nothing overflows or underflows."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,24 @@ class OptimizerCosts:
 
 
 def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, bandwidth: float) -> OptimizerCosts:
-    """What the optimizer costs for these parameters; never fails, since a run may well do what a sample cannot.
+    """What the optimizer costs for these parameters; assumed where it fails, since a run may do what a sample cannot.
 
     Args:
         named: the trained parameters.
         timed: measure a step here, with the threads that torch has now; else compute it: weight, gradient and state
             are read, weight and state written.
         bandwidth: bytes a second of the device's memory; also used if the optimizer cannot be tried.
+
+    Raises:
+        OptimizerRefused: no run can use it.
     """
     state = 1.0
     try:
         state = optimizer_bytes(named, optimizer)
         if timed:
             return OptimizerCosts(state, update_seconds_per_byte(named, optimizer))
+    except OptimizerRefused:
+        raise
     except TaskError as error:
         said = " ".join(error.what.split())
         doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
@@ -70,7 +74,8 @@ def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | N
     much as in the model.
 
     Args:
-        parameters: names and tensors; only shapes and dtypes are looked at.
+        parameters: names and tensors; only shapes and dtypes are looked at. What the optimizer does not choose has no
+            state.
         device: where the sample is; None means the tensors' own.
 
     Raises:
@@ -81,6 +86,8 @@ def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | N
         return 0.0
     sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters], device)
     made = _stepped(sample, optimizer)
+    if made is None:
+        return 0.0
     state = 0.0
     for (_, whole), (_, small) in zip(parameters, sample, strict=True):
         for found in _tensors(made.state.get(small, {})):
@@ -107,8 +114,10 @@ def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device:
     every = max(1, -(-bytes_wanted // TIME_SAMPLE))
     sample = _sample(parameters[::every], wanted[::every], device)
     made = _stepped(sample, optimizer)
+    if made is None:
+        return 0.0
     clock = clock_of(sample[0][1].device.type)
-    with _users():
+    with users():
         taken = [seconds_of(made.step, clock) for _ in ROUNDS.run()]
     return quartile(taken) / sum(p.nbytes for _, p in sample)
 
@@ -118,42 +127,20 @@ def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> l
     made = []
     for (name, tensor), numel in zip(parameters, numels, strict=True):
         place = device or ("cpu" if tensor.is_meta else tensor.device)
-        parameter = nn.Parameter(torch.zeros(_shrunk(tuple(tensor.shape), numel), dtype=tensor.dtype, device=place))
+        parameter = nn.Parameter(torch.zeros(shrunk(tensor.shape, numel), dtype=tensor.dtype, device=place))
         parameter.grad = torch.full_like(parameter, 1e-3)
         made.append((name, parameter))
     return made
 
 
-def _shrunk(shape: tuple[int, ...], numel: float) -> tuple[int, ...]:
-    """The shape with its largest dimension halved, again and again, until it has no more elements than `numel`."""
-    sides = list(shape)
-    while sides and max(sides) > 1 and torch.Size(sides).numel() > numel:
-        largest = sides.index(max(sides))
-        sides[largest] = -(-sides[largest] // 2)
-    return tuple(sides)
-
-
-def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-    with _users():
-        made = optimizer(sample)
-        for group in made.param_groups:
-            if "lr" in group:
-                group["lr"] = group["lr"] * STILL
-        for _ in range(2):  # the first makes the state
-            made.step()
+def _stepped(sample: list[tuple[str, nn.Parameter]], optimizer: MakeOptimizer) -> torch.optim.Optimizer | None:
+    with users():
+        made = make_optimizer(optimizer, sample)
+        if made is not None:
+            hold_still(made)
+            for _ in range(2):  # the first makes the state
+                made.step()
     return made
-
-
-@contextmanager
-def _users() -> Iterator[None]:
-    """Errors inside come from the user's optimizer."""
-    try:
-        yield
-    except Exception as error:
-        raise TaskError(
-            f"the optimizer fails on small copies of the model's parameters: {type(error).__name__}: {error}",
-            hint="optimizer(named_parameters) returns a torch.optim.Optimizer whose step() needs no arguments",
-        ) from error
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

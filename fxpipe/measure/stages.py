@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxpipe.costs.optimizer import STILL
 from fxpipe.costs.timer import Rounds, clock_of, quartile
+from fxpipe.optimizer.small_copies import hold_still
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.packing import Layout, Pack
 from fxpipe.plan.spec import EdgeSpec, Phase, Plan
@@ -167,9 +167,8 @@ class _Worker:
     ) -> None:
         def still(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
             made = optimizer(named)
-            for group in made.param_groups:
-                if "lr" in group:
-                    group["lr"] = group["lr"] * STILL
+            if isinstance(made, torch.optim.Optimizer):  # else the worker refuses it
+                hold_still(made)
             return made
 
         self.plan = plan

@@ -100,8 +100,36 @@ def test_an_optimizer_that_fails_is_the_users() -> None:
     def lbfgs(named: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS([p for _, p in named])
 
-    with pytest.raises(TaskError, match="the optimizer fails on small copies of the model's parameters: TypeError"):
+    with pytest.raises(TaskError, match="LBFGS needs a closure"):
         optimizer_bytes(SMALL, lbfgs)
+    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+        optimizer_costs(SMALL, lbfgs, timed=False, bandwidth=10.0)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_an_optimizer_that_finds_its_own_rate(timed: bool) -> None:
+    def relative(named: Any) -> torch.optim.Optimizer:
+        made = momentum(named)
+        step, made.param_groups[0]["lr"] = made.step, None
+
+        def with_rate(closure: Any = None) -> Any:
+            made.param_groups[0]["lr"] = 0.1
+            step()
+            made.param_groups[0]["lr"] = None
+
+        made.step = with_rate  # type: ignore[method-assign]
+        return made
+
+    found = optimizer_costs(SMALL, relative, timed=timed, bandwidth=10.0)
+    assert (found.state_bytes, found.doubt) == (pytest.approx(1.0), None)
+
+
+def test_what_an_optimizer_does_not_choose_costs_nothing() -> None:
+    def chosen(text: str) -> Any:
+        return lambda named: momentum([(n, p) for n, p in named if text in n])
+
+    assert optimizer_bytes(SMALL, chosen("bias")) == pytest.approx(1.0 / 257)
+    assert optimizer_costs(SMALL, chosen("head"), timed=True, bandwidth=10.0) == OptimizerCosts(0.0, 0.0)
 
 
 def test_of_a_builds_parameters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,6 +88,12 @@ class LearningRates:
                 except Exception:  # OneCycleLR past its last step: the schedule has ended
                     self._scout = None
             self._rates.append(self._rates[-1])
+
+
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """The learning rate of a parameter group; None where it has none, or the optimizer finds its own at every step."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
 
 
 def _shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

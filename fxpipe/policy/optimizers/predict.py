@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import PolicyError
-from fxpipe.policy.optimizers.learning_rates import LearningRates
+from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
 
 
@@ -105,7 +104,7 @@ class Predictor:
             if not self._update:
                 self._update = {id(p): torch.empty_like(p, requires_grad=False) for p in self._observed}
             torch._foreach_copy_(self._last_updates(self._observed), self._observed)
-            self._used = [_rate(group) for group in self.optimizer.param_groups]
+            self._used = [rate_of(group) for group in self.optimizer.param_groups]
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -151,7 +150,7 @@ class Predictor:
 
     def _repeats(self, steps: int, number: int) -> float:
         """How many times the last update fits into the next ones: more than `steps` if the rate grows."""
-        present, used = _rate(self.optimizer.param_groups[number]), self._used[number]
+        present, used = rate_of(self.optimizer.param_groups[number]), self._used[number]
         if self.weight_form or not present or not used:
             return steps
         return math.fsum(rate / used for rate in self._to_come(steps, number, present))
@@ -170,9 +169,3 @@ class Predictor:
                 what = f"decay needs momentum, and {kind}{where} has none"
                 hint = "use SGD or RMSprop with momentum > 0, Adam or AdamW, or leave out +decay"
             raise PolicyError(what, hint=hint)
-
-
-def _rate(group: dict[str, Any]) -> float | None:
-    """The learning rate of a group; an optimizer that is not torch's need not have one."""
-    rate = group.get("lr")
-    return None if rate is None else float(rate)

@@ -57,7 +57,7 @@ def open_worker(
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options, device)
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(options.clip_norm, plan, worker, recipe.schedule, transport)
-    store = WeightStore(plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip)
+    store = WeightStore(plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip, options.seed)
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)

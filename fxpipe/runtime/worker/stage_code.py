@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +9,13 @@ from pathlib import Path
 import torch
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.random_state import seed_of, seed_torch
 from fxpipe.stages.loaded import stage_line
 
 
 def reseed(device: torch.device, *place: object) -> None:
     """Seed torch by the run's seed and the place of the call: the same in every process and every run."""
-    text = "/".join(map(str, place))
-    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    seed_torch(seed_of(*place), device.type)
 
 
 @contextmanager

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TaskError
+from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
-from fxpipe.policy.optimizers.learning_rates import LearningRates
+from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.spike import SpikeCompensation
+from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.task.hooks import TrainingTask
@@ -28,6 +30,12 @@ class Updater:
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; the scheduler that it returns, if any, makes a step after every update.
         keep_gradients: leave them in `grad` until the next update.
+        seed: of the run; the optimizer's random numbers follow from it, the worker and the update, and a scheduler's
+            from it and the update alone, so that all workers' rates are the same. The process's own random state
+            stays as it was.
+
+    Attributes:
+        optimizer: None where nothing is trained: the worker owns nothing, or the user's optimizer chooses none of it.
 
     Raises:
         TaskError: the user's hooks returned something other than an optimizer of these parameters, or a scheduler.
@@ -46,6 +54,7 @@ class Updater:
         task: TrainingTask,
         clip: Clip | None,
         keep_gradients: bool,
+        seed: int,
     ) -> None:
         self.worker = worker
         self.parameters = list(trained.values())
@@ -56,12 +65,16 @@ class Updater:
         self._divisor = divisor
         self._spike: SpikeCompensation | None = None
         self._rates: LearningRates | None = None
-        self.optimizer = task.optimizer(list(trained.items())) if trained else None
-        if self.optimizer is None:
-            self._keeps = False
-            return
-        self._refuse_foreign_parameters(self.optimizer)
-        self.scheduler = _scheduler(task, self.optimizer)
+        self._seed = seed
+        self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
+        self._keeps = keep_gradients
+        with random_state_kept():
+            self._reseed(worker, "optimizer")
+            self.optimizer = make_optimizer(task.optimizer, list(trained.items())) if trained else None
+            if self.optimizer is None:
+                return
+            self._reseed("lr_scheduler")
+            self.scheduler = _scheduler(task, self.optimizer)
         if policy.predicts:
             self._rates = LearningRates(self.optimizer, self.scheduler)
             self.predictor = Predictor(
@@ -77,8 +90,8 @@ class Updater:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group; None on a worker that trains nothing."""
-        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+        """The learning rate of the optimizer's first group; None where there is none."""
+        return None if self.optimizer is None else rate_of(self.optimizer.param_groups[0])
 
     @property
     def norm(self) -> float | None:
@@ -105,25 +118,9 @@ class Updater:
         """
         if self.clip is not None:
             self.clip.apply(minibatch, self.parameters)
-        if self.optimizer is None:
-            return
-        try:
-            if self.predictor is not None:
-                self.predictor.before_step()
-            self.optimizer.step()
-            if self._spike is not None:
-                self._spike.after_step()
-            if self.predictor is not None:
-                self.predictor.observe()
-        except Exception as error:
-            raise self._failed(error, minibatch, self.optimizer) from error
-        try:
-            if self.scheduler is not None:
-                self.scheduler.step()
-        except Exception as error:
-            raise self._failed(error, minibatch, self.scheduler) from error
-        if self._rates is not None:
-            self._rates.stepped()
+        if self.optimizer is not None:
+            with random_state_kept():
+                self._update(minibatch, self.optimizer)
         if not self._keeps:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -132,22 +129,36 @@ class Updater:
         """The last update's mean gradients, if they are kept."""
         return [parameter.grad for parameter in self.parameters]
 
+    def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            if self.predictor is not None:
+                self.predictor.before_step()
+            self._reseed(self.worker, "update", minibatch)
+            optimizer.step()
+            if self._spike is not None:
+                self._spike.after_step()
+            if self.predictor is not None:
+                self.predictor.observe()
+        except Exception as error:
+            raise self._failed(error, minibatch, optimizer) from error
+        try:
+            if self.scheduler is not None:
+                self._reseed("lr_scheduler", minibatch)
+                self.scheduler.step()
+        except Exception as error:
+            raise self._failed(error, minibatch, self.scheduler) from error
+        if self._rates is not None:
+            self._rates.stepped()
+
+    def _reseed(self, *place: object) -> None:
+        seed_generators(seed_of(self._seed, *place), self._device_type)
+
     def _failed(self, error: Exception, minibatch: int, what: object) -> RunError:
         return RunError(
             f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
             where=f"{type(what).__name__}.step()",
             hint="it is called once after every update, without arguments",
         )
-
-    def _refuse_foreign_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer over other tensors: it would train nothing here, and no one would notice."""
-        own = {id(parameter) for parameter in self.parameters}
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-        if foreign:
-            raise TaskError(
-                f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
-                hint="build it from named_parameters: [p for _, p in named_parameters]",
-            )
 
 
 def _scheduler(task: TrainingTask, optimizer: torch.optim.Optimizer) -> Any:

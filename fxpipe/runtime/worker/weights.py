@@ -43,6 +43,7 @@ class WeightStore:
         task: makes the optimizer of the owned trained parameters, if there are any, and its scheduler.
         keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
         clip: scales the gradients before every update; None leaves them as they are.
+        seed: of the run, for random numbers in the optimizer.
 
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
@@ -63,6 +64,7 @@ class WeightStore:
         task: TrainingTask,
         keep_gradients: bool = False,
         clip: Clip | None = None,
+        seed: int = 0,
     ) -> None:
         self.worker = worker
         self.demand = demand
@@ -88,6 +90,7 @@ class WeightStore:
             task=task,
             clip=clip,
             keep_gradients=keep_gradients,
+            seed=seed,
         )
         self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)

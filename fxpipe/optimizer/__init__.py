@@ -1,0 +1,1 @@
+"""The user's optimizer: asks for it, and tries on small copies whether each worker may have its own."""

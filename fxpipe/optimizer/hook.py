@@ -1,0 +1,83 @@
+"""Asks the user for the optimizer of some parameters: on small copies at compile time, on a worker's own in a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TaskError
+from fxpipe.task.model_file import MakeOptimizer
+
+NEEDS_CLOSURE = (
+    "a pipeline makes the gradients of a minibatch once, so step() gets none: take an optimizer whose step() needs no "
+    "arguments, such as torch.optim.AdamW"
+)
+
+
+class OptimizerRefused(TaskError):
+    """An optimizer that no run can use, whatever parameters it is given."""
+
+
+def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
+    """The user's optimizer of these parameters, checked; None where it chooses none of them.
+
+    A rate that is a tensor is the optimizer's own from then on: a scheduler writes into it.
+
+    Raises:
+        OptimizerRefused: it is no optimizer, holds other parameters, or needs a closure.
+    """
+    try:
+        made = make(list(named))
+    except Exception as error:
+        if _chose_none(error):
+            return None
+        raise
+    if not isinstance(made, torch.optim.Optimizer):
+        raise OptimizerRefused(
+            f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer",
+            hint="return one optimizer; parameters that need other options can be other groups of it",
+        )
+    _refuse_foreign_parameters(made, named)
+    if _needs_closure(made):
+        raise OptimizerRefused(
+            f"{type(made).__name__} needs a closure, which computes the loss again within one update",
+            hint=NEEDS_CLOSURE,
+        )
+    if not any(group["params"] for group in made.param_groups):
+        return None
+    for options in (made.defaults, *made.param_groups):
+        if isinstance(options.get("lr"), Tensor):
+            options["lr"] = options["lr"].detach().clone()
+    return made
+
+
+def _chose_none(error: BaseException | None) -> bool:
+    """Whether torch refused an empty list, somewhere below what the hook raised."""
+    while error is not None:
+        if isinstance(error, ValueError) and "empty parameter list" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _refuse_foreign_parameters(made: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """An optimizer over other tensors would train nothing here, and no one would notice."""
+    own = {id(parameter) for _, parameter in named}
+    foreign = [p for group in made.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise OptimizerRefused(
+            f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
+            hint="build it from named_parameters: [p for _, p in named_parameters]",
+        )
+
+
+def _needs_closure(made: torch.optim.Optimizer) -> bool:
+    """Whether step() has an argument that must be given."""
+    try:
+        arguments = inspect.signature(made.step).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)

@@ -1,0 +1,223 @@
+"""A worker's update: random numbers by seed, worker and step; optimizers without a rate, or of some parameters alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipelines import pipeline_of
+from torch import nn
+
+from fxpipe.errors import RunError, TaskError
+from fxpipe.random_state import seed_everything
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+POLICIES = [("async", p) for p in ("latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim", "xpipe", "lwp")]
+POLICIES += [("1f1b", "latest"), ("gpipe", "latest")]
+
+OPTIMIZERS = """
+import random
+import numpy
+import torch
+
+class Noisy(torch.optim.Optimizer):
+    '''Langevin dynamics, with noise from every generator that there is.'''
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["start"] = torch.randn_like(p)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+                p += 1e-3 * (torch.randn_like(p) + self.state[p]["start"] + random.random() + numpy.random.normal())
+
+
+class Relative(torch.optim.Optimizer):
+    '''Finds its own rate at every step, as Adafactor does.'''
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": None})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.1 / self.steps * p.grad
+"""
+scope: dict[str, Any] = {}
+exec(OPTIMIZERS, scope)
+
+
+def noisy(named: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = scope["Noisy"]([p for _, p in named])
+    return made
+
+
+def relative(named: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = scope["Relative"]([p for _, p in named])
+    return made
+
+
+def of_layer(layer: int) -> Callable[[Any], torch.optim.Optimizer]:
+    """Chooses one layer: no parameter on the worker that has the other."""
+    return lambda named: torch.optim.SGD([p for n, p in named if f"layers.{layer}." in n], lr=0.1)
+
+
+class Jumpy(torch.optim.lr_scheduler.LambdaLR):
+    """A rate drawn anew for every update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda update: 0.5 + torch.rand(()).item() + random.random())
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.random())
+
+
+def test_random_numbers_follow_from_the_seed_alone(toy: Any, tmp_path: Path, batches: Batches) -> None:
+    folder = toy(dropout=True).save(tmp_path / "build")
+    found = []
+    for before, seed in ((1, 0), (2, 0), (1, 5)):
+        seed_everything(before)
+        pipeline = pipeline_of(folder, noisy, Jumpy, seed=seed)
+        losses = pipeline.run(batches)
+        found.append((losses, pipeline.state_dict()))
+    (one, state), (again, state_again), (other, _) = found
+    assert one == again
+    assert all(state[name].equal(state_again[name]) for name in state)
+    assert one[1:] != other[1:]
+
+
+def test_the_process_random_state_stays_as_it_is(toy: Any, tmp_path: Path, batches: Batches) -> None:
+    folder = toy().save(tmp_path / "build")
+    seed_everything(3)
+    np.random.normal()  # numpy draws these in pairs, and keeps the second
+    expected = drawn()
+    pair = np.random.normal()
+    seed_everything(3)
+    np.random.normal()
+    pipeline = pipeline_of(folder, noisy, Jumpy)
+    pipeline.run(batches[:3])
+    assert drawn() == expected
+    pipeline.run(batches[3:])
+    assert np.random.normal() == pair
+
+
+def test_workers_have_numbers_of_their_own_but_a_common_rate(toy: Any, tmp_path: Path, batches: Batches) -> None:
+    pipeline = pipeline_of(toy().save(tmp_path / "build"), noisy, Jumpy)
+    optimizers = [executor.store.updater.optimizer for executor in pipeline.executors]
+    starts = [next(iter(optimizer.state.values()))["start"] for optimizer in optimizers if optimizer is not None]
+    assert len(starts) == 2
+    assert not starts[0].equal(starts[1])
+    rates = []
+    for batch in batches[:3]:
+        pipeline.step(batch)
+        pipeline.flush()
+        rates.append({executor.store.updater.lr for executor in pipeline.executors})
+    assert [len(both) for both in rates] == [1, 1, 1]
+    assert len(set.union(*rates)) == 3
+
+
+@pytest.mark.parametrize(("schedule", "policy"), POLICIES)
+def test_an_optimizer_without_a_rate_trains(
+    toy: Any, tmp_path: Path, batches: Batches, schedule: str, policy: str
+) -> None:
+    built = toy(microbatches=2, schedule="1f1b") if schedule != "async" else toy()
+    pipeline = pipeline_of(built.save(tmp_path / "build"), relative, schedule=schedule, policy=policy)
+    assert pipeline.executors[0].store.updater.lr is None
+    pipeline.run(batches)
+    trained = pipeline.state_dict()
+    assert all(not trained[name].equal(initial) for name, initial in built.initial().items())
+    if schedule != "async":
+        weights = {name: nn.Parameter(initial.clone()) for name, initial in built.initial().items()}
+        optimizer = relative(list(weights.items()))
+        for batch in batches:
+            optimizer.zero_grad()
+            built.loss(weights, batch).backward()
+            optimizer.step()
+        for name, weight in weights.items():
+            torch.testing.assert_close(trained[name], weight.detach())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("schedule", "policy"), POLICIES)
+def test_parameters_that_the_optimizer_does_not_choose_stay(
+    toy: Any, tmp_path: Path, batches: Batches, schedule: str, policy: str, layer: int
+) -> None:
+    built = toy(microbatches=2, schedule="1f1b") if schedule != "async" else toy()
+    pipeline = pipeline_of(
+        built.save(tmp_path / "build"), of_layer(layer), Jumpy, schedule=schedule, policy=policy, clip_norm=0.5
+    )
+    pipeline.run(batches)
+    trained, initial = pipeline.state_dict(), built.initial()
+    chosen, other = f"layers.{layer}.weight", f"layers.{1 - layer}.weight"
+    assert not trained[chosen].equal(initial[chosen])
+    assert trained[other].equal(initial[other])
+    assert (pipeline.executors[0].store.updater.lr is None) == (layer == 1)
+
+
+def test_gradients_that_nothing_reads_are_freed(toy: Any, tmp_path: Path, batches: Batches) -> None:
+    pipeline = pipeline_of(toy().save(tmp_path / "build"), of_layer(0))
+    pipeline.run(batches)
+    assert [p.grad for executor in pipeline.executors for p in executor.store.updater.parameters] == [None, None]
+
+
+def test_what_no_run_can_use_is_refused_where_it_is_made(toy: Any, tmp_path: Path) -> None:
+    folder = toy().save(tmp_path / "build")
+    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+        pipeline_of(folder, lambda named: torch.optim.LBFGS([p for _, p in named]))
+
+
+def test_a_failing_update_still_restores_the_random_state(toy: Any, tmp_path: Path, batches: Batches) -> None:
+    class Tired(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError("enough")
+
+    pipeline = pipeline_of(toy().save(tmp_path / "build"), lambda named: Tired([p for _, p in named], lr=0.1))
+    seed_everything(4)
+    expected = drawn()
+    seed_everything(4)
+    with pytest.raises(RunError, match="ArithmeticError: enough"):
+        pipeline.run(batches)
+    assert drawn() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("kind", ["Noisy", "Relative", "some"])
+def test_distributed_equals_local(toy: Any, tmp_path: Path, kind: str) -> None:
+    built = toy(dropout=True, policy="spectrain")
+    folder = built.save(tmp_path / "build")
+    model = tmp_path / "model.py"
+    chosen = "[p for n, p in named_parameters if 'layers.1' in n]"
+    made = f"torch.optim.SGD({chosen}, lr=0.1)" if kind == "some" else f"{kind}([p for _, p in named_parameters])"
+    text = model.read_text().split("def optimizer")[0] + OPTIMIZERS
+    model.write_text(
+        text.replace("    return [(torch.randn", "    torch.rand(()), random.random(), numpy.random.normal()\n"
+                     "    return [(torch.randn")
+        + f"\ndef optimizer(named_parameters):\n    return {made}\n"
+    )  # fmt: skip
+    options = RunOptions(str(folder), out=str(tmp_path / "local"), seed=3)
+    local = run_local(options)
+    real = launch(dataclasses.replace(options, out=str(tmp_path / "real")), built.workers)
+    assert real["losses"] == local["losses"]
+    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "real/metrics.jsonl").open()]
+    assert ["lr" in row for row in rows] == [kind == "Noisy"] * 6
