@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @option_fields(ModelOptions, "device")
 @option_fields(CompileOptions, "threads")
 @option_fields(ModelOptions, "seed")
-@option_fields(CompileOptions, "backend")
+@option_fields(CompileOptions, "backend", "accept_optimizer_per_worker")
 @option_fields(ModelOptions, "meta")
 @click.option("--verify", is_flag=True, help="Compare one step of the emitted stages with eager PyTorch.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what every pass made of the program.")

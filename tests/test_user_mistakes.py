@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import QUICK, fxpipe
+from safetensors.torch import load_file
 from small_models import CASES
 
 import fxpipe as api
@@ -33,6 +36,7 @@ def train_data():
 def optimizer(named):
     return torch.optim.SGD([p for _, p in named], lr=RATE)
 """
+SGD = "torch.optim.SGD([p for _, p in named], lr=RATE)"
 
 
 @pytest.fixture
@@ -145,3 +149,89 @@ def test_only_one_of_the_evaluation_hooks_is_a_warning(model: Path, tmp_path: Pa
     result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
     assert result.code == 0
     assert "only one of eval_data() and metrics()" in result.err
+
+
+CLIPPING = """
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step(closure)
+
+def optimizer(named):
+    return Clipping([p for _, p in named], lr=RATE)
+"""
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(model: Path, tmp_path: Path) -> None:
+    model.write_text(MODEL.split("def optimizer")[0] + CLIPPING)
+    build = tmp_path / "build"
+    result = fxpipe("compile", model, "-o", build, *QUICK)
+    assert result.code == 1
+    assert "Clipping trains otherwise with one for each worker" in result.err
+    assert "use --clip-norm" in result.err
+    assert not build.exists()
+    assert fxpipe("compile", model, "-n", "1", "-o", build, *QUICK).code == 0
+    result = fxpipe("compile", model, "-o", build, *QUICK, "--accept-optimizer-per-worker")
+    assert result.code == 0
+    assert "warning: Clipping trains otherwise" in result.err
+    assert "this was accepted" in result.err
+    assert fxpipe("run", build, "--local", "--steps", "2", "--out", tmp_path / "out").code == 0
+
+
+def test_so_is_one_that_a_pipeline_is_given() -> None:
+    class Clipping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+            return super().step(closure)
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        return Clipping([p for _, p in named], lr=0.1)
+
+    case = CASES["function"]
+    build = api.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic")
+    with pytest.raises(TaskError, match="Clipping trains otherwise with one for each worker"):
+        build.local(optimizer=make)
+    with pytest.warns(UserWarning, match="this was accepted"):
+        build.local(optimizer=make, accept_optimizer_per_worker=True).run(case.batches(2))
+    with pytest.raises(TaskError, match="Clipping trains otherwise with one for each worker"):
+        api.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic", optimizer=make)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(model: Path, tmp_path: Path) -> None:
+    model.write_text(MODEL.replace(SGD, "torch.optim.LBFGS(dict(named).values())"))
+    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
+    assert result.code == 1
+    assert "LBFGS needs a closure" in result.err
+    assert "torch.optim.AdamW" in result.err
+
+
+@pytest.mark.parametrize("chosen", ["'4.' in n", "'0.' in n"])
+def test_an_optimizer_may_choose_no_parameter_of_a_worker(model: Path, tmp_path: Path, chosen: str) -> None:
+    model.write_text(MODEL.replace("[p for _, p in named]", f"[p for n, p in named if {chosen}]"))
+    assert fxpipe("compile", model, "-o", tmp_path / "build", "--threads", "1").code == 0  # times the stages, too
+    out = tmp_path / "out"
+    result = fxpipe("run", tmp_path / "build", "--local", "--steps", "3", "--out", out)
+    assert result.code == 0
+    before, after = load_file(tmp_path / "build" / "weights.safetensors"), load_file(out / "model.safetensors")
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == {name for name in before if name.startswith(chosen[1:3])}
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert ["lr" in row for row in rows] == [chosen == "'0.' in n"] * 3
+
+
+def test_an_optimizer_that_chooses_nothing_at_all_is_refused(model: Path, tmp_path: Path) -> None:
+    model.write_text(MODEL.replace("[p for _, p in named]", "[p for n, p in named if 'lora' in n]"))
+    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
+    assert result.code == 1
+    assert "optimizer() chooses none of the model's parameters" in result.err
+
+
+def test_a_rate_that_the_optimizer_finds_itself(model: Path, tmp_path: Path) -> None:
+    adafactor = "Adafactor([p for _, p in named], lr=None, relative_step=True, warmup_init=True)"
+    pytest.importorskip("transformers")
+    model.write_text("from transformers import Adafactor\n" + MODEL.replace(SGD, adafactor))
+    assert fxpipe("compile", model, "-o", tmp_path / "build", "--threads", "1").code == 0
+    result = fxpipe("run", tmp_path / "build", "--local", "--steps", "3", "--out", tmp_path / "out")
+    assert result.code == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    assert ["lr" in row for row in rows] == [False] * 3

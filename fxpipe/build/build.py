@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError, first_line
 from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable, read_table
+from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
 from fxpipe.plan.build_folder import COSTS, ENGINES, PASSES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
 from fxpipe.plan.cost_records import WorkerSummary
@@ -44,6 +46,7 @@ from fxpipe.planner.profile import Profile, read_profile_json
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 
 if TYPE_CHECKING:
+    from fxpipe.runtime.options import PipelineOptions
     from fxpipe.runtime.process.local import LocalPipeline
 
 
@@ -145,16 +148,18 @@ class Build:
             loss_weight: the hook, if the build was compiled with it.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
-                `fxpipe.runtime.options.PipelineOptions`.
+                `fxpipe.runtime.options.PipelineOptions`; accept_optimizer_per_worker.
 
         Raises:
             FxpipeError: there is no option of such a name.
+            TaskError: the optimizer cannot be used, or not with one for each worker.
         """
         from fxpipe.runtime.options import PipelineOptions
         from fxpipe.runtime.process.local import LocalPipeline
         from fxpipe.task.hooks import ObjectTask
 
         chosen = changed(PipelineOptions(), _as_text(options))
+        self._try_optimizer(optimizer, lr_scheduler, chosen)
         temporary = None
         folder = self.folder
         if folder is None:
@@ -193,6 +198,7 @@ class Build:
 
         Raises:
             FxpipeError: there is no option of such a name.
+            TaskError: the optimizer cannot be used, or not with one for each worker.
             BuildError: the build was never saved: all processes must load the same directory.
             RunError: torchrun started another number of processes than the build has workers; or there is something to
                 evaluate, and the build has no evaluation (see `fxpipe.compile`).
@@ -209,8 +215,17 @@ class Build:
         chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
         if eval_data is not None:
             check_evaluation(self.plan, "eval_data")
+        self._try_optimizer(optimizer, lr_scheduler, chosen)
         task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged)
         return join(chosen, task)
+
+    def _try_optimizer(
+        self, optimizer: MakeOptimizer | None, lr_scheduler: MakeScheduler | None, options: PipelineOptions
+    ) -> None:
+        """It may be another than at compile time; Python's warning says what cannot be found out."""
+        accepted = options.accept_optimizer_per_worker
+        if found := check_per_worker(self.plan, optimizer, lr_scheduler, accepted=accepted):
+            warnings.warn(found, stacklevel=3)
 
 
 def load(folder: str | Path) -> Build:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import StepCosts, has_no_values, step_costs
 from fxpipe.lowering.totals import with_totals
 from fxpipe.measure.engines import choose_engines
+from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
 from fxpipe.passes import back_passes, front_passes
 from fxpipe.passes.analysis.edge_timings import edge_timings
@@ -94,6 +96,7 @@ def lower(
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+        TaskError: the optimizer cannot be used, or not with one for each worker.
         BackendError: the engine asked for is not there, cannot run a part, or computes something else; or costs or
             engines are to be measured where parameters have no values (`fxpipe.task.meta`).
         FxpipeError: an option that does not exist.
@@ -111,7 +114,7 @@ def lower(
     setting = options.setting(program.device, costs.optimizer.state_bytes)
     choice = choose_cuts(program, profile, options, setting)
     program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
-    build = _build(program, costs, profile, setting, choice, lines)
+    build = _with_optimizer(_build(program, costs, profile, setting, choice, lines), options)
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)
     if evaluations is not None:
@@ -160,6 +163,13 @@ def _build(
         node_costs=None if costs.nodes is None else costs.nodes.to_json(),
         warnings=(*program.warnings, *costs.warnings, *(_idle(plan) if choice.partitions else ())),
     )
+
+
+def _with_optimizer(build: Build, options: CompileOptions) -> Build:
+    """The build, now that it is known who owns which parameters, for the optimizer that will train them."""
+    accepted = options.accept_optimizer_per_worker
+    found = check_per_worker(build.plan, options.optimizer, options.lr_scheduler, accepted=accepted)
+    return build if found is None else replace(build, warnings=(*build.warnings, found))
 
 
 def _on_engines(build: Build, program: Program, options: CompileOptions, say: Say) -> Build:

@@ -22,7 +22,7 @@ from fxpipe.schedule import make as make_schedule
 
 if TYPE_CHECKING:
     from fxpipe.passes.whole_loss import WholeLoss
-    from fxpipe.task.model_file import MakeOptimizer, Task
+    from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
@@ -70,7 +70,11 @@ class CompileOptions:
         device: what 'analytic' computes for; one core of a server where None.
         links: between the workers; what this kind of device usually has where None.
         speeds, memory: of each worker, relative to the device and in bytes; equal and without limit where empty.
-        optimizer: as for a run: its update is timed, its state weighed. SGD with momentum where None.
+        optimizer: as for a run: its update is timed, its state weighed, and it is tried whether each worker may have
+            its own. SGD with momentum where None.
+        lr_scheduler: as for a run: it is tried with the optimizer.
+        accept_optimizer_per_worker: go on where one optimizer over all parameters would train otherwise than one for
+            each worker; a warning remains.
         known_costs: the `node_costs.json` of an earlier compile; used if program, device and torch are the same. What
             engines made for that compile is taken likewise.
         command: what is written into the stages' headers.
@@ -131,6 +135,12 @@ class CompileOptions:
     speeds: Sequence[float] = ()
     memory: Sequence[float] = ()
     optimizer: MakeOptimizer | None = None
+    lr_scheduler: MakeScheduler | None = None
+    accept_optimizer_per_worker: bool = option(
+        False,
+        "--accept-optimizer-per-worker",
+        help="Allow an optimizer that looks at all parameters at once: each worker has its own.",
+    )
     known_costs: Path | None = None
     command: str = "fxpipe.compile(...)"
 
@@ -183,6 +193,7 @@ class CompileOptions:
             microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,
+            lr_scheduler=self.lr_scheduler or task.lr_scheduler,
             threads=threads,
         )
         return given.for_batch(batch)

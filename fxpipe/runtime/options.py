@@ -30,7 +30,9 @@ class PipelineOptions:
         backend: the engine of all stages; None or 'auto' means those of the build.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
             means the build's values, or model()'s where the build has none.
-        seed: of the data, `random`, numpy and the random numbers in the stages.
+        seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
+        accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`:
+            that of a model file was tried when it was compiled.
     """
 
     schedule: str | None = option(
@@ -70,6 +72,7 @@ class PipelineOptions:
         help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
     )
     seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
+    accept_optimizer_per_worker: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A worker's update: random numbers by seed, worker and step; optimizers without a rate, or of some parameters alone."""
+"""A worker's update: random numbers by seed, worker and step; optimizers without a rate, or of some parameters."""
 
 from __future__ import annotations
 

@@ -1,0 +1,217 @@
+"""Whether each worker may have an optimizer of its own: one over all parameters, and one for each worker, are compared.
+
+Most optimizers look at each parameter alone: then it makes no difference who else is in the list. Others clip by the
+norm of all gradients inside step(), adapt one number to all parameters (Prodigy), or make rates from a parameter's
+place in the list. Each worker of a pipeline has an optimizer over its own parameters, so these would train otherwise
+there, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import FxpipeError, TaskError, first_line
+from fxpipe.optimizer.hook import OptimizerRefused
+from fxpipe.optimizer.play import LOUD, Played, Stage, Watch
+from fxpipe.optimizer.small_copies import users
+from fxpipe.plan.spec import ParameterSpec, Plan
+from fxpipe.random_state import random_state_kept
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.threads import threads
+
+MOST = 400
+"""Parameters that are played with, at most."""
+
+SAME = 1e-6
+"""The share of its own way by which a weight may differ. Copies are in double precision, where rounding is far less."""
+
+COARSE = 0.05
+"""The same where the optimizer itself computes in a coarse dtype, as Muon does: never more than this."""
+
+WHERE = "optimizer(), tried on small copies of the parameters"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two ways of playing come apart most.
+
+    Attributes:
+        share: how far apart a weight is, relative to how far it has gone.
+        parameter: its number.
+    """
+
+    share: float
+    parameter: int
+
+
+def check_per_worker(
+    plan: Plan, make: MakeOptimizer | None, scheduler: MakeScheduler | None = None, *, accepted: bool = False
+) -> str | None:
+    """Play the user's optimizer both ways, in milliseconds; the process's random state stays as it is.
+
+    Args:
+        plan: says who owns which parameters; their values are not needed. Of very many, some are drawn.
+        make: None is the default, which looks at each parameter alone.
+        scheduler: of its rates; one that cannot be played is left out.
+        accepted: the user knows that it makes a difference.
+
+    Returns:
+        One sentence for a warning: what could not be found out, or what was accepted.
+
+    Raises:
+        OptimizerRefused: no run can use it, or it trains nothing.
+        TaskError: it makes a difference, or it fails where it is given one worker's parameters alone.
+    """
+    trained = [p for p in plan.parameters if p.trained]
+    if make is None or not trained:
+        return None
+    with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1):
+        warnings.simplefilter("ignore")
+        rows = _some(trained)
+        stage = Stage(rows, plan.device, make, scheduler)
+        try:
+            together = _all_together(stage)
+        except OptimizerRefused:
+            raise
+        except TaskError as error:
+            return f"{' '.join(error.what.split())}; it was not found out whether each worker may have one of its own"
+        if not together.kinds and len(rows) == len(trained):
+            raise OptimizerRefused(
+                "optimizer() chooses none of the model's parameters: nothing would be trained",
+                hint="give it some of named_parameters; their names are those of model.named_parameters()",
+            )
+        if not together.kinds or len({row.owner for row in rows}) < 2:
+            return None
+        if compare(together, _divided(stage)).share <= SAME:
+            return None
+        return _second_look(stage, together.kinds[0], accepted)
+
+
+def compare(together: Played, divided: Played) -> Difference:
+    """Where the weights after some step differ most, relative to how far they have gone by then."""
+    ones, others = together.weights, divided.weights
+    way = torch.zeros(len(ones[0]), dtype=torch.float64)
+    rounding = torch.tensor([4 * torch.finfo(weight.dtype).eps for weight in ones[0]]) * _norms(ones[0])
+    worst = Difference(0.0, 0)
+    for step in range(1, len(ones)):
+        way += _norms(ones[step], ones[step - 1])
+        share = (_norms(ones[step], others[step]) - rounding).clamp(min=0) / way.clamp(min=1e-300)
+        for i in (~share.isfinite()).nonzero().flatten().tolist():
+            equal = ones[step][i].allclose(others[step][i], rtol=SAME, equal_nan=True)
+            share[i] = 0.0 if equal else torch.inf
+        most = int(share.argmax())
+        if share[most] > worst.share:
+            worst = Difference(float(share[most]), most)
+    return worst
+
+
+def _some(trained: list[ParameterSpec]) -> list[ParameterSpec]:
+    """All of them, or `MOST` at random: every so many might be the biases alone."""
+    if len(trained) <= MOST:
+        return trained
+    order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(0)).tolist()
+    return [trained[i] for i in sorted(order[:MOST])]
+
+
+def _everything(stage: Stage) -> list[list[int]]:
+    return [[*range(len(stage.rows))]]
+
+
+def _by_worker(stage: Stage) -> list[list[int]]:
+    owners = sorted({row.owner for row in stage.rows})
+    return [[i for i, row in enumerate(stage.rows) if row.owner == worker] for worker in owners]
+
+
+def _all_together(stage: Stage) -> Played:
+    try:
+        with users():
+            return stage.play(_everything(stage))
+    except OptimizerRefused:
+        raise
+    except TaskError:
+        stage.wide = False  # kernels of the optimizer's own may know the model's dtypes alone
+        with users():
+            return stage.play(_everything(stage))
+
+
+def _divided(stage: Stage) -> Played:
+    try:
+        return stage.play(_by_worker(stage))
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            "the optimizer takes all parameters together, but fails where each worker has one of its own: "
+            f"{type(error).__name__}: {error}",
+            where=WHERE,
+            hint="optimizer(named_parameters) is called on every worker, with the parameters that it owns",
+        ) from error
+
+
+def _second_look(stage: Stage, kind: str, accepted: bool) -> str | None:
+    """They differ: is it more than their random numbers, and than rounding in the dtypes that they compute in?"""
+    try:
+        with Watch(stage.device) as watch:
+            together, divided = stage.play(_everything(stage), watch), stage.play(_by_worker(stage), watch)
+    except Exception as error:
+        return (
+            f"with one {kind} for each worker weights differ from those of one over all parameters, and it was not "
+            f"found out why: {type(error).__name__}: {first_line(error)}"
+        )
+    found = compare(together, divided)
+    if found.share <= min(max(100 * divided.eps, SAME), COARSE):
+        return None
+    row = stage.rows[found.parameter]
+    much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
+    what = (
+        f"{kind} trains otherwise with one for each worker, over its own parameters, than with one over all: in "
+        f"{len(LOUD)} steps weights come up to {much} their way apart ({row.name}, of worker {row.owner})"
+    )
+    clue, cure = _why(together, divided, found.parameter)
+    what += clue
+    if accepted:
+        return f"{what}; this was accepted"
+    if divided.drew_without_torch:
+        return f"{what}; it draws random numbers from `random` or numpy, and these may be the only reason"
+    accept = f"to train so nevertheless, with a {kind} for each worker: --accept-optimizer-per-worker"
+    raise TaskError(what, where=WHERE, hint=f"{cure}; {accept}")
+
+
+def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
+    """What more can be said of a difference, and how to make it go."""
+    for first, options in zip((True, False), zip(together.options, divided.options, strict=True), strict=True):
+        one, own = (of_all[parameter] for of_all in options)
+        name = next((n for n in one if n in own and abs(one[n] - own[n]) > SAME * max(abs(one[n]), abs(own[n]))), None)
+        if name is None:
+            continue
+        clue = f"; its {name} is {one[name]:.6g} with one, {own[name]:.6g} with its worker's own"
+        if first:
+            return clue, (
+                f"make {name} from the parameter's name and from constants, not from its place in the list or from how "
+                "many there are: a worker is given only its own"
+            )
+        return clue, f"it adapts {name} to all parameters at once: take an optimizer that looks at each alone"
+    return "", (
+        "its step() computes something of all parameters at once, such as a norm: to clip by the norm of all "
+        "gradients, leave that out of the optimizer and use --clip-norm"
+    )
+
+
+def _norms(ones: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
+    """Of each tensor, or of how far each is from another."""
+    tensors = ones if others is None else torch._foreach_sub(ones, others)
+    return torch.stack([norm.double() for norm in torch._foreach_norm(tensors)]).cpu()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What the optimizer compiles with torch.compile is not compiled for the copies: it would take long."""
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+        yield

@@ -1,0 +1,179 @@
+"""Plays optimizers for a few steps on small copies of parameters: the same weights and gradients every time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.optimizer.hook import make_optimizer
+from fxpipe.optimizer.small_copies import shrunk
+from fxpipe.plan.spec import ParameterSpec
+from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+
+ELEMENTS = 64
+"""Of a copy, at most."""
+
+LOUD = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 0.01)
+"""How large the gradients of the steps are: long even for what adapts its rate, then a spike for what clips."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What some optimizers made of the copies.
+
+    Attributes:
+        kinds: the optimizers' types by name; none where all chose no parameter.
+        weights: after every step, beginning with those before the first.
+        options: of each parameter before the first step and after the last: its group's numbers, `lr` first.
+        drew_without_torch: a step used the generators of `random` or numpy; only looked at under a `Watch`.
+        eps: of the coarsest dtype that was computed in; only known under a `Watch`.
+    """
+
+    kinds: tuple[str, ...]
+    weights: list[list[Tensor]]
+    options: tuple[list[dict[str, float]], list[dict[str, float]]]
+    drew_without_torch: bool = False
+    eps: float = 0.0
+
+
+class Stage:
+    """Copies of these parameters, and gradients for them, on which optimizers are played.
+
+    Args:
+        make, scheduler: the user's; a scheduler that fails is left out.
+
+    Attributes:
+        rows: what is copied; only shapes, dtypes and owners are looked at.
+        device: where the copies are.
+        wide: the copies are in double precision, else in the parameters' own dtypes.
+    """
+
+    def __init__(
+        self, rows: Sequence[ParameterSpec], device: str, make: MakeOptimizer, scheduler: MakeScheduler | None
+    ) -> None:
+        self.rows = rows
+        self.wide = True
+        self.device = device
+        self._make = make
+        self._scheduler = scheduler
+        self._dtypes: list[torch.dtype] = [getattr(torch, row.tensor.dtype) for row in rows]
+        self._shapes = [shrunk(row.tensor.shape, ELEMENTS) for row in rows]
+        self._generator = torch.Generator().manual_seed(0)
+        self._weights = [0.5 * weight for weight in self._random()]
+        self._gradients = list(self._noisy())
+
+    def play(self, parts: Sequence[Sequence[int]], watch: Watch | None = None) -> Played:
+        """Make one optimizer for every part, by the rows' numbers, and let them step.
+
+        Raises:
+            Exception: whatever the user's optimizer raises.
+        """
+        copies = [nn.Parameter(weight) for weight in self._own(self._weights)]
+        made: list[torch.optim.Optimizer] = []
+        for part in parts:
+            seed_generators(0, self.device)
+            optimizer = make_optimizer(self._make, [(self.rows[i].name, copies[i]) for i in part])
+            made += [] if optimizer is None else [optimizer]
+        schedulers = [self._scheduled(optimizer) for optimizer in made]
+        before = _options(copies, made)
+        weights, drew = [_values(copies)], False
+        for gradients in self._gradients:
+            for parameter, gradient in zip(copies, self._own(gradients), strict=True):
+                parameter.grad = gradient
+            for optimizer, scheduler in zip(made, schedulers, strict=True):
+                seed_generators(len(weights), self.device)
+                state = None if watch is None else random_state()
+                with torch.no_grad():
+                    optimizer.step()
+                drew = drew or (state is not None and drew_without_torch(state))
+                with suppress(Exception):  # it may know a run's steps, or wait for a metric
+                    scheduler.step()
+            weights.append(_values(copies))
+        kinds = tuple(type(optimizer).__name__ for optimizer in made)
+        return Played(kinds, weights, (before, _options(copies, made)), drew, 0.0 if watch is None else watch.eps)
+
+    def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
+        with suppress(Exception):
+            return self._scheduler(optimizer) if self._scheduler is not None else None
+        return None
+
+    def _own(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Copies that an optimizer may write into."""
+        dtypes = [value.dtype for value in values] if self.wide else self._dtypes
+        return [value.to(self.device, dtype, copy=True) for value, dtype in zip(values, dtypes, strict=True)]
+
+    def _random(self) -> list[Tensor]:
+        wide = [torch.complex128 if dtype.is_complex else torch.float64 for dtype in self._dtypes]
+        pairs = zip(self._shapes, wide, strict=True)
+        return [torch.randn(shape, generator=self._generator, dtype=dtype) for shape, dtype in pairs]
+
+    def _noisy(self) -> Sequence[list[Tensor]]:
+        """The gradients of every step: noise around one direction, as where a loss falls.
+
+        They are louder for some parameters and workers than for others, so that no mean or norm is like another.
+        """
+        own = 10 ** torch.rand(len(self.rows), generator=self._generator, dtype=torch.float64)
+        louder = [scale * 8.0 ** (row.owner % 3) for scale, row in zip(own.tolist(), self.rows, strict=True)]
+        ways = [scale * way for scale, way in zip(louder, self._random(), strict=True)]
+        found = []
+        for loud in LOUD:
+            rows = zip(ways, louder, self._random(), strict=True)
+            found.append([loud * (way + 0.3 * scale * noise) for way, scale, noise in rows])
+        return found
+
+
+class Watch(TorchDispatchMode):
+    """Every operator that draws random numbers gives the same ones for the same shape, in whatever order it is called.
+
+    Args:
+        device: what draws them, if not the CPU.
+
+    Attributes:
+        eps: of the coarsest dtype that was computed in.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.eps = 0.0
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            seed_torch(0, self._device)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Generator):
+                    value.manual_seed(0)
+        result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point:
+                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
+        return result
+
+
+def _values(copies: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in copies]
+
+
+def _options(copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> list[dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            numbers = {name: number for name, value in group.items() if (number := _number(value)) is not None}
+            numbers = dict(sorted(numbers.items(), key=lambda item: item[0] != "lr"))
+            found.update(dict.fromkeys((id(parameter) for parameter in group["params"]), numbers))
+    return [found.get(id(parameter), {}) for parameter in copies]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, (int, float)) else None

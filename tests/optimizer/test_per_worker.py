@@ -1,0 +1,419 @@
+"""Optimizers that look at all parameters at once are found out; none that looks at each alone is."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cached import lowered
+from torch import Tensor
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop, Rprop
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from fxpipe.errors import TaskError
+from fxpipe.optimizer.hook import OptimizerRefused
+from fxpipe.optimizer.per_worker import MOST, check_per_worker, compare
+from fxpipe.optimizer.play import LOUD, Played
+from fxpipe.plan.spec import Plan, TensorSpec
+from fxpipe.random_state import seed_everything
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+@functools.cache
+def plan(workers: int = 3) -> Plan:
+    return lowered("gpt", workers=workers).plan
+
+
+def weights(named: Named) -> list[torch.nn.Parameter]:
+    return [p for _, p in named]
+
+
+class Each(Optimizer):
+    """Gradient descent, a parameter at a time; subclasses say how far each goes."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        members = [(group, p) for group in self.param_groups for p in group["params"]]
+        self.look([p.grad for _, p in members])
+        for place, (group, p) in enumerate(members):
+            p -= group["lr"] * self.way(group, p, place)
+
+    def look(self, gradients: list[Any]) -> None:
+        pass
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        assert p.grad is not None
+        return p.grad
+
+
+class ClipsInside(Each):
+    """The norm of all gradients is at most `most`."""
+
+    def look(self, gradients: list[Any]) -> None:
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        self.scale = min(1.0, self.defaults["most"] / float(norm))
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return self.scale * super().way(group, p, place)
+
+
+class MeanOfSquares(Each):
+    """As Adai: how loud all parameters are on the average."""
+
+    def look(self, gradients: list[Any]) -> None:
+        count = sum(g.numel() for g in gradients)
+        self.mean = math.sqrt(sum(float(g.square().sum()) for g in gradients) / count)
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) / self.mean
+
+
+class SlightDecay(MeanOfSquares):
+    """The same, but for a millionth of the way."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        grad = Each.way(self, group, p, place)
+        return grad + 1e-4 * grad.norm() * p / self.mean
+
+
+class Adapts(Each):
+    """As Prodigy: one distance for all parameters, which grows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, d=1e-6)
+        self.first = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.gained = self.all = 0.0
+
+    def look(self, gradients: list[Any]) -> None:
+        now = [p for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            self.gained += sum(float(((a - b) * g).sum()) for a, b, g in zip(self.first, now, gradients, strict=True))
+            self.all += sum(float(g.abs().sum()) for g in gradients)
+            group["d"] = max(group["d"], 2 * self.gained / self.all)
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place).sign() * group["d"]
+
+
+class ByPlace(Each):
+    """Goes a little less far for every parameter before."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) * 0.999**place
+
+
+class TrustRatio(Each):
+    """As LAMB and LARS: by the norms of the parameter itself."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        grad = super().way(group, p, place)
+        return grad * p.norm() / grad.norm()
+
+
+class Preconditioned(Each):
+    """As Shampoo and SOAP: roots of matrices."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        grad = super().way(group, p, place)
+        if p.dim() != 2:
+            return grad
+        state = self.state[p]
+        state["left"] = state.get("left", torch.eye(len(p), dtype=p.dtype)) + grad @ grad.T
+        values, vectors = torch.linalg.eigh(state["left"])
+        return vectors @ torch.diag(values ** (-0.25)) @ vectors.T @ grad
+
+
+class Batched(Each):
+    """As Muon on several parameters at once: those of a shape are stacked, and multiplied in bfloat16."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        shapes: dict[Any, list[Tensor]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                shapes.setdefault(p.shape, []).append(p)
+        for shape, members in shapes.items():
+            if len(shape) != 2:
+                continue
+            stacked = torch.stack([p.grad / p.grad.norm() for p in members if p.grad is not None]).bfloat16()
+            # What a kernel does with a batch of another size: another order of sums.
+            way = (stacked @ stacked.mT @ stacked).to(members[0].dtype) * (1 + 1e-3 * (len(members) % 2))
+            torch._foreach_sub_(members, list(way.unbind()))
+
+
+class Noisy(Each):
+    """As SGLD."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) + torch.randn_like(p)
+
+
+class OwnGenerator(Each):
+    """As SGLD, with a generator of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator().manual_seed(7)
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) + torch.randn(p.shape, generator=self.generator, dtype=p.dtype)
+
+
+class Sometimes(Each):
+    """As PSGD: something is done now and then, by numpy's generator."""
+
+    def look(self, gradients: list[Any]) -> None:
+        self.now = np.random.random() < 0.5
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        return super().way(group, p, place) * (2.0 if self.now else 1.0)
+
+
+class SinglePrecision(Each):
+    """Kernels that know float32 alone."""
+
+    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+        if p.dtype != torch.float32:
+            raise TypeError(f"no kernel for {p.dtype}")
+        return super().way(group, p, place)
+
+
+def decay_groups(named: Named) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
+        {"params": [p for n, p in named if not n.endswith("weight")], "weight_decay": 0.0},
+    ]
+
+
+def by_name(named: Named) -> list[dict[str, Any]]:
+    """Rates that fall with depth, of which the name tells."""
+    return [
+        {"params": [p], "lr": 0.1 * 0.8 ** (4 - int(n.split(".")[1])) if n.startswith("blocks") else 0.1}
+        for n, p in named
+    ]
+
+
+def lion(named: Named) -> Optimizer:
+    class Lion(Each):
+        def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            sign = mean.lerp(super().way(group, p, place), 0.1).sign()
+            mean.lerp_(super().way(group, p, place), 0.01)
+            return sign
+
+    return Lion(weights(named))
+
+
+ALONE: dict[str, Any] = {
+    "sgd": lambda n: SGD(weights(n), lr=0.1, momentum=0.9, nesterov=True),
+    "sgd foreach": lambda n: SGD(weights(n), lr=0.1, foreach=True),
+    "sgd fused": lambda n: SGD(weights(n), lr=0.1, fused=True),
+    "adam": lambda n: Adam(weights(n), lr=0.1, amsgrad=True),
+    "adamw": lambda n: AdamW(weights(n)),
+    "adamw foreach": lambda n: AdamW(weights(n), foreach=True),
+    "adamw fused": lambda n: AdamW(weights(n), fused=True),
+    "adamw tensor": lambda n: AdamW(weights(n), lr=torch.tensor(0.1)),
+    "decay groups": lambda n: AdamW(decay_groups(n)),
+    "by name": lambda n: AdamW(by_name(n)),
+    "adafactor": lambda n: Adafactor(weights(n)),
+    "muon": lambda n: Muon([p for p in weights(n) if p.dim() == 2]),
+    "nadam": lambda n: NAdam(weights(n)),
+    "rmsprop": lambda n: RMSprop(weights(n), centered=True),
+    "rprop": lambda n: Rprop(weights(n)),
+    "adagrad": lambda n: Adagrad(weights(n)),
+    "adadelta": lambda n: Adadelta(weights(n)),
+    "lion": lion,
+    "lamb": lambda n: TrustRatio(weights(n)),
+    "shampoo": lambda n: Preconditioned(weights(n)),
+    "batched": lambda n: Batched(weights(n)),
+    "sgld": lambda n: Noisy(weights(n)),
+    "own generator": lambda n: OwnGenerator(weights(n)),
+    "psgd": lambda n: Sometimes(weights(n)),
+    "clips never": lambda n: ClipsInside(weights(n), most=1e9),
+    "single precision": lambda n: SinglePrecision(weights(n)),
+    "chooses some": lambda n: SGD([p for name, p in n if "blocks.0" in name], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_looks_at_each_parameter_alone_passes(name: str) -> None:
+    assert check_per_worker(plan(), ALONE[name]) is None
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: LambdaLR(o, lambda update: 1 / (1 + update)),
+        lambda o: LambdaLR(o, [lambda update: 0.5**update, lambda update: 1.0]),
+        lambda o: OneCycleLR(o, 0.4, total_steps=4),
+        ReduceLROnPlateau,
+        lambda o: 1 / 0,
+    ],
+)
+def test_schedulers_pass(scheduler: Any) -> None:
+    assert check_per_worker(plan(), lambda n: AdamW(decay_groups(n)), scheduler) is None
+
+
+def by_count(named: Named) -> Optimizer:
+    return SGD([{"params": [p], "lr": 0.1 * (i + 1) / len(named)} for i, (_, p) in enumerate(named)], lr=0.1)
+
+
+LOOKS = {
+    "norm": (lambda n: ClipsInside(weights(n), most=1.0), "a norm: to clip"),
+    "spikes": (lambda n: ClipsInside(weights(n), most=3000.0), "a norm: to clip"),
+    "mean": (lambda n: MeanOfSquares(weights(n)), "something of all parameters at once"),
+    "slight": (lambda n: SlightDecay(weights(n)), "something of all parameters at once"),
+    "adapts": (lambda n: Adapts(weights(n)), "it adapts d to all parameters at once"),
+    "by place": (lambda n: ByPlace(weights(n)), "something of all parameters at once"),
+    "rate by place": (by_count, "make lr from the parameter's name and from constants"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_looks_at_all_parameters_is_refused(name: str) -> None:
+    make, cure = LOOKS[name]
+    with pytest.raises(TaskError) as caught:
+        check_per_worker(plan(), make)
+    kind = type(make([("weight", torch.nn.Parameter(torch.ones(1)))])).__name__
+    assert caught.value.what.startswith(f"{kind} trains otherwise with one for each worker")
+    assert cure in str(caught.value.hint)
+    assert "--accept-optimizer-per-worker" in str(caught.value.hint)
+    accepted = check_per_worker(plan(), make, accepted=True)
+    assert accepted is not None
+    assert accepted.endswith("this was accepted")
+    assert check_per_worker(plan(1), make) is None
+
+
+def test_a_schedulers_rates_by_place_are_refused() -> None:
+    def falling(optimizer: Optimizer) -> LambdaLR:
+        def of(place: int) -> Any:
+            return lambda update: 0.9 ** (update * place)
+
+        return LambdaLR(optimizer, [of(i) for i in range(len(optimizer.param_groups))])
+
+    def groups(named: Named) -> Optimizer:
+        return SGD([{"params": [p]} for p in weights(named)], lr=0.1)
+
+    assert check_per_worker(plan(), groups) is None
+    with pytest.raises(TaskError, match="its lr is"):
+        check_per_worker(plan(), groups, falling)
+
+
+def test_how_far_apart_is_said() -> None:
+    with pytest.raises(TaskError) as caught:
+        check_per_worker(plan(), by_count)
+    assert "in 10 steps weights come up to" in caught.value.what
+    assert ", of worker " in caught.value.what
+    assert "with one, " in caught.value.what
+
+
+def test_random_numbers_of_other_generators_are_in_doubt() -> None:
+    class Shuffled(Each):
+        def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
+            return super().way(group, p, place) * random.random()
+
+    found = check_per_worker(plan(), lambda n: Shuffled(weights(n)))
+    assert found is not None
+    assert found.endswith("it draws random numbers from `random` or numpy, and these may be the only reason")
+
+
+def test_what_cannot_be_tried_is_in_doubt() -> None:
+    found = check_per_worker(plan(), lambda n: torch.optim.SparseAdam(weights(n)))
+    assert found is not None
+    assert "SparseAdam does not support dense gradients" in found
+    assert found.endswith("it was not found out whether each worker may have one of its own")
+
+
+def test_what_fails_on_one_workers_parameters_is_refused() -> None:
+    def needs_the_first(named: Named) -> Optimizer:
+        return SGD([{"params": [dict(named)["tok.weight"]]}], lr=0.1)
+
+    with pytest.raises(TaskError, match=r"takes all parameters together, but fails[\s\S]*KeyError: 'tok.weight'"):
+        check_per_worker(plan(), needs_the_first)
+
+
+def test_what_no_run_can_use_is_refused() -> None:
+    with pytest.raises(OptimizerRefused, match="chooses none of the model's parameters"):
+        check_per_worker(plan(), lambda n: SGD([p for name, p in n if "lora" in name], lr=0.1))
+    for workers in (1, 3):
+        with pytest.raises(OptimizerRefused, match="LBFGS needs a closure"):
+            check_per_worker(plan(workers), lambda n: torch.optim.LBFGS(weights(n)))
+
+
+def test_the_default_is_known() -> None:
+    assert check_per_worker(plan(), None) is None
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    def draws() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.random())
+
+    seed_everything(1)
+    expected = draws()
+    seed_everything(1)
+    threads = torch.get_num_threads()
+    assert check_per_worker(plan(), ALONE["sgld"]) is None
+    assert (draws(), torch.get_num_threads()) == (expected, threads)
+
+
+def large(count: int) -> Plan:
+    """Many large parameters in bfloat16; only a plan, no values."""
+    row = plan().parameters[0]
+    specs = (TensorSpec((8192, 8192), (8192, 1), "bfloat16"), TensorSpec((8192,), (1,), "bfloat16"))
+    rows = [
+        replace(row, names=(f"m.{i}",), owner=4 * i // count, trained=True, tensor=specs[i % 2]) for i in range(count)
+    ]
+    return replace(plan(), parameters=tuple(rows), workers=4)
+
+
+@pytest.mark.parametrize("count", [8, 10_000])
+def test_copies_are_small_and_few(count: int) -> None:
+    seen: list[Named] = []
+
+    def watching(named: Named) -> Optimizer:
+        seen.append(named)
+        return MeanOfSquares(weights(named))
+
+    with pytest.raises(TaskError, match="MeanOfSquares trains otherwise"):
+        check_per_worker(large(count), watching)
+    assert len(seen[0]) == min(count, MOST)
+    assert [len(named) for named in seen[1:5]] == pytest.approx([len(seen[0]) / 4] * 4, rel=0.3)
+    assert max(p.numel() for _, p in seen[0]) <= 64
+    assert {p.dim() for _, p in seen[0]} == {1, 2}
+    order = [int(name[2:]) for name, _ in seen[0]]
+    assert order == sorted(order) == [int(name[2:]) for named in seen[1:5] for name, _ in named]
+
+
+def test_none_chosen_of_a_sample_says_nothing() -> None:
+    assert check_per_worker(large(10_000), lambda n: SGD([p for name, p in n if name == "m.x"], lr=0.1)) is None
+
+
+def played(*steps: list[float]) -> Played:
+    return Played(("SGD",), [[torch.tensor(step, dtype=torch.float64)] for step in steps], ([], []))
+
+
+def test_differences_are_relative_to_the_way_gone() -> None:
+    zero = [0.0, 0.0]
+    assert compare(played(zero, [3.0, 4.0]), played(zero, [3.0, 4.0])).share == 0
+    assert compare(played(zero, [3.0, 4.0]), played(zero, [3.0, 4.5])).share == pytest.approx(0.1)
+    assert compare(played(zero, [3.0, 4.0], zero), played(zero, [3.0, 4.0], [1.0, 0.0])).share == pytest.approx(0.1)
+    assert compare(played(zero, zero), played(zero, [1.0, 0.0])).share > 1e6
+    assert compare(played([1.0, 1.0], [1.0, 1.0]), played([1.0, 1.0], [1.0, 1.0 + 2e-16])).share == 0
+    same = compare(played(zero, [math.nan, 1.0]), played(zero, [math.nan, 1.0]))
+    assert same.share == 0
+    assert compare(played(zero, [math.nan, 1.0]), played(zero, [0.0, 1.0])).share == math.inf
+
+
+def test_gradients_are_even_first_and_loud_later() -> None:
+    assert len(set(LOUD[:6])) == 1
+    assert max(LOUD) / LOUD[0] >= 100
