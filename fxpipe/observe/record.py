@@ -37,7 +37,7 @@ class Record:
     A line of `metrics.jsonl` is `{"step", "loss", "lr", "grad_norm", "seconds", "samples_per_second"}`: steps count
     from 1, `seconds` is the time since training began and `samples_per_second` that of this step alone, both without
     evaluations; `loss` and `grad_norm` are null if they are not finite. `lr` (of worker 0's optimizer, used in this
-    step) is there only if worker 0 trains parameters, `grad_norm` (of all workers' gradients, before clipping) only
+    step) is there only if it has one, `grad_norm` (of all workers' gradients, before clipping) only
     with clipping. An evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`.
 
     Attributes:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError, first_line
 from fxpipe.optimizer.hook import OptimizerRefused
-from fxpipe.optimizer.play import LOUD, Played, Stage, Watch
+from fxpipe.optimizer.play import LOUD, Copies, EqualDraws, Played
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
@@ -39,7 +39,7 @@ WHERE = "optimizer(), tried on small copies of the parameters"
 
 
 @dataclass(frozen=True)
-class Difference:
+class Divergence:
     """Where two ways of playing come apart most.
 
     Attributes:
@@ -75,9 +75,9 @@ def check_per_worker(
     with warnings.catch_warnings(), random_state_kept(), _uncompiled(), threads(1, 1):
         warnings.simplefilter("ignore")
         rows = _some(trained)
-        stage = Stage(rows, plan.device, make, scheduler)
+        copies = Copies(rows, plan.device, make, scheduler)
         try:
-            together = _all_together(stage)
+            together = _all_together(copies)
         except OptimizerRefused:
             raise
         except TaskError as error:
@@ -89,17 +89,17 @@ def check_per_worker(
             )
         if not together.kinds or len({row.owner for row in rows}) < 2:
             return None
-        if compare(together, _divided(stage)).share <= SAME:
+        if compare(together, _divided(copies)).share <= SAME:
             return None
-        return _second_look(stage, together.kinds[0], accepted)
+        return _second_look(copies, together.kinds[0], accepted)
 
 
-def compare(together: Played, divided: Played) -> Difference:
+def compare(together: Played, divided: Played) -> Divergence:
     """Where the weights after some step differ most, relative to how far they have gone by then."""
     ones, others = together.weights, divided.weights
     way = torch.zeros(len(ones[0]), dtype=torch.float64)
     rounding = torch.tensor([4 * torch.finfo(weight.dtype).eps for weight in ones[0]]) * _norms(ones[0])
-    worst = Difference(0.0, 0)
+    worst = Divergence(0.0, 0)
     for step in range(1, len(ones)):
         way += _norms(ones[step], ones[step - 1])
         share = (_norms(ones[step], others[step]) - rounding).clamp(min=0) / way.clamp(min=1e-300)
@@ -108,7 +108,7 @@ def compare(together: Played, divided: Played) -> Difference:
             share[i] = 0.0 if equal else torch.inf
         most = int(share.argmax())
         if share[most] > worst.share:
-            worst = Difference(float(share[most]), most)
+            worst = Divergence(float(share[most]), most)
     return worst
 
 
@@ -120,30 +120,30 @@ def _some(trained: list[ParameterSpec]) -> list[ParameterSpec]:
     return [trained[i] for i in sorted(order[:MOST])]
 
 
-def _everything(stage: Stage) -> list[list[int]]:
-    return [[*range(len(stage.rows))]]
+def _everything(copies: Copies) -> list[list[int]]:
+    return [[*range(len(copies.rows))]]
 
 
-def _by_worker(stage: Stage) -> list[list[int]]:
-    owners = sorted({row.owner for row in stage.rows})
-    return [[i for i, row in enumerate(stage.rows) if row.owner == worker] for worker in owners]
+def _by_worker(copies: Copies) -> list[list[int]]:
+    owners = sorted({row.owner for row in copies.rows})
+    return [[i for i, row in enumerate(copies.rows) if row.owner == worker] for worker in owners]
 
 
-def _all_together(stage: Stage) -> Played:
+def _all_together(copies: Copies) -> Played:
     try:
         with users():
-            return stage.play(_everything(stage))
+            return copies.play(_everything(copies))
     except OptimizerRefused:
         raise
     except TaskError:
-        stage.wide = False  # kernels of the optimizer's own may know the model's dtypes alone
+        copies.wide = False  # kernels of the optimizer's own may know the model's dtypes alone
         with users():
-            return stage.play(_everything(stage))
+            return copies.play(_everything(copies))
 
 
-def _divided(stage: Stage) -> Played:
+def _divided(copies: Copies) -> Played:
     try:
-        return stage.play(_by_worker(stage))
+        return copies.play(_by_worker(copies))
     except FxpipeError:
         raise
     except Exception as error:
@@ -155,11 +155,11 @@ def _divided(stage: Stage) -> Played:
         ) from error
 
 
-def _second_look(stage: Stage, kind: str, accepted: bool) -> str | None:
+def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
     """They differ: is it more than their random numbers, and than rounding in the dtypes that they compute in?"""
     try:
-        with Watch(stage.device) as watch:
-            together, divided = stage.play(_everything(stage), watch), stage.play(_by_worker(stage), watch)
+        with EqualDraws(copies.device) as draws:
+            together, divided = copies.play(_everything(copies), draws), copies.play(_by_worker(copies), draws)
     except Exception as error:
         return (
             f"with one {kind} for each worker weights differ from those of one over all parameters, and it was not "
@@ -168,7 +168,7 @@ def _second_look(stage: Stage, kind: str, accepted: bool) -> str | None:
     found = compare(together, divided)
     if found.share <= min(max(100 * divided.eps, SAME), COARSE):
         return None
-    row = stage.rows[found.parameter]
+    row = copies.rows[found.parameter]
     much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
     what = (
         f"{kind} trains otherwise with one for each worker, over its own parameters, than with one over all: in "

@@ -33,8 +33,8 @@ class Played:
         kinds: the optimizers' types by name; none where all chose no parameter.
         weights: after every step, beginning with those before the first.
         options: of each parameter before the first step and after the last: its group's numbers, `lr` first.
-        drew_without_torch: a step used the generators of `random` or numpy; only looked at under a `Watch`.
-        eps: of the coarsest dtype that was computed in; only known under a `Watch`.
+        drew_without_torch: a step used the generators of `random` or numpy; only looked at under a `EqualDraws`.
+        eps: of the coarsest dtype that was computed in, counts and rates apart; only known under a `EqualDraws`.
     """
 
     kinds: tuple[str, ...]
@@ -44,7 +44,7 @@ class Played:
     eps: float = 0.0
 
 
-class Stage:
+class Copies:
     """Copies of these parameters, and gradients for them, on which optimizers are played.
 
     Args:
@@ -70,7 +70,7 @@ class Stage:
         self._weights = [0.5 * weight for weight in self._random()]
         self._gradients = list(self._noisy())
 
-    def play(self, parts: Sequence[Sequence[int]], watch: Watch | None = None) -> Played:
+    def play(self, parts: Sequence[Sequence[int]], draws: EqualDraws | None = None) -> Played:
         """Make one optimizer for every part, by the rows' numbers, and let them step.
 
         Raises:
@@ -90,7 +90,7 @@ class Stage:
                 parameter.grad = gradient
             for optimizer, scheduler in zip(made, schedulers, strict=True):
                 seed_generators(len(weights), self.device)
-                state = None if watch is None else random_state()
+                state = None if draws is None else random_state()
                 with torch.no_grad():
                     optimizer.step()
                 drew = drew or (state is not None and drew_without_torch(state))
@@ -98,7 +98,7 @@ class Stage:
                     scheduler.step()
             weights.append(_values(copies))
         kinds = tuple(type(optimizer).__name__ for optimizer in made)
-        return Played(kinds, weights, (before, _options(copies, made)), drew, 0.0 if watch is None else watch.eps)
+        return Played(kinds, weights, (before, _options(copies, made)), drew, 0.0 if draws is None else draws.eps)
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
         with suppress(Exception):
@@ -130,14 +130,14 @@ class Stage:
         return found
 
 
-class Watch(TorchDispatchMode):
+class EqualDraws(TorchDispatchMode):
     """Every operator that draws random numbers gives the same ones for the same shape, in whatever order it is called.
 
     Args:
         device: what draws them, if not the CPU.
 
     Attributes:
-        eps: of the coarsest dtype that was computed in.
+        eps: of the coarsest dtype that was computed in, counts and rates apart.
     """
 
     def __init__(self, device: str) -> None:
@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):
                     value.manual_seed(0)
         result = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point:
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.numel() > 1:
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
         return result
 
