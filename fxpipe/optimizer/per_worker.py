@@ -180,7 +180,7 @@ def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
         return f"{what}; this was accepted"
     if divided.drew_without_torch:
         return f"{what}; it draws random numbers from `random` or numpy, and these may be the only reason"
-    accept = f"to train so nevertheless, with a {kind} for each worker: --accept-optimizer-per-worker"
+    accept = f"to train so nevertheless, with a {kind} for each worker: compile with --accept-optimizer-per-worker"
     raise TaskError(what, where=WHERE, hint=f"{cure}; {accept}")
 
 

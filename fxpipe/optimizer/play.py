@@ -51,7 +51,7 @@ class Copies:
         make, scheduler: the user's; a scheduler that fails is left out.
 
     Attributes:
-        rows: what is copied; only shapes, dtypes and owners are looked at.
+        rows: what is copied; their values are not looked at.
         device: where the copies are.
         wide: the copies are in double precision, else in the parameters' own dtypes.
     """

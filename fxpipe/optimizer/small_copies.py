@@ -46,6 +46,11 @@ def users() -> Iterator[None]:
         said = f"{type(error).__name__}: {error}"
         if "closure" in said.lower():
             raise OptimizerRefused(f"step() of the optimizer needs a closure: {said}", hint=NEEDS_CLOSURE) from error
+        if "process group" in said.lower():
+            raise OptimizerRefused(
+                f"the optimizer talks to other processes: {said}",
+                hint="those of a pipeline train other parameters: take the optimizer's form for one device",
+            ) from error
         raise TaskError(
             f"the optimizer fails on small copies of the model's parameters: {said}",
             hint="optimizer(named_parameters) returns a torch.optim.Optimizer whose step() needs no arguments",
