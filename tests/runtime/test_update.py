@@ -120,6 +120,26 @@ def test_the_process_random_state_stays_as_it_is(toy: Any, tmp_path: Path, batch
     assert np.random.normal() == pair
 
 
+def test_a_hook_of_torchs_own_optimizer_may_draw(toy: Any, tmp_path: Path, batches: Batches) -> None:
+    def shaken(named: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD([p for _, p in named], lr=0.1)
+
+        def shake(*_: Any) -> None:
+            with torch.no_grad():
+                for _, p in named:
+                    p += torch.rand_like(p)
+
+        made.register_step_post_hook(shake)
+        return made
+
+    folder = toy().save(tmp_path / "build")
+    found = []
+    for before in (1, 2):
+        seed_everything(before)
+        found.append(pipeline_of(folder, shaken).run(batches))
+    assert found[0] == found[1]
+
+
 def test_workers_have_numbers_of_their_own_but_a_common_rate(toy: Any, tmp_path: Path, batches: Batches) -> None:
     pipeline = pipeline_of(toy().save(tmp_path / "build"), noisy, Jumpy)
     optimizers = [executor.store.updater.optimizer for executor in pipeline.executors]
