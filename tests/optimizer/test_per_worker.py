@@ -12,6 +12,21 @@ import numpy as np
 import pytest
 import torch
 from cached import lowered
+from own_optimizers import (
+    Adapts,
+    Batched,
+    ByPlace,
+    ClipsInside,
+    Each,
+    MeanOfSquares,
+    Noisy,
+    OwnGenerator,
+    Preconditioned,
+    SinglePrecision,
+    SlightDecay,
+    Sometimes,
+    TrustRatio,
+)
 from torch import Tensor
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop, Rprop
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
@@ -33,159 +48,6 @@ def plan(workers: int = 3) -> Plan:
 
 def weights(named: Named) -> list[torch.nn.Parameter]:
     return [p for _, p in named]
-
-
-class Each(Optimizer):
-    """Gradient descent, a parameter at a time; subclasses say how far each goes."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, {"lr": 0.1, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        members = [(group, p) for group in self.param_groups for p in group["params"]]
-        self.look([p.grad for _, p in members])
-        for place, (group, p) in enumerate(members):
-            p -= group["lr"] * self.way(group, p, place)
-
-    def look(self, gradients: list[Any]) -> None:
-        pass
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        assert p.grad is not None
-        return p.grad
-
-
-class ClipsInside(Each):
-    """The norm of all gradients is at most `most`."""
-
-    def look(self, gradients: list[Any]) -> None:
-        norm = torch.stack([g.norm() for g in gradients]).norm()
-        self.scale = min(1.0, self.defaults["most"] / float(norm))
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return self.scale * super().way(group, p, place)
-
-
-class MeanOfSquares(Each):
-    """As Adai: how loud all parameters are on the average."""
-
-    def look(self, gradients: list[Any]) -> None:
-        count = sum(g.numel() for g in gradients)
-        self.mean = math.sqrt(sum(float(g.square().sum()) for g in gradients) / count)
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) / self.mean
-
-
-class SlightDecay(MeanOfSquares):
-    """The same, but for a millionth of the way."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        grad = Each.way(self, group, p, place)
-        return grad + 1e-4 * grad.norm() * p / self.mean
-
-
-class Adapts(Each):
-    """As Prodigy: one distance for all parameters, which grows."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, d=1e-6)
-        self.first = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-        self.gained = self.all = 0.0
-
-    def look(self, gradients: list[Any]) -> None:
-        now = [p for group in self.param_groups for p in group["params"]]
-        for group in self.param_groups:
-            self.gained += sum(float(((a - b) * g).sum()) for a, b, g in zip(self.first, now, gradients, strict=True))
-            self.all += sum(float(g.abs().sum()) for g in gradients)
-            group["d"] = max(group["d"], 2 * self.gained / self.all)
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place).sign() * group["d"]
-
-
-class ByPlace(Each):
-    """Goes a little less far for every parameter before."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) * 0.999**place
-
-
-class TrustRatio(Each):
-    """As LAMB and LARS: by the norms of the parameter itself."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        grad = super().way(group, p, place)
-        return grad * p.norm() / grad.norm()
-
-
-class Preconditioned(Each):
-    """As Shampoo and SOAP: roots of matrices."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        grad = super().way(group, p, place)
-        if p.dim() != 2:
-            return grad
-        state = self.state[p]
-        state["left"] = state.get("left", torch.eye(len(p), dtype=p.dtype)) + grad @ grad.T
-        values, vectors = torch.linalg.eigh(state["left"])
-        return vectors @ torch.diag(values ** (-0.25)) @ vectors.T @ grad
-
-
-class Batched(Each):
-    """As Muon on several parameters at once: those of a shape are stacked, and multiplied in bfloat16."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        shapes: dict[Any, list[Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                shapes.setdefault(p.shape, []).append(p)
-        for shape, members in shapes.items():
-            if len(shape) != 2:
-                continue
-            stacked = torch.stack([p.grad / p.grad.norm() for p in members if p.grad is not None]).bfloat16()
-            # What a kernel does with a batch of another size: another order of sums.
-            way = (stacked @ stacked.mT @ stacked).to(members[0].dtype) * (1 + 1e-3 * (len(members) % 2))
-            torch._foreach_sub_(members, list(way.unbind()))
-
-
-class Noisy(Each):
-    """As SGLD."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) + torch.randn_like(p)
-
-
-class OwnGenerator(Each):
-    """As SGLD, with a generator of its own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.generator = torch.Generator().manual_seed(7)
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) + torch.randn(p.shape, generator=self.generator, dtype=p.dtype)
-
-
-class Sometimes(Each):
-    """As PSGD: something is done now and then, by numpy's generator."""
-
-    def look(self, gradients: list[Any]) -> None:
-        self.now = np.random.random() < 0.5
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        return super().way(group, p, place) * (2.0 if self.now else 1.0)
-
-
-class SinglePrecision(Each):
-    """Kernels that know float32 alone."""
-
-    def way(self, group: dict[str, Any], p: Tensor, place: int) -> Tensor:
-        if p.dtype != torch.float32:
-            raise TypeError(f"no kernel for {p.dtype}")
-        return super().way(group, p, place)
 
 
 def decay_groups(named: Named) -> list[dict[str, Any]]:
