@@ -55,6 +55,7 @@ _LAYOUTS: dict[Any, Layout] = {
     aten._log_softmax_backward_data.default: _contiguous,
     aten.binary_cross_entropy_backward.default: _like(1),
     aten.copysign.Tensor: _in_order(0, 1),
+    aten.div.Tensor_mode: _in_order(0, 1),
     aten.elu_backward.default: _in_order(0, 5),
     aten.floor_divide.default: _in_order(0, 1),
     aten.hardsigmoid_backward.default: _in_order(0, 1),
