@@ -201,7 +201,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(model: Path, tmp_path: Pat
     model.write_text(MODEL.replace(SGD, "torch.optim.LBFGS(dict(named).values())"))
     result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
     assert result.code == 1
-    assert "LBFGS needs a closure" in result.err
+    assert "LBFGS.step() needs a closure" in result.err
     assert "torch.optim.AdamW" in result.err
 
 

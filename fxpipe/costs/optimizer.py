@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import TaskError
-from fxpipe.optimizer.hook import OptimizerRefused, make_optimizer
+from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import hold_still, shrunk, users
 from fxpipe.task.model_file import MakeOptimizer
+from fxpipe.task.one_optimizer import OptimizerRefused
 
 Named = Sequence[tuple[str, Tensor]]
 

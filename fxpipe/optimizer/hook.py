@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import TaskError
 from fxpipe.task.model_file import MakeOptimizer
-
-NEEDS_CLOSURE = (
-    "a pipeline makes the gradients of a minibatch once, so step() gets none: take an optimizer whose step() needs no "
-    "arguments, such as torch.optim.AdamW"
-)
-
-
-class OptimizerRefused(TaskError):
-    """An optimizer that no run can use, whatever parameters it is given."""
+from fxpipe.task.one_optimizer import OptimizerRefused, check_one_optimizer
 
 
 def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
@@ -35,17 +25,13 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
         if _chose_none(error):
             return None
         raise
+    check_one_optimizer(made)
     if not isinstance(made, torch.optim.Optimizer):
         raise OptimizerRefused(
             f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer",
             hint="return one optimizer; parameters that need other options can be other groups of it",
         )
     _refuse_foreign_parameters(made, named)
-    if _needs_closure(made):
-        raise OptimizerRefused(
-            f"{type(made).__name__} needs a closure, which computes the loss again within one update",
-            hint=NEEDS_CLOSURE,
-        )
     if not any(group["params"] for group in made.param_groups):
         return None
     for options in (made.defaults, *made.param_groups):
@@ -72,12 +58,3 @@ def _refuse_foreign_parameters(made: torch.optim.Optimizer, named: Sequence[tupl
             f"optimizer() holds {len(foreign)} parameters that it was not given: they are not the worker's own",
             hint="build it from named_parameters: [p for _, p in named_parameters]",
         )
-
-
-def _needs_closure(made: torch.optim.Optimizer) -> bool:
-    """Whether step() has an argument that must be given."""
-    try:
-        arguments = inspect.signature(made.step).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
-        return False
-    return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)

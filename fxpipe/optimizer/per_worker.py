@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError, first_line
-from fxpipe.optimizer.hook import OptimizerRefused
 from fxpipe.optimizer.play import LOUD, Copies, EqualDraws, Played
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.one_optimizer import OptimizerRefused
 from fxpipe.threads import threads
 
 MOST = 400

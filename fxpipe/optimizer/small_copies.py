@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from fxpipe.errors import TaskError
-from fxpipe.optimizer.hook import NEEDS_CLOSURE, OptimizerRefused
+from fxpipe.task.one_optimizer import NEEDS_CLOSURE, OptimizerRefused
 
 STILL = 1e-6
 """What learning rates are multiplied by to keep weights where they are: nothing overflows or underflows."""

@@ -100,9 +100,9 @@ def test_an_optimizer_that_fails_is_the_users() -> None:
     def lbfgs(named: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS([p for _, p in named])
 
-    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+    with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
         optimizer_bytes(SMALL, lbfgs)
-    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+    with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
         optimizer_costs(SMALL, lbfgs, timed=False, bandwidth=10.0)
 
 

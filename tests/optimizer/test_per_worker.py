@@ -32,11 +32,11 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Muon, NA
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from fxpipe.errors import TaskError
-from fxpipe.optimizer.hook import OptimizerRefused
 from fxpipe.optimizer.per_worker import MOST, check_per_worker, compare
 from fxpipe.optimizer.play import LOUD, Played
 from fxpipe.plan.spec import Plan, TensorSpec
 from fxpipe.random_state import seed_everything
+from fxpipe.task.one_optimizer import OptimizerRefused
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -208,7 +208,7 @@ def test_what_no_run_can_use_is_refused() -> None:
     with pytest.raises(OptimizerRefused, match="chooses none of the model's parameters"):
         check_per_worker(plan(), lambda n: SGD([p for name, p in n if "lora" in name], lr=0.1))
     for workers in (1, 3):
-        with pytest.raises(OptimizerRefused, match="LBFGS needs a closure"):
+        with pytest.raises(OptimizerRefused, match=r"LBFGS\.step\(\) needs a closure"):
             check_per_worker(plan(workers), lambda n: torch.optim.LBFGS(weights(n)))
 
 

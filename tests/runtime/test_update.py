@@ -201,7 +201,7 @@ def test_gradients_that_nothing_reads_are_freed(toy: Any, tmp_path: Path, batche
 
 def test_what_no_run_can_use_is_refused_where_it_is_made(toy: Any, tmp_path: Path) -> None:
     folder = toy().save(tmp_path / "build")
-    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+    with pytest.raises(TaskError, match=r"LBFGS\.step\(\) needs a closure"):
         pipeline_of(folder, lambda named: torch.optim.LBFGS([p for _, p in named]))
 
 

@@ -61,7 +61,8 @@ def weights_are_safe(out: str | None) -> Iterator[None]:
 
 
 def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:
-    """Write `model.safetensors` or `ema.safetensors`; `fetch` gives one tensor after the other, in `final_tensors`' order.
+    """Write `model.safetensors` or `ema.safetensors`; `fetch` gives one tensor
+    after the other, in `final_tensors`' order.
 
     Raises:
         RunError: the file cannot be written.
