@@ -65,6 +65,7 @@ def totals_passes(command: str) -> list[Pass]:
     """The program of a minibatch's totals in, the file that worker 0 computes them with out."""
     return [
         Fold(),
+        KeepLayouts(),
         Units(),
         Cost(),
         PlaceEvaluation(1, {}),

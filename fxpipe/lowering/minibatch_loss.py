@@ -19,6 +19,7 @@ from fxpipe.lowering.step_costs import has_no_values
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
 from fxpipe.passes.fold import Fold
+from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import FLOOR_OF_SUMS, tolerance
@@ -108,22 +109,27 @@ def checked_loss(
     steady = SteadyRandomness()
     with steady:
         eager = _whole(program, model, loss, batch)
-        found = _step(tried(Fold()(program)), parts, options)
+        found = _step(_made(tried, program), parts, options)
         if not tried.weighted and not _same(found[0], eager.loss):
             other = replace(tried, counts=False)
-            again = _step(other(Fold()(program)), parts, options)
+            again = _step(_made(other, program), parts, options)
             if _same(again[0], eager.loss):
                 tried, found = other, again
     agreement = compare(Step(*found, {}), replace(eager, buffers={}), FLOOR_OF_SUMS)
     dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
     if agreement.largest <= tolerance(dtypes, program.autocast) or steady.unknown:
         return tried
-    made = tried(Fold()(program))
+    made = _made(tried, program)
     if made.differs_from_whole:
         return tried
     if options.accept_microbatch_loss:
         return replace(tried, accepted=True)
     raise _differs(made, found[0], eager, agreement, options)
+
+
+def _made(whole_loss: WholeLoss, program: Program) -> Program:
+    """The captured program as it can run."""
+    return KeepLayouts()(whole_loss(Fold()(program)))
 
 
 def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any) -> Step:
@@ -147,7 +153,8 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> tu
         batches.append(dict(zip(given, tensors, strict=True)))
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
-        addends = [program.totals.run(batch=batch) for batch in batches]
+        adding = KeepLayouts()(Fold()(program.totals))
+        addends = [adding.run(batch=batch) for batch in batches]
         totals = [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
         made = {o.target: [t] * len(parts) for o, t in zip(program.totals.outputs, totals, strict=True)}
     if options.loss_weight is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
-from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, rule_of, same_of
+from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, normalises, rule_of, same_of
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random
@@ -38,7 +38,7 @@ def microbatches_of(
     ]
     updated = program.updates()
     constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
-    found = Microbatches(program, batch=sizes[0] if sizes else 1, counts=counts)
+    found = Microbatches(program, batch=sizes[0] if sizes else 1, counts=counts, changing=frozenset(updated))
     while True:
         before = len(found.totals)
         found.factors.clear()
@@ -67,6 +67,9 @@ def _derive(found: Microbatches, node: fx.Node) -> None:
         return
     lost = next((found.known[n] for n in inputs if isinstance(found.known[n], Lost)), None)
     call = OperatorCall(found, node)
+    changing = next((n for n in inputs if n.name in found.changing), None)
+    if changing is not None and not normalises(call):  # batch norm only updates its running statistics
+        lost = lost or call.lost(f"reads {changing.name}, which every microbatch changes")
     if lost is None and all(is_same(found.known[n]) for n in inputs):
         found.known[node] = same_of(call)
     else:

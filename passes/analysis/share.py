@@ -72,6 +72,7 @@ class Microbatches:
         batch: how many samples the microbatch has.
         counts: whether a number that divides a sum counts samples, where it could: a graph holds numbers alone, and
             does not tell `x.sum() / len(x)` from `x.sum() / 8`.
+        changing: the placeholders of buffers that the step updates.
         known: what each forward value is; a tuple for an operator whose results differ.
         alone: the nodes that are computed from the batch and from constants: no gradient goes through them.
         totals: sums and means over the batch, by what they are, that are not only added up: the whole minibatch's value
@@ -84,6 +85,7 @@ class Microbatches:
     program: Program
     batch: int
     counts: bool = True
+    changing: frozenset[str] = frozenset()
     known: dict[fx.Node, Any] = field(default_factory=dict)
     alone: set[fx.Node] = field(default_factory=set)
     totals: dict[fx.Node, Share] = field(default_factory=dict)

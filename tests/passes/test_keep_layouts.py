@@ -6,8 +6,9 @@ import pytest
 import torch
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.keep_layouts import KeepLayouts
-from program_text import text, two_layers
+from program_text import text
 from torch import nn
+from two_layers import two_layers
 from wrong_layouts import WRONG, Differs, Fails, Middle, Remembers, series, squared
 
 import fxpipe
@@ -81,7 +82,10 @@ def test_every_captured_call_reads_values_laid_out_as_captured(make: type[Middle
 def test_models_compute_what_eager_computes(make: type[Middle], workers: int) -> None:
     torch.manual_seed(0)
     model = make()
-    build = fxpipe.compile(model, squared, series(), workers=workers, schedule="1f1b", microbatches=2, cost="analytic")
+    options = {"workers": workers, "schedule": "1f1b", "microbatches": 2, "cost": "analytic"}
+    state = make is Remembers  # which each microbatch changes
+    build = fxpipe.compile(model, squared, series(), accept_microbatch_loss=state, **options)
+    assert bool(build.plan.differs_from_whole) == state
     assert compare_with_eager(build, model, squared, series()).largest < 1e-6
 
 

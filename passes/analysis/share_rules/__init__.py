@@ -8,11 +8,16 @@ from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_eleme
 from fxpipe.passes.analysis.share_rules.sameness import same_of
 from torch import fx
 
-__all__ = ["OperatorCall", "is_same", "rule_of", "same_of"]
+__all__ = ["OperatorCall", "is_same", "normalises", "rule_of", "same_of"]
 
 _RULES: dict[str, Rule] = {
     name: rule for rules in (sums.RULES, shapes.RULES, layers.RULES) for rule, names in rules for name in names.split()
 }
+
+
+def normalises(call: OperatorCall) -> bool:
+    """Whether it is batch norm."""
+    return _RULES.get(call.name) is layers.batch_norm
 
 
 def rule_of(node: fx.Node) -> Rule:

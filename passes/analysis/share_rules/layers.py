@@ -96,7 +96,7 @@ def _layer_norm(call: OperatorCall) -> Known:
     return known if known.dim < count else call.lost("normalises over the batch")
 
 
-def _batch_norm(call: OperatorCall) -> Any:
+def batch_norm(call: OperatorCall) -> Any:
     known: Known = call.known(call.tensors[0])
     training = call.name != "_native_batch_norm_legit_no_training" and argument(call, "training") is not False
     if known != Rows(0):
@@ -164,8 +164,8 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_attention, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
     (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"),
     (_layer_norm, "native_layer_norm _fused_rms_norm"),
-    (_batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm"),
-    (_batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update_functional"),
+    (batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm"),
+    (batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update_functional"),
     (_embedding, "embedding"),
     (_gather, "gather"),
     (_index, "index _unsafe_index"),
