@@ -60,7 +60,7 @@ class WholeLoss(Pass):
             if self.accepted:
                 return replace(program, differs_from_whole=f"it was accepted that {loss.why}")
             return replace(program, warnings=(*program.warnings, f"{UNPROVED}: {loss.why}"))
-        change = _Change(program, self.microbatches)
+        change = _Substitution(program, self.microbatches)
         for node in found.likelihoods:
             change.likelihood(node)
         for node, share in found.totals.items():
@@ -105,7 +105,7 @@ def _read_instead(node: fx.Node, made: fx.Node) -> None:
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
-class _Change:
+class _Substitution:
     """A program in change: the totals that it takes from outside by and by, and the program that computes them."""
 
     def __init__(self, program: Program, microbatches: int) -> None:

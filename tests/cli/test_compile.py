@@ -46,7 +46,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_table(model: Path) -> None:
     result = fxpipe("compile", "model.py", *QUICK, *DISTINCT, "--verify", "-v")
     assert result.code == 0
-    assert re.search(r"^fold +\d+ → \d+ nodes\nunits +\d+ nodes\n", result.err, re.M)
+    assert re.search(r"^fold +\d+ → \d+ nodes\nkeep_layouts +\d+ nodes\nunits +\d+ nodes\n", result.err, re.M)
     assert "warning" not in result.err
     lines = [line.strip() for line in result.out.splitlines() if line.strip()]
     assert re.split(r"  +", lines[0])[:2] == ["forward from", "backward from"]

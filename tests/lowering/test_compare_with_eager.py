@@ -110,7 +110,8 @@ def test_where_eager_itself_fails_it_is_eager_that_is_named() -> None:
         return model(batch).square().mean()
 
     model, batch = Remembers(), torch.randn(4, 4)
-    build = fxpipe.compile(model, loss, batch, workers=1, microbatches=2, schedule="gpipe", cost="analytic")
+    options = {"workers": 1, "microbatches": 2, "schedule": "gpipe", "cost": "analytic"}
+    build = fxpipe.compile(model, loss, batch, accept_microbatch_loss=True, **options)
     with pytest.raises(CaptureError, match="eager PyTorch itself fails on this step, in backward") as caught:
         compare_with_eager(build, model, loss, batch)
     assert "Trying to backward through the graph a second time" in caught.value.what

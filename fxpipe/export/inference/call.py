@@ -119,6 +119,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     try:
         with untouched(held):
             value = loss(model, batch)
+            seen = list(calls), list(results), list(parts)  # what a step writes into lists is taken back afterwards
     except Exception as error:
         raise ExportError(
             f"loss(model, batch) raised {type(error).__name__}: {first_line(error)}, with the model in eval mode",
@@ -128,6 +129,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
     finally:
         for handle in hooks:
             handle.remove()
+    calls, results, parts = seen
     if parts or len(calls) != 1:
         often = {0: "does not call the model", 1: "calls the model once"}
         said = [often.get(len(calls), f"calls the model {len(calls)} times")]
