@@ -157,7 +157,13 @@ def _eager(plan: Plan, model: nn.Module, loss: Loss, batch: Any) -> Step:
 
 def _lowered(program: Program, cuts: Cuts) -> Build:
     return fxpipe.lower(
-        program, workers=WORKERS, microbatches=MICROBATCHES, schedule="1f1b", cost="analytic", cuts=cuts
+        program,
+        workers=WORKERS,
+        microbatches=MICROBATCHES,
+        schedule="1f1b",
+        accept_microbatch_loss=True,  # of those models that mix samples
+        cost="analytic",
+        cuts=cuts,
     )
 
 

@@ -48,6 +48,7 @@ def test_distinct_cuts_train_as_eager(name: str, choose: Callable[[Program], Cut
         program,
         workers=WORKERS,
         microbatches=MICROBATCHES,
+        accept_microbatch_loss=True,
         schedule="1f1b",
         cost="analytic",
         cuts=cuts,
