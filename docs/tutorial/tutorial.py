@@ -278,7 +278,7 @@ def planned(page: Page, program: Program) -> Build:
     page.say("""
         The owner of a parameter is the worker that makes its gradient; for a tied one, the worker that adds the
         gradients up. Other workers that read it have a replica, which the owner sends after every update. What crosses
-        for every microbatch:
+        for every microbatch (`total_0` is how many labels the whole minibatch has: its loss is their mean):
     """)
     page.table(
         ("value", "kind", "from", "to", "bytes"),
