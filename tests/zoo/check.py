@@ -151,8 +151,9 @@ def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
 
 def _eager(plan: Plan, model: nn.Module, loss: Loss, batch: Any) -> Step:
     """Eager's step: on the whole batch if totals over it are in the loss, of which its buffers know nothing."""
-    step = eager_step(plan, model, loss, batch, whole=bool(plan.made))
-    return dataclasses.replace(step, buffers={}) if plan.made else step
+    whole = bool(plan.made) and not plan.differs_from_whole
+    step = eager_step(plan, model, loss, batch, whole=whole)
+    return dataclasses.replace(step, buffers={}) if whole else step
 
 
 def _lowered(program: Program, cuts: Cuts) -> Build:
