@@ -147,10 +147,9 @@ class _Substitution:
         assert isinstance(target, fx.Node)
         loss, weights = ([n for n in node.users if n.args[1] == i] for i in (0, 1))
         total = self._leaf(self.addends.weight_of(target, weight, ignored))
-        with self.graph.inserting_before(node):
-            each = self._call(node, aten.div.Scalar, (total, self.microbatches))
-            if value(each).dtype != value(scores).dtype:
-                each = self._call(node, aten._to_copy.default, (each,), {"dtype": value(scores).dtype})
+        each = self._call(node, aten.div.Scalar, (total, self.microbatches))
+        if value(each).dtype != value(scores).dtype:
+            each = self._call(node, aten._to_copy.default, (each,), {"dtype": value(scores).dtype})
         node.update_arg(3, 2)
         for result in loss:
             after = result.next
@@ -263,8 +262,7 @@ class _Addends:
     def program(self) -> Program:
         names = {n.name for n in self.graph.nodes if n.op == "placeholder" and n.users}
         source = self.source
-        batch = tuple(source.batch)
-        kept = names | {b.node for b in batch}
+        kept = names | {b.node for b in source.batch}
         for node in list(self.graph.nodes):
             if node.op == "placeholder" and node.name not in kept:
                 self.graph.erase_node(node)
@@ -276,7 +274,6 @@ class _Addends:
             level=Level.CAPTURED,
             parameters=(),
             buffers=tuple(b for b in source.buffers if b.node in names),
-            batch=batch,
             outputs=tuple(Output("metric", f"total.{i}") for i in range(len(self.outputs))),
             values={n: v for n, v in source.values.items() if n in names},
             warnings=(),

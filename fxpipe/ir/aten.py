@@ -96,6 +96,11 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether the operator computes each element of its result from the elements at its place."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from the random generator; attention does only if it drops something out."""
     target = node.target
@@ -124,4 +129,4 @@ def is_cheap(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or is_random(node):
         return False
-    return torch.Tag.pointwise in target.tags or not node.all_input_nodes
+    return is_pointwise(node) or not node.all_input_nodes

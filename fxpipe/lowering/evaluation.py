@@ -114,19 +114,8 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
     program = _name_constants(captured.program, shape, build.tensors)
     passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
     program = run_passes(program, passes, [lines], dumped_as=f"evaluate_{shape}_")
-    stages = tuple(
-        EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
-        for stage in program.stages
-    )
-    spec = EvaluationSpec(
-        batch=tuple(b.leaf for b in program.batch),
-        batch_spec=program.batch_spec,
-        metrics=captured.metrics,
-        constants=captured.constants,
-        edges=program.edges,
-        stages=stages,
-    )
-    buffers = buffers_read(plan, program, stages)
+    spec = spec_of(program, captured.metrics, captured.constants)
+    buffers = buffers_read(plan, program, spec.stages)
     read = {b.name for b in buffers} - build.tensors.keys()
     own = {b.names[0]: program.values[b.node].detach().clone() for b in program.buffers if b.names[0] in read}
     return dataclasses.replace(
@@ -136,6 +125,21 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
         tensors={**build.tensors, **own},
         passes=(*build.passes, *(f"evaluation {shape}: {line}" for line in lines.lines)),
         warnings=(*build.warnings, *(f"evaluation: {warning}" for warning in program.warnings)),
+    )
+
+
+def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, float]) -> EvaluationSpec:
+    """What the plan says of an evaluation whose stages are emitted."""
+    return EvaluationSpec(
+        batch=tuple(b.leaf for b in program.batch),
+        batch_spec=program.batch_spec,
+        metrics=metrics,
+        constants=constants,
+        edges=program.edges,
+        stages=tuple(
+            EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
+            for stage in program.stages
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import FLOOR_OF_SUMS, tolerance
-from fxpipe.stages.minibatch import weights_of
+from fxpipe.stages.minibatch import added_up, weights_of
 from fxpipe.task.batch import Dims, describe, split
 from fxpipe.tracing.capture import Loss, autocasting, capture
 
@@ -109,17 +109,18 @@ def checked_loss(
     steady = SteadyRandomness()
     with steady:
         eager = _whole(program, model, loss, batch)
-        found = _step(_made(tried, program), parts, options)
+        made = _made(tried, program)
+        found = _step(made, parts, options)
         if not tried.weighted and not _same(found[0], eager.loss):
             other = replace(tried, counts=False)
-            again = _step(_made(other, program), parts, options)
+            remade = _made(other, program)
+            again = _step(remade, parts, options)
             if _same(again[0], eager.loss):
-                tried, found = other, again
+                tried, made, found = other, remade, again
     agreement = compare(Step(*found, {}), replace(eager, buffers={}), FLOOR_OF_SUMS)
     dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
     if agreement.largest <= tolerance(dtypes, program.autocast) or steady.unknown:
         return tried
-    made = _made(tried, program)
     if made.differs_from_whole:
         return tried
     if options.accept_microbatch_loss:
@@ -155,7 +156,7 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> tu
     if program.totals is not None:
         adding = KeepLayouts()(Fold()(program.totals))
         addends = [adding.run(batch=batch) for batch in batches]
-        totals = [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
+        totals = added_up(addends)
         made = {o.target: [t] * len(parts) for o, t in zip(program.totals.outputs, totals, strict=True)}
     if options.loss_weight is not None:
         made[LOSS_WEIGHT] = weights_of(options.loss_weight, parts, 0, program.device)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
 from fxpipe.build.build import Build
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import PassLines, run_passes
-from fxpipe.lowering.evaluation import buffers_read
+from fxpipe.lowering.evaluation import buffers_read, spec_of
 from fxpipe.passes import totals_passes
-from fxpipe.plan.spec import EvaluationSpec, EvaluationStage
 
 
 def with_totals(build: Build, totals: Program, command: str) -> Build:
@@ -22,17 +20,8 @@ def with_totals(build: Build, totals: Program, command: str) -> Build:
     """
     lines = PassLines()
     program = run_passes(totals, totals_passes(command), [lines], dumped_as="totals_")
-    (stage,) = program.stages
-    share = EvaluationStage(stage.file, hashlib.sha256(stage.source.encode()).hexdigest(), stage.parts["F"].spec)
-    spec = EvaluationSpec(
-        batch=tuple(b.leaf for b in program.batch),
-        batch_spec=program.batch_spec,
-        metrics=share.part.metrics,
-        constants={},
-        edges=(),
-        stages=(share,),
-    )
-    plan = dataclasses.replace(build.plan, totals=spec, buffers=buffers_read(build.plan, program, (share,)))
+    spec = spec_of(program, tuple(program.metrics()), {})
+    plan = dataclasses.replace(build.plan, totals=spec, buffers=buffers_read(build.plan, program, spec.stages))
     return dataclasses.replace(
         build,
         plan=plan,

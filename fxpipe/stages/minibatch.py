@@ -46,8 +46,10 @@ class Minibatches:
             )
         self._plan = plan
         self._loss_weight = loss_weight if plan.loss_weight else None
-        self._splitter = Splitter(plan.given, plan.batch_spec, plan.microbatches, plan.device)
-        self._names = [leaf.name for leaf in plan.given]
+        given = plan.given
+        self._splitter = Splitter(given, plan.batch_spec, plan.microbatches, plan.device)
+        self._names = [leaf.name for leaf in given]
+        self._made = [leaf.name for leaf in plan.made]
         self._totals: Callable[..., tuple[Tensor, ...]] | None = None
         if plan.totals is not None:
             (spec,) = plan.totals.stages
@@ -70,7 +72,7 @@ class Minibatches:
             made.update(zip(self._plan.totals.metrics, self._added_up(leaves), strict=True))
         if self._loss_weight is not None:
             made[LOSS_WEIGHT] = weights_of(self._loss_weight, parts, minibatch, self._plan.device)
-        rest = [[made[leaf.name][j] for leaf in self._plan.made] for j in range(len(leaves))]
+        rest = [[made[name][j] for name in self._made] for j in range(len(leaves))]
         return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
 
     def _added_up(self, leaves: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
@@ -81,8 +83,12 @@ class Minibatches:
             for part in leaves:
                 named = dict(zip(self._names, part, strict=True))
                 addends.append(self._totals((), self._buffers, tuple(named[n] for n in self._arguments), None))
-            totals = [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
-        return [[total] * len(leaves) for total in totals]
+            return [[total] * len(leaves) for total in added_up(addends)]
+
+
+def added_up(addends: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The totals of a minibatch, from what each of its microbatches adds to them."""
+    return [torch.stack(column).sum(0, dtype=column[0].dtype) for column in zip(*addends, strict=True)]
 
 
 def weights_of(hook: LossWeight, parts: Sequence[Any], minibatch: int, device: str) -> list[Tensor]:

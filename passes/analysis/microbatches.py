@@ -1,7 +1,7 @@
 """What each forward value of a microbatch is of the whole minibatch's: rows of it, its sum, its mean, or the same.
 
 The loss of a minibatch is the mean, or the sum, of its microbatches' losses only if that can be derived, operator by
-operator, from the leaves of the batch. `share_rules.py` has a rule for each operator. A value is lost where an operator
+operator, from the leaves of the batch. `share_rules/` has a rule for each operator. A value is lost where an operator
 is unknown or mixes samples, and so is all that is computed from it.
 """
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from fxpipe.passes.analysis.share_rules import layers, shapes, sums
 from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, is_same, operator_of, unknown
 from fxpipe.passes.analysis.share_rules.sameness import same_of
 from torch import fx
+
+from fxpipe.ir.aten import is_pointwise
 
 __all__ = ["OperatorCall", "is_same", "normalises", "rule_of", "same_of"]
 
@@ -25,6 +26,4 @@ def rule_of(node: fx.Node) -> Rule:
     rule = _RULES.get(operator_of(node))
     if rule is not None:
         return rule
-    target = node.target
-    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return by_elements if pointwise else unknown
+    return by_elements if is_pointwise(node) else unknown

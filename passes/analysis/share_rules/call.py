@@ -152,3 +152,14 @@ def reduced(call: OperatorCall, count: int) -> set[int]:
     if given is None or given == []:
         return set(range(count))
     return {d % max(count, 1) for d in (given if isinstance(given, (list, tuple)) else [given])}
+
+
+def permuted(call: OperatorCall) -> list[int]:
+    """Of permute, transpose and t: which dimension of the argument each dimension of the result is."""
+    count = len(call.shape())
+    if call.name == "permute":
+        return [d % count for d in call.get("dims")]
+    order = list(range(count))
+    one, other = (0, count - 1) if call.name == "t" else (call.get("dim0") % count, call.get("dim1") % count)
+    order[one], order[other] = order[other], order[one]
+    return order

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-import torch
 from fxpipe.passes.analysis.share import Alike
-from fxpipe.passes.analysis.share_rules.call import SAME, UNIFORM, OperatorCall, alike, argument, reduced
+from fxpipe.passes.analysis.share_rules.call import SAME, UNIFORM, OperatorCall, alike, argument, permuted, reduced
+
+from fxpipe.ir.aten import is_pointwise
 
 Dims = Callable[[OperatorCall, list[frozenset[int]]], set[int]]
 """Along which dimensions a result is alike, from those of the arguments."""
@@ -25,7 +26,7 @@ def same_of(call: OperatorCall) -> Any:
     tensors = call.tensors
     if not tensors:
         return SAME
-    pointwise = torch.Tag.pointwise in getattr(call.node.target, "tags", ())
+    pointwise = is_pointwise(call.node)
     if all(call.known(n) is UNIFORM for n in tensors) and (
         pointwise or any(call.name in names.split() for names in _KEEPS_UNIFORM)
     ):
@@ -79,14 +80,7 @@ def _expand(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 
 def _permute(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    count = len(call.shape())
-    order = list(range(count))
-    if call.name == "permute":
-        order = [d % count for d in call.get("dims")]
-    else:
-        one, other = (0, count - 1) if call.name == "t" else (call.get("dim0") % count, call.get("dim1") % count)
-        order[one], order[other] = order[other], order[one]
-    return {place for place, d in enumerate(order) if d in dims[0]}
+    return {place for place, d in enumerate(permuted(call)) if d in dims[0]}
 
 
 def _unsqueeze(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:

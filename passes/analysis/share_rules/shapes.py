@@ -9,6 +9,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     Rule,
     aligned,
     alike,
+    permuted,
     reduced,
     unknown,
     without_rows,
@@ -41,14 +42,7 @@ def _permute(call: OperatorCall) -> Known:
     known: Known = call.known(call.tensors[0])
     if not isinstance(known, Rows):
         return known
-    count = len(call.shape())
-    if call.name == "permute":
-        order = [d % count for d in call.get("dims")]
-    else:
-        order = list(range(count))
-        one, other = (0, count - 1) if call.name == "t" else (call.get("dim0") % count, call.get("dim1") % count)
-        order[one], order[other] = order[other], order[one]
-    return Rows(order.index(known.dim), known.outer)
+    return Rows(permuted(call).index(known.dim), known.outer)
 
 
 def _squeeze(call: OperatorCall) -> Known:

@@ -25,10 +25,14 @@ from torch import fx
 from fxpipe.ir.program import value
 
 
+def _drawn(call: OperatorCall) -> Known:
+    """Filled, or drawn, in the shape of an argument; what is made from nothing is `same_of`'s."""
+    return call.first_rows() or UNIFORM
+
+
 def _filled(call: OperatorCall) -> Known:
-    """Filled, or drawn, in the shape of rows; what is made from nothing is `same_of`'s."""
-    drawn = call.name.endswith(("_like", "bernoulli", "normal", "fill"))
-    return (call.first_rows() if drawn else None) or UNIFORM
+    """Filled in a shape of its own."""
+    return UNIFORM
 
 
 def _linear(call: OperatorCall) -> Known:
@@ -140,12 +144,9 @@ def _nll(call: OperatorCall) -> Any:
     return ((rows, SAME), (MEAN, SAME), (SUM, SUM))[reduction]
 
 
-_FILLED = (
-    "ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty ones_like zeros_like full_like "
-    "empty_like empty_strided rand randn rand_like randn_like randint randint_like bernoulli normal fill"
-)
 RULES: tuple[tuple[Rule, str], ...] = (
-    (_filled, _FILLED),
+    (_drawn, "ones_like zeros_like full_like empty_like rand_like randn_like randint_like bernoulli normal fill"),
+    (_filled, "new_ones new_zeros new_full new_empty"),
     (_linear, "neg clone _to_copy alias detach lift_fresh_copy copy view_as_real view_as_complex"),
     (_add, "add sub rsub"),
     (_mul, "mul"),
