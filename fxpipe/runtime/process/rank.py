@@ -33,7 +33,8 @@ from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, send_trace, write_trace
-from fxpipe.runtime.wires.distributed import DistTransport, Wires, peer_errors
+from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.group import close_group, open_group, peers
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -89,8 +90,7 @@ def join(
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
     device = _device(plan.device)
-    with peer_errors(rank):
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    open_group(rank, TIMEOUT)
     try:
         return RankRun(options, plan, rank, task, device, progress).run()
     except PeerLost:
@@ -98,7 +98,7 @@ def join(
         raise
     finally:
         if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+            close_group()
 
 
 class RankRun:
@@ -155,7 +155,7 @@ class RankRun:
         try:
             trace = self._train()
             rows: list[Any] = [None] * plan.workers
-            with peer_errors(self.rank):
+            with peers(self.rank):
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
             if options.out is not None:
                 self._final_weights(Path(options.out) / FINAL_WEIGHTS)
@@ -189,9 +189,10 @@ class RankRun:
     def _train(self) -> WorkerTrace:
         watch, record = self.executor.watch, self.record
         self.executor.store.begin(0, self.total)
-        board = StoreBoard(self.rank, self.plan.workers, watch)
+        with peers(self.rank):
+            board = StoreBoard(self.rank, self.plan.workers, watch)
         before = self._clock()
-        with peer_errors(self.rank):
+        with peers(self.rank):
             dist.barrier()
         watch.begin()
         try:
@@ -229,13 +230,13 @@ class RankRun:
         """Compare this process's clock with worker 0's, if there is a trace, which alone needs it."""
         if self.options.trace is None:
             return ClockOffset(0, 0, 0)
-        with peer_errors(self.rank):
+        with peers(self.rank):
             return read_offset(self.rank, self.plan.workers)
 
     def _trace(self, path: str, own: WorkerTrace, summary: dict[str, Any] | None) -> None:
         """Send what was recorded to worker 0, which receives it from all workers even if it cannot write it."""
         if summary is None:
-            with peer_errors(self.rank):
+            with peers(self.rank):
                 send_trace(own)
             return
         others = iter(range(1, self.plan.workers))
@@ -243,13 +244,13 @@ class RankRun:
         def fetch(worker: int) -> WorkerTrace:
             if worker == 0:
                 return own
-            with peer_errors(self.rank):
+            with peers(self.rank):
                 return receive_trace(next(others))
 
         seconds = self.executor.watch.elapsed
         add_trace(summary, path, lambda: write_trace(path, self.plan, self.recipe, seconds, fetch))
         for worker in others:
-            with peer_errors(self.rank):
+            with peers(self.rank):
                 receive_trace(worker)
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
@@ -260,7 +261,7 @@ class RankRun:
         box: list[Any] = [None]
         if self.feed is not None:
             box[0] = self.feed.total(self.options.steps, self.options.epochs)
-        with peer_errors(self.rank):
+        with peers(self.rank):
             dist.broadcast_object_list(box, 0)
         return int(box[0])
 
@@ -269,7 +270,7 @@ class RankRun:
         local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.workers))
         own = self.device.type == "cuda" and torch.cuda.device_count() >= local_workers
         answers: list[Any] = [None] * self.plan.workers
-        with peer_errors(self.rank):
+        with peers(self.rank):
             dist.all_gather_object(answers, own)
         return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
 
@@ -279,14 +280,14 @@ class RankRun:
             return
         for tensor in final_tensors(self.plan):
             if tensor.worker == self.rank:
-                with peer_errors(self.rank):
+                with peers(self.rank):
                     dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
 
     def _fetch(self, tensor: FinalTensor, averages: dict[str, torch.Tensor] | None) -> torch.Tensor:
         if tensor.worker == 0:
             return held(self.executor, tensor, averages)
         value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
-        with peer_errors(self.rank):
+        with peers(self.rank):
             dist.recv(value, tensor.worker)
         return value
 

@@ -11,36 +11,24 @@ time: gloo's `is_completed` says nothing before `wait`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.errors import PeerLost, RunError
+from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.runtime.wires.addresses import Addresses, Channel
+from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule import check
 from fxpipe.schedule.base import Schedule
 
 Work = Any
-
-
-@contextmanager
-def peer_errors(worker: int) -> Iterator[None]:
-    """Turn failures of communication into PeerLost: they mean that another process is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(
-            f"worker {worker} lost a connection: {str(error).splitlines()[0]}",
-            hint="another worker stopped first: its own error says why",
-        ) from error
 
 
 class Wires:
@@ -64,7 +52,7 @@ class Wires:
 
     def isend(self, flat: Tensor, to: int, channel: Channel, tag: int | None = None) -> tuple[Work, Tensor]:
         """Begin to send; the caller keeps the pair until it has waited for the work."""
-        with peer_errors(self.worker):
+        with peers(self.worker):
             if self.backend == "nccl":
                 return dist.isend(flat, to, group=self._groups[channel]), flat
             if self.staged:
@@ -76,20 +64,20 @@ class Wires:
     ) -> tuple[Work, Tensor]:
         """Begin to receive into new memory."""
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
-        with peer_errors(self.worker):
+        with peers(self.worker):
             if self.backend == "nccl":
                 return dist.irecv(flat, source, group=self._groups[channel]), flat
             return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
 
     def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
         """Begin to send a few float64 numbers that are on the CPU: over gloo, whatever the backend."""
-        with peer_errors(self.worker):
+        with peers(self.worker):
             return dist.isend(numbers, to, tag=tag), numbers
 
     def irecv_numbers(self, count: int, source: int, tag: int) -> tuple[Work, Tensor]:
         """Begin to receive the float64 numbers that `isend_numbers` sends."""
         numbers = torch.empty(count, dtype=torch.float64)
-        with peer_errors(self.worker):
+        with peers(self.worker):
             return dist.irecv(numbers, source, tag=tag), numbers
 
     def received(self, pending: tuple[Work, Tensor]) -> Tensor:
@@ -102,17 +90,17 @@ class Wires:
 
     def finished(self, pending: tuple[Work, Tensor]) -> None:
         """Wait until a send has left or a receive has come."""
-        with peer_errors(self.worker):
+        with peers(self.worker):
             pending[0].wait()
 
     def _connect(self, channels: list[Channel]) -> None:
         """Set up a communicator for each channel, in one global order: each set-up waits for the other end."""
         for channel in channels:
             source, target = channel[1], channel[2]
-            group = dist.new_group([source, target], backend="nccl")
-            self._groups[channel] = group
             probe = torch.zeros(1, device=self.device)
-            with peer_errors(self.worker):
+            with peers(self.worker):
+                group = dist.new_group([source, target], backend="nccl")
+                self._groups[channel] = group
                 if self.worker == source:
                     dist.send(probe, target, group=group)
                 elif self.worker == target:
