@@ -151,6 +151,8 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
     )
     if agreement is not None:
         name, error = agreement.worst_gradient
+        if agreement.not_compared:
+            note(f"loss and gradients were not compared: {agreement.not_compared}")
         click.echo(
             f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"

@@ -18,7 +18,9 @@ from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.task.batch import tensor_spec
 
 aten = torch.ops.aten
-UNPROVED = "that the microbatches give the whole batch's loss is checked on the first batch, and not proved for others"
+UNPROVED = "that the microbatches give the whole batch's loss is "
+CHECKED = "checked on the first batch, and not proved for others"
+UNCHECKED = "neither proved nor checked"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class WholeLoss(Pass):
         microbatches: how many a minibatch has.
         weighted: the hook `loss_weight` says how much each microbatch counts: a leaf of the batch multiplies its loss.
         counts: as `Microbatches.counts`.
+        checked: it is known that the program and the whole batch have one loss and the same gradients on one batch.
         accepted: the loss may differ from the whole batch's, as the user says.
 
     Before:                                     After (2 microbatches):
@@ -48,18 +51,24 @@ class WholeLoss(Pass):
     microbatches: int
     weighted: bool = False
     counts: bool = True
+    checked: bool = False
     accepted: bool = False
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
+        found = microbatches_of(program, counts=self.counts)
+        if found.batch_norm is not None:
+            norm = info(found.batch_norm)
+            program = replace(program, batch_norm=norm.module or norm.source or found.batch_norm.name)
         if self.weighted:
             return _weighted(program)
-        found = microbatches_of(program, counts=self.counts)
         loss = found.loss
         if isinstance(loss, Lost):
             if self.accepted:
                 return replace(program, differs_from_whole=f"it was accepted that {loss.why}")
-            return replace(program, warnings=(*program.warnings, f"{UNPROVED}: {loss.why}"))
+            return replace(
+                program, warnings=(*program.warnings, f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {loss.why}")
+            )
         change = _Substitution(program, self.microbatches)
         for node in found.likelihoods:
             change.likelihood(node)
@@ -70,9 +79,7 @@ class WholeLoss(Pass):
         program = change.program()
         remove_dead(program.graph)
         how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
-        norm = found.batch_norm
-        differs = "" if norm is None else f"batch norm ({info(norm).module}) normalises each microbatch by itself"
-        return replace(program, loss_of_microbatches=how, differs_from_whole=differs)
+        return replace(program, loss_of_microbatches=how)
 
 
 def _weighted(program: Program) -> Program:
@@ -90,7 +97,7 @@ def _weighted(program: Program) -> Program:
         weighed = call(graph, aten.mul.Tensor, (loss, factor), {}, loss)
     weighed.meta[CORRECTS] = True
     output = graph.output_node()
-    output.args = ((weighed, *program.output_nodes[1:]),)
+    output.args = (tuple(weighed if node is loss else node for node in program.output_nodes),)
     for begin in [n for n in program if info(n).phase == "B" and n.name == "d_loss"]:
         with graph.inserting_before(begin.next):
             made = call(graph, aten.mul.Tensor, (begin, factor), {}, begin)

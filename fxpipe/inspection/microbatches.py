@@ -17,6 +17,7 @@ def microbatch_facts(plan: Plan) -> dict[str, Any] | None:
         "totals": list(plan.totals.metrics) if plan.totals else [],
         "weighed": plan.loss_weight,
         "differs": plan.differs_from_whole,
+        "batch_norm": plan.batch_norm,
         "cut": {leaf.name: leaf.dim for leaf in plan.given if leaf.tensor is not None},
     }
 
@@ -32,6 +33,8 @@ def microbatch_lines(plan: Plan) -> Iterator[str]:
         cut = [f"{name} is cut along dimension {dim}" for name, dim in along.items()]
         cut += [f"every microbatch gets all of {', '.join(whole)}"] if whole else []
         yield f"batch: {'; '.join(cut)}"
+    if facts["batch_norm"]:
+        yield f"batch norm: normalises each microbatch by itself ({facts['batch_norm']})"
     if facts["differs"]:
         yield f"loss: not the whole batch's, since {facts['differs']}"
     elif facts["weighed"]:

@@ -19,9 +19,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
+from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.runtime.worker.stage_code import explained
+from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import LossWeight, Minibatches
@@ -39,11 +41,17 @@ FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the
 
 @dataclass(frozen=True)
 class Agreement:
-    """Largest relative errors against eager PyTorch: of the loss, of each gradient, of each buffer's new value."""
+    """Largest relative errors against eager PyTorch.
+
+    Attributes:
+        gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
+        not_compared: why nothing is known of loss and gradients, whose errors are then none; '' if they were compared.
+    """
 
     loss: float
     gradients: dict[str, float]
     buffers: dict[str, float]
+    not_compared: str = ""
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -59,9 +67,10 @@ def compare_with_eager(
 ) -> Agreement:
     """Run one minibatch both ways; the model is left as it was.
 
-    Eager PyTorch steps on the whole batch, without microbatches, and random numbers are the same for every sample in
-    both. Whatever cannot be compared so is compared microbatch by microbatch, with the random numbers of a run: the new
-    values of buffers, and a loss that is not meant to be the whole batch's (`Plan.differs_from_whole`).
+    Eager PyTorch steps on the whole batch, where only batch norm takes the microbatches apart, and random numbers are
+    the same for every sample in both. Whatever cannot be compared so is compared microbatch by microbatch, with the
+    random numbers of a run: the new values of buffers, and a loss that is not meant to be the whole batch's
+    (`Plan.differs_from_whole`).
 
     Args:
         loss_weight: the hook that the build was compiled with, if any.
@@ -77,16 +86,16 @@ def compare_with_eager(
     steady = SteadyRandomness()
     with steady:
         eager = eager_step(plan, model, loss, batch, seed, whole=True)
-        whole = compare(_emitted(build, batch, seed, loss_weight), eager)
-    if plan.made or steady.unknown:  # the loss of a microbatch is not the user's function of it; or no comparison holds
+        whole = compare(_emitted(build, batch, seed, loss_weight), eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR)
+    if plan.made:  # the loss of a microbatch is not the user's function of it
         by_parts = replace(by_parts, loss=0.0, gradients={})
     if steady.unknown:
-        return by_parts
-    return Agreement(
-        loss=max(whole.loss, by_parts.loss),
-        gradients={n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()},
-        buffers=by_parts.buffers,
-    )
+        why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
+        return replace(by_parts, not_compared=why) if plan.made else by_parts
+    gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
+    if plan.batch_norm and not plan.made:  # rounding grows through it, and other kernels serve other sizes
+        gradients = by_parts.gradients
+    return Agreement(max(whole.loss, by_parts.loss), gradients, by_parts.buffers)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,29 @@ class Step:
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+
+
+class SumOfMicrobatches:
+    """The loss and the gradients of a minibatch, from those of its microbatches.
+
+    Args:
+        divisor: what the sums are divided by.
+    """
+
+    def __init__(self, divisor: int) -> None:
+        self._divisor = divisor
+        self.loss = torch.zeros(())
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def add_loss(self, value: torch.Tensor) -> None:
+        self.loss = self.loss + value.detach().cpu() / self._divisor
+
+    def add_gradient(self, name: str, value: torch.Tensor) -> None:
+        share = value / self._divisor
+        self.gradients[name] = self.gradients[name] + share if name in self.gradients else share
+
+    def step(self, buffers: dict[str, torch.Tensor]) -> Step:
+        return Step(self.loss, self.gradients, buffers)
 
 
 def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
@@ -135,19 +167,21 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
     """One minibatch in eager PyTorch; the model is left as it was.
 
     Args:
-        whole: whether on the whole batch, or microbatch by microbatch as the plan cuts it.
+        whole: whether on the whole batch, of which batch norm alone sees one microbatch at a time, or microbatch by
+            microbatch as the plan cuts it.
     """
     dims = {leaf.name: leaf.dim for leaf in plan.given}
-    return run_eagerly(
-        model,
-        loss,
-        [batch] if whole else split(batch, plan.microbatches, dims),
-        parameters=[(p.names, p.trained) for p in plan.parameters],
-        buffers=[b.name for b in plan.buffers],
-        context=lambda: autocasting(plan.device, plan.autocast),
-        divisor=1 if whole else plan.loss_divisor,
-        seed=seed,
-    )
+    with SeparateBatchNorm(plan.microbatches) if whole else contextlib.nullcontext():
+        return run_eagerly(
+            model,
+            loss,
+            [batch] if whole else split(batch, plan.microbatches, dims),
+            parameters=[(p.names, p.trained) for p in plan.parameters],
+            buffers=[b.name for b in plan.buffers],
+            context=lambda: autocasting(plan.device, plan.autocast),
+            divisor=1 if whole else plan.loss_divisor,
+            seed=seed,
+        )
 
 
 def run_eagerly(
@@ -237,8 +271,7 @@ def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None
     plan = build.plan
     stages = load_stages(plan, build.files)
     state = dict(build.tensors)
-    gradients: dict[str, torch.Tensor] = {}
-    total = torch.zeros(())
+    made = SumOfMicrobatches(plan.loss_divisor)
 
     def function(worker: int, phase: Phase) -> Function:
         stage, name = stages[worker], "forward" if phase == "F" else "backward"
@@ -249,10 +282,9 @@ def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None
         for j, part in enumerate(Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
             torch.manual_seed(seed + j)
-            for call, made in run_microbatch(plan, function, state, leaves):
-                if made.loss is not None:
-                    total = total + made.loss.cpu() / plan.loss_divisor
-                for name, gradient in zip(call.spec.gradients, made.gradients, strict=True):
-                    share = gradient / plan.loss_divisor
-                    gradients[name] = gradients[name] + share if name in gradients else share
-    return Step(total, gradients, {b.name: state[b.name] for b in plan.buffers})
+            for call, returned in run_microbatch(plan, function, state, leaves):
+                if returned.loss is not None:
+                    made.add_loss(returned.loss)
+                for name, gradient in zip(call.spec.gradients, returned.gradients, strict=True):
+                    made.add_gradient(name, gradient)
+    return made.step({b.name: state[b.name] for b in plan.buffers})

@@ -61,6 +61,7 @@ _STEADY: dict[str, Any] = {
     "randn_like": lambda made, given: _number(made, 0.5),
     "normal_functional": lambda made, given: _number(made, given.get("mean", 0.0) + 0.5 * given.get("std", 1.0)),
     "exponential": lambda made, given: _number(made, math.log(2) / given.get("lambd", 1.0)),
+    "poisson": lambda made, given: given["input"],
     "randint": lambda made, given: _number(made, given.get("low", 0)),
     "randint_like": lambda made, given: _number(made, given.get("low", 0)),
     "random": lambda made, given: _number(made, given.get("from", 0) or 0),

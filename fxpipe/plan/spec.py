@@ -195,6 +195,7 @@ class Plan:
             the serialised pytree of what the user gives.
         loss_of_microbatches: whether a minibatch's loss and gradients are the mean of the microbatches', or their sum.
         differs_from_whole: why the loss of a minibatch is not meant to be that of the whole batch; '' if it is.
+        batch_norm: where the first batch norm is that normalises each microbatch by itself; '' if there is none.
         loss_weight: whether the loss of each microbatch is weighed by the hook `loss_weight(batch)`: a leaf of that
             name holds the weight over the mean weight of the minibatch's microbatches.
         totals: computes, of each microbatch, what is added up over the minibatch: its metrics are leaves of the batch
@@ -231,6 +232,7 @@ class Plan:
     meta: bool = False
     loss_of_microbatches: Literal["mean", "sum"] = "mean"
     differs_from_whole: str = ""
+    batch_norm: str = ""
     loss_weight: bool = False
     totals: EvaluationSpec | None = None
     evaluations: tuple[EvaluationSpec, ...] = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
-from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, normalises, rule_of, same_of
+from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, mixes_samples, normalises, rule_of, same_of
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random
@@ -43,6 +43,7 @@ def microbatches_of(
         before = len(found.totals)
         found.factors.clear()
         found.likelihoods.clear()
+        found.batch_norm = None
         found.alone = {*leaves, *constants}
         for node in placeholders.values():
             dim = dims[leaves[node].name] if node in leaves else None
@@ -67,6 +68,8 @@ def _derive(found: Microbatches, node: fx.Node) -> None:
         return
     lost = next((found.known[n] for n in inputs if isinstance(found.known[n], Lost)), None)
     call = OperatorCall(found, node)
+    if found.batch_norm is None and mixes_samples(call):
+        found.batch_norm = node
     changing = next((n for n in inputs if n.name in found.changing), None)
     if changing is not None and not normalises(call):  # batch norm only updates its running statistics
         lost = lost or call.lost(f"reads {changing.name}, which every microbatch changes")

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 
 WORKERS = 2
 Step = Callable[[nn.Module, Any], Tensor]
@@ -178,6 +179,73 @@ def test_what_is_equal_once_is_not_proved() -> None:
     step = lambda m, b: (m(b[0]).mean(-1) * (b[1] > 0)).sum() / (b[1] > 0).flatten().float().norm(p=1)  # noqa: E731
     build = compiled(step, (torch.randn(6, 4, 6), torch.ones(6, 4)))
     assert "not proved for others: " in "".join(build.warnings)
+
+
+class Normed(Net):
+    """A batch norm over all samples and positions of a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)))
+
+
+def normed() -> Normed:
+    torch.manual_seed(0)
+    return Normed()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_batch_norm_sees_microbatches_and_the_loss_the_whole_batch(name: str) -> None:
+    step, batches = STEPS[name], [padded(seed) for seed in range(4)]
+    build = compiled(step, batches[0], model=normed())
+    assert (build.plan.batch_norm, build.plan.differs_from_whole) == ("norm", "")
+    agreement = compare_with_eager(build, normed(), step, batches[0])
+    assert agreement.largest < 1e-5
+    assert set(agreement.buffers) >= {"norm.running_mean", "norm.num_batches_tracked"}
+    assert compare_with_eager(build, normed(), lambda m, b: 1.01 * step(m, b), batches[0]).loss > 1e-3
+    model, losses = normed(), []
+    optimizer = sgd(model.named_parameters())
+    for batch in batches:
+        with SeparateBatchNorm(3):
+            loss = step(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    pipeline = build.local(optimizer=sgd)
+    assert pipeline.run(batches) == pytest.approx(losses, rel=1e-4)
+    torch.testing.assert_close(pipeline.state_dict()["norm.running_var"], model.norm.running_var)
+
+
+def test_with_batch_norm_a_hook_weighs_microbatches_and_a_number_is_what_it_is() -> None:
+    weigh = lambda batch: (batch[1] >= 0).sum()  # noqa: E731
+    build = compiled(by_largest, padded(), model=normed(), loss_weight=weigh)
+    agreement = compare_with_eager(build, normed(), by_largest, padded(), loss_weight=weigh)
+    assert (agreement.largest < 1e-5, agreement.not_compared) == (True, "")
+    with pytest.raises(BatchError, match="weighed by loss_weight"):
+        compiled(tokens, padded(), model=normed(), loss_weight=lambda batch: 1)
+    by_four = lambda m, b: m(b[0]).square().mean(-1).sum() / 4  # noqa: E731
+    assert compiled(by_four, padded(), model=normed()).plan.loss_of_microbatches == "sum"
+    by_samples = lambda m, b: m(b[0]).square().mean(-1).sum() / len(b[0])  # noqa: E731
+    assert compiled(by_samples, padded(), model=normed()).plan.loss_of_microbatches == "mean"
+
+
+def test_what_no_operator_draws_alike_is_not_compared() -> None:
+    noisy = lambda m, b: tokens(m, (b[0] + torch.binomial(b[0].abs() + 2, b[0].sigmoid()), b[1]))  # noqa: E731
+    build = compiled(noisy, padded())
+    assert not build.warnings
+    agreement = compare_with_eager(build, net(), noisy, padded())
+    assert agreement.not_compared == "binomial cannot draw alike for a batch and its microbatches"
+    plain = lambda m, b: m(b[0] + torch.binomial(b[0].abs() + 2, b[0].sigmoid())).square().mean()  # noqa: E731
+    agreement = compare_with_eager(compiled(plain, padded()), net(), plain, padded())
+    assert not agreement.not_compared
+    assert set(agreement.gradients) == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    assert agreement.largest < 1e-5
+    drawn = lambda m, b: tokens(m, (b[0] * torch.multinomial(b[0].flatten(1).exp(), 1)[:, :, None], b[1]))  # noqa: E731
+    assert "neither proved nor checked: multinomial" in "".join(compiled(drawn, padded()).warnings)
 
 
 def classes_of_batch(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -236,8 +236,11 @@ def test_batch_norm_is_named() -> None:
     made = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double()
     step = lambda m, b: m(b[0][:, 0]).square().mean()  # noqa: E731
     program = lowered(made, step, batch(), 2)
-    assert program.differs_from_whole == "batch norm (1) normalises each microbatch by itself"
-    assert not program.warnings
+    assert (program.batch_norm, program.differs_from_whole, program.warnings) == ("1", "", ())
+    weighted = lowered(made, step, batch(), 2, weighted=True)
+    assert weighted.batch_norm == "1"
+    made[1].eval()
+    assert not lowered(made, step, batch(), 2).batch_norm
 
 
 BEFORE = """

@@ -24,10 +24,11 @@ from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.compare_with_eager import Agreement, Step, compare, compare_with_eager, eager_step
+from fxpipe.lowering.compare_with_eager import FLOOR, Agreement, Step, compare, compare_with_eager, eager_step
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.task.batch import split
 from fxpipe.tracing.capture import Loss
 
@@ -150,8 +151,8 @@ def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
 
 
 def _eager(plan: Plan, model: nn.Module, loss: Loss, batch: Any) -> Step:
-    """Eager's step: on the whole batch if totals over it are in the loss, of which its buffers know nothing."""
-    whole = bool(plan.made) and not plan.differs_from_whole
+    """Eager's step: on the whole batch if totals over it are in the loss; buffers are those of microbatches alone."""
+    whole = bool(plan.made)
     step = eager_step(plan, model, loss, batch, whole=whole)
     return dataclasses.replace(step, buffers={}) if whole else step
 
@@ -186,7 +187,7 @@ def _synchronous(build: Build, model: nn.Module, entry: ZooModel, batch: Any, ea
             raise Failure(f"the loss is {float(loss)}")
         return _agreeing(compare_with_eager(build, model, entry.loss, batch))
     found = Step(loss, pipeline.gradients(), _buffers(pipeline))
-    return _agreeing(compare(found, eager))
+    return _agreeing(compare(found, eager, FLOOR_OF_SUMS if build.plan.made else FLOOR))
 
 
 def _buffers(pipeline: LocalPipeline) -> dict[str, torch.Tensor]:

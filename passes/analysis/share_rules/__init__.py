@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.ir.aten import is_pointwise
 
-__all__ = ["OperatorCall", "is_same", "normalises", "rule_of", "same_of"]
+__all__ = ["OperatorCall", "is_same", "mixes_samples", "normalises", "rule_of", "same_of"]
 
 _RULES: dict[str, Rule] = {
     name: rule for rules in (sums.RULES, shapes.RULES, layers.RULES) for rule, names in rules for name in names.split()
@@ -19,6 +19,11 @@ _RULES: dict[str, Rule] = {
 def normalises(call: OperatorCall) -> bool:
     """Whether it is batch norm."""
     return _RULES.get(call.name) is layers.batch_norm
+
+
+def mixes_samples(call: OperatorCall) -> bool:
+    """Whether it is a batch norm that normalises over the samples of a microbatch."""
+    return normalises(call) and layers.mixes_samples(call)
 
 
 def rule_of(node: fx.Node) -> Rule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fxpipe.passes.analysis.share import Known, Rows
+from fxpipe.passes.analysis.share import Known, Lost, Rows
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
     SAME,
@@ -98,12 +98,20 @@ def _layer_norm(call: OperatorCall) -> Known:
 
 def batch_norm(call: OperatorCall) -> Any:
     known: Known = call.known(call.tensors[0])
-    training = call.name != "_native_batch_norm_legit_no_training" and argument(call, "training") is not False
     if known != Rows(0):
         return unknown(call)
-    if training and call.found.batch_norm is None:
-        call.found.batch_norm = call.node
-    return (known, *[call.lost("has statistics of one microbatch")] * 4) if training else known
+    return (known, *[call.lost("has statistics of one microbatch")] * 4) if _in_training(call) else known
+
+
+def mixes_samples(call: OperatorCall) -> bool:
+    """Whether a batch norm takes its statistics from the samples of a microbatch."""
+    source = call.tensors[0]
+    apart = call.known(source) == Rows(0) or isinstance(call.known(source), Lost)
+    return apart and _in_training(call) and call.shape(source)[0] % call.found.batch == 0
+
+
+def _in_training(call: OperatorCall) -> bool:
+    return call.name != "_native_batch_norm_legit_no_training" and argument(call, "training") is not False
 
 
 def _embedding(call: OperatorCall) -> Known:

@@ -161,5 +161,5 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_loss, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"),
     (_loss, "soft_margin_loss kl_div"),
     (_nll, "nll_loss_forward nll_loss2d_forward"),
-    (by_elements, "native_dropout where masked_fill clamp pow"),
+    (by_elements, "native_dropout where masked_fill clamp pow poisson binomial _standard_gamma"),
 )

@@ -1,0 +1,45 @@
+"""Batch norm that normalises each microbatch by itself, so that a whole batch and its microbatches can be compared."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class SeparateBatchNorm(TorchFunctionMode):
+    """Inside, a batch norm in training takes a batch apart, and normalises one microbatch after the other.
+
+    All else sees the whole batch: so eager PyTorch's loss is the whole batch's, as a pipeline of microbatches means it.
+
+    Args:
+        microbatches: how many a batch has, along dimension 0 of what is normalised.
+
+    Attributes:
+        seen: whether a batch norm was taken apart.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        super().__init__()
+        self.microbatches = microbatches
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (F.batch_norm, torch.batch_norm):
+            return func(*args, **kwargs)
+        given = dict(zip(_NAMES[func], args, strict=False)) | kwargs
+        batch = given.pop("input")
+        if not given.get("training", False) or batch.shape[0] % self.microbatches:
+            return func(*args, **kwargs)
+        self.seen = True
+        return torch.cat([func(part, **given) for part in batch.chunk(self.microbatches)])
+
+
+_NAMES = {
+    F.batch_norm: tuple(inspect.signature(F.batch_norm).parameters),
+    torch.batch_norm: tuple(a.name for a in torch.ops.aten.batch_norm.default._schema.arguments),
+}
