@@ -12,7 +12,7 @@ TREE := $(VENV)/check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-slow test-one test-tiny zoo check wheel bench clean
+.PHONY: help venv browser demo test test-slow test-one test-tiny zoo compat check wheel bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test-tiny: venv ## run the first test there is: capture to training, in 10 secon
 
 zoo: venv ## check every model of the zoo, or ONLY='llama|t5', JOBS=2 at a time; writes docs/coverage.md
 	$(BIN)/python tests/zoo/run.py --only '$(ONLY)' --jobs $(JOBS)
+
+compat: venv ## run the quick tests that lean on torch with every version tested, or VERSIONS='2.11.0 2.12.1'; several GB each
+	$(BIN)/python tests/compat.py --jobs $(JOBS) $(if $(VERSIONS),--versions $(VERSIONS) --)
 
 # fxpipe/, passes/ and cli/ become one package only when installed, so mypy reads the unpacked wheel.
 check: venv ## lint, formatting, and the types of what a wheel holds

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 def doctor_command(links: bool, workers: int | None, out: str | None, as_json: bool) -> int:
     """Show versions, devices, transports and engines, and run a tiny self-test.
 
+    torch-tested says whether fxpipe is tested with this version of torch.
+
     The self-test compiles a small model for two workers, compares its stages with eager PyTorch, and trains a few
     steps with prediction. Exit code 1 if it fails.
 
@@ -136,6 +138,8 @@ def _report() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from fxpipe.tracing.torch_versions import standing
+
     transports = ["local"]
     if dist.is_available():
         transports += [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
@@ -145,6 +149,7 @@ def _report() -> dict[str, Any]:
         "fxpipe": fxpipe.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "torch-tested": standing(torch.__version__),
         "safetensors": safetensors.__version__,
         "devices": devices,
         "transports": transports,

@@ -27,6 +27,7 @@ from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
+from fxpipe.tracing.torch_versions import TESTED
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ class InductorEngine(Engine):
 
     def missing(self, device: str) -> str | None:
         if importlib.util.find_spec("torch._inductor") is None:
-            return "this torch has no inductor: install torch>=2.11"
+            return f"this torch has no inductor: install torch>={TESTED[0]}"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "inductor needs Python's headers: install python3-dev, or a Python that has them"
         if torch.device(device).type == "cuda":

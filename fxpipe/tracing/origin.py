@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
 from fxpipe.tracing.repeatability import Repeats
+from fxpipe.tracing.torch_versions import TESTED
 from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
 
 KEY = "fxpipe_origin"
@@ -328,4 +329,4 @@ def _unseen_refused() -> Iterator[None]:
 
 def version_hint() -> str:
     """The hint for errors that come if torch's tracing internals have changed."""
-    return f"fxpipe supports torch 2.11 and newer; this is torch {torch.__version__}"
+    return f"fxpipe is tested with torch {', '.join(TESTED)}; this is torch {torch.__version__}"

@@ -10,14 +10,16 @@ import fxpipe as package
 from fxpipe.engines import ENGINES
 from fxpipe.engines.onnxruntime import OrtEngine
 from fxpipe.lowering import compare_with_eager as agreement
+from fxpipe.tracing.torch_versions import standing
 
-KEYS = ["fxpipe", "python", "torch", "safetensors", "devices", "transports", "engines", "self-test"]
+KEYS = ["fxpipe", "python", "torch", "torch-tested", "safetensors", "devices", "transports", "engines", "self-test"]
 
 
 def test_a_sound_installation() -> None:
     said = fxpipe("doctor", "--json").json
     assert list(said) == KEYS
     assert (said["fxpipe"], said["torch"], said["self-test"]) == (package.__version__, torch.__version__, "passed")
+    assert said["torch-tested"] == standing(torch.__version__)
     assert "local" in said["transports"]
     assert said["devices"][0].startswith("cpu (")
     assert [line.split()[0] for line in said["engines"]] == list(ENGINES)
