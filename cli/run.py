@@ -176,7 +176,7 @@ def _evaluate(options: RunOptions, weights: str) -> dict[str, float]:
             warn("the final weights are not evaluated: they may be larger than this process's memory (--meta)")
         return {}
     with working("evaluating"):
-        return evaluate(task, Path(options.out) / weights)
+        return evaluate(task, plan, Path(options.out) / weights)
 
 
 def _print(summary: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ class Build:
             lr_scheduler: made for each optimizer; none by default.
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
                 initialise them, by `seed`. Not needed with `weights`.
-            loss_weight: the hook, if the build was compiled with it.
+            loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`; accept_optimizer_per_worker.

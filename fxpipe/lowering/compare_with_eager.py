@@ -26,9 +26,10 @@ from fxpipe.runtime.worker.stage_code import explained
 from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
-from fxpipe.stages.minibatch import LossWeight, Minibatches
+from fxpipe.stages.minibatch import Minibatches
 from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
+from fxpipe.task.loss_weights import LossWeight
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors

@@ -24,6 +24,7 @@ from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import describe, dump, shape_key, tensor_spec
+from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
@@ -39,16 +40,27 @@ class Evaluations:
     reason: str = ""
 
 
-def capture_evaluations(model: nn.Module, metrics: Metrics, batches: Iterable[Any], device: str) -> Evaluations:
+def capture_evaluations(
+    model: nn.Module, metrics: Metrics, batches: Iterable[Any], device: str, loss_weight: LossWeight | None = None
+) -> Evaluations:
     """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
 
     Args:
         batches: all that will be evaluated on; read once. Random generators are left as they were.
         device: where the model is.
+        loss_weight: the hook that will weigh the batches: tried on one of each shape.
+
+    Raises:
+        TaskError: the hook fails on a batch.
     """
     try:
         with random_state_kept():
             examples = one_of_each(batches)
+    except (BatchError, TaskError) as error:
+        return Evaluations(reason=_reason(error))
+    for example in examples if loss_weight is not None else ():
+        weight_of(loss_weight, example)
+    try:
         return Evaluations(tuple(capture_evaluation(model, metrics, _moved(b, device)) for b in examples))
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))

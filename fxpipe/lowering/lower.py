@@ -69,7 +69,9 @@ def compile(
     options.check()
     program = capture_microbatch(model, loss, batch, options)
     whole_loss = checked_loss(program, model, loss, batch, options)
-    evaluations = None if evaluation is None else capture_evaluations(model, *evaluation, program.device)
+    evaluations = None
+    if evaluation is not None:
+        evaluations = capture_evaluations(model, *evaluation, program.device, options.loss_weight)
     return lower(program, options, whole_loss=whole_loss, evaluations=evaluations, say=say)
 
 

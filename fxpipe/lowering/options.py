@@ -58,8 +58,8 @@ class CompileOptions:
         microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
             leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
             the step uses them if it is not given.
-        loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch: its tokens, its
-            samples. The graph says it for sums and for means over what the batch alone selects.
+        loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
+            evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
         autocast: 'bf16' captures the step under torch.autocast; for a program that is captured already it says nothing.
         threads: CPU threads while measuring.

@@ -14,9 +14,7 @@ from fxpipe.errors import TaskError
 from fxpipe.plan.spec import LOSS_WEIGHT, Plan
 from fxpipe.stages.loaded import load_evaluation
 from fxpipe.task.batch import Splitter
-
-LossWeight = Callable[[Any], Any]
-"""The hook `loss_weight(batch)`: how much a microbatch counts in the minibatch's loss, a number of 0 or more."""
+from fxpipe.task.loss_weights import LossWeight, weight_of
 
 
 class Minibatches:
@@ -97,15 +95,7 @@ def weights_of(hook: LossWeight, parts: Sequence[Any], minibatch: int, device: s
     Raises:
         TaskError: the hook failed, or gave what is no weight.
     """
-    found = []
-    for part in parts:
-        try:
-            found.append(float(hook(part)))
-        except Exception as error:
-            raise TaskError(
-                f"loss_weight(batch) raised {type(error).__name__}: {error}",
-                hint="it gets one microbatch and returns a number, such as how many tokens are not padded",
-            ) from error
+    found = [weight_of(hook, part) for part in parts]
     mean = math.fsum(found) / len(found)
     if not all(math.isfinite(w) and w >= 0 for w in found) or mean == 0:
         raise TaskError(

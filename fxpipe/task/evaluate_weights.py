@@ -11,30 +11,36 @@ import torch
 from safetensors.torch import load_file
 
 from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.plan.spec import Plan
+from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, place_in
 
 
-def evaluate(task: Task, weights: Path) -> dict[str, float]:
+def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     """The mean over `eval_data()` of every value of `metrics(model, batch)`; empty if the file defines neither.
 
+    Args:
+        plan: of the build that was trained; says where samples are.
+        weights: the file of them.
+
     Raises:
-        TaskError: a hook failed, or metrics returned something that is not a number.
+        TaskError: a hook failed, metrics returned something that is not a number, or the batches weigh nothing.
     """
     if not task.validates:
         return {}
     model = task.model()
     model.load_state_dict(load_file(weights))
     model.eval()
-    totals: dict[str, float] = {}
-    count = 0
+    weigh = LossWeights(plan, task.loss_weight)
+    rows: list[tuple[float, dict[str, float]]] = []
     with torch.no_grad():
         try:
             for batch in task.eval_data():
-                for name, value in task.metrics(model, batch).items():
+                found = task.metrics(model, batch)
+                for name, value in found.items():
                     if isinstance(value, str):
                         raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.path.name)
-                    totals[name] = totals.get(name, 0.0) + float(value)
-                count += 1
+                rows.append((weigh(batch), {name: float(value) for name, value in found.items()}))
         except FxpipeError:
             raise
         except Exception as error:
@@ -44,4 +50,4 @@ def evaluate(task: Task, weights: Path) -> dict[str, float]:
                 hint="metrics(model, batch) returns a dictionary of scalars; the trained weights are safe in "
                 f"{weights.name}",
             ) from error
-    return {name: total / count for name, total in totals.items()}
+    return weighted_means(rows)

@@ -7,7 +7,7 @@ def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, m
 def lr_scheduler(optimizer)                   # optional
 def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
 def eval_data(), def metrics(model, batch)    # optional validation
-def loss_weight(batch) -> number              # optional: how much a microbatch counts in its minibatch's loss
+def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
 """
 

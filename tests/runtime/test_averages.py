@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxpipe
 from fxpipe.errors import FxpipeError, RunError, TaskError
+from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local_run import run_local
 from fxpipe.task.evaluate_weights import evaluate
@@ -205,7 +206,8 @@ def test_a_run_writes_and_evaluates_it(home: Path, tmp_path: Path) -> None:
 def test_the_evaluation_is_eagers_of_the_file(home: Path, tmp_path: Path) -> None:
     summary = run_local(run_of(home, tmp_path))
     task = load_task(next(home.glob("*.py")))
-    assert summary["averaged_evaluation"] == pytest.approx(evaluate(task, tmp_path / "ema.safetensors"), rel=1e-5)
+    found = evaluate(task, read_plan(home / "build"), tmp_path / "ema.safetensors")
+    assert summary["averaged_evaluation"] == pytest.approx(found, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -167,7 +167,9 @@ def eager(task: Task, model: torch.nn.Module, batches: list[Any]) -> dict[str, f
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         rows = [dict(task.metrics(model, batch)) for batch in batches]
-    return {name: sum(float(row[name]) for row in rows) / len(rows) for name in rows[0]}
+    sizes = [float(len(batch[0])) for batch in batches]
+    totals = {name: sum(size * float(row[name]) for size, row in zip(sizes, rows, strict=True)) for name in rows[0]}
+    return {name: total / sum(sizes) for name, total in totals.items()}
 
 
 def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
@@ -187,14 +189,14 @@ def test_random_metrics_leave_the_random_state_alone(tmp_path: Path) -> None:
 def test_means_are_summed_up_in_the_batches_order(built: tuple[Task, Build]) -> None:
     """As the plain loop does it, wherever a metric is made."""
     plan = built[1].plan
-    shapes, values = [0, 1, 0], [0.1, 1e16, -1e16]
+    shapes, weights, values = [0, 1, 0], [2.0, 1.0, 1.0], [0.1, 1e16, -1e16]
     made: list[list[float]] = [[] for _ in range(plan.workers)]
     for shape, value in zip(shapes, values, strict=True):
         for worker, stage in enumerate(plan.evaluations[shape].stages):
             made[worker] += [value] * len(stage.part.metrics)
-    found = means(plan, shapes, made)
-    assert found["size"] == (12 + 5 + 12) / 3
-    assert found["accuracy"] == (((0.0 + 0.1) + 1e16) + -1e16) / 3 != 0.1 / 3
+    found = means(plan, shapes, weights, made)
+    assert found["size"] == (2 * 12 + 5 + 12) / 4
+    assert found["accuracy"] == (((0.0 + 0.2) + 1e16) + -1e16) / 4 != 0.2 / 4
 
 
 def test_evaluation_data_are_the_same_every_time(built: tuple[Task, Build]) -> None:
@@ -212,8 +214,8 @@ def test_evaluation_data_are_the_same_every_time(built: tuple[Task, Build]) -> N
     assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     torch.rand(3), random.random(), numpy.random.rand()
     again = list(data())
-    assert [shape for shape, _ in first] == [0, 1]
-    for (_, one), (_, other) in zip(first, again, strict=True):
+    assert [(shape, weight) for shape, _, weight in first] == [(0, 12.0), (1, 5.0)]
+    for (_, one, _), (_, other, _) in zip(first, again, strict=True):
         assert all(map(torch.equal, one, other))
     other = list(EvaluationData(plan, batches, seed=4)())
     assert not torch.equal(first[0][1][1], other[0][1][1])

@@ -82,7 +82,7 @@ class DistributedEvaluation:
         if self._upcoming is None:
             self._begin()
         state = {**state, **self._exchange(state)}
-        shapes: list[int] = []
+        shapes, weights = list[int](), list[float]()
         values: list[Tensor] = []
         upcoming, self._upcoming = self._upcoming, None
         assert upcoming is not None
@@ -92,8 +92,9 @@ class DistributedEvaluation:
             self._transport.set_order(self.plan.evaluations[batch.shape].edges)
             values += self.evaluator.run(batch.shape, number, state, batch.leaves)
             shapes.append(batch.shape)
+            weights.append(batch.weight)
             self._transport.done("F", number, 0)
-        found = self._gather(shapes, values)
+        found = self._gather(shapes, weights, values)
         self._transport.finish()
         self._pass_word()
         return found
@@ -124,7 +125,7 @@ class DistributedEvaluation:
     def _hear(self, number: int) -> _Batch:
         """The batch that comes next; pass its shape on to the next worker, and post its receives."""
         if self._batches is not None:
-            batch = _Batch(*next(self._batches, (_OVER, None)))
+            batch = next(map(_Batch._make, self._batches), _Batch(_OVER, None))
         else:
             batch = _Batch(int(self._numbers(self.worker - 1, "shape", 1)[0]), None)
         self._tell(batch.shape)
@@ -138,7 +139,7 @@ class DistributedEvaluation:
         if self.worker < self.plan.workers - 1:
             self._transport.send_note(self.worker + 1, ("shape", 0), torch.tensor([shape], dtype=torch.float64))
 
-    def _gather(self, shapes: list[int], values: list[Tensor]) -> dict[str, float] | None:
+    def _gather(self, shapes: list[int], weights: list[float], values: list[Tensor]) -> dict[str, float] | None:
         """The means of all workers' metrics on worker 0, None elsewhere."""
         own = torch.stack(values).cpu() if values else torch.empty(0, dtype=torch.float64)
         if self.worker:
@@ -150,7 +151,7 @@ class DistributedEvaluation:
             parts = [self.plan.evaluations[shape].stages[worker].part for shape in shapes]
             count = sum(len(part.metrics) for part in parts)
             made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
-        return means(self.plan, shapes, made)
+        return means(self.plan, shapes, weights, made)
 
     def _pass_word(self) -> None:
         """Wait until worker 0 has all metrics, and pass that on, so that no training waits for another evaluation."""
@@ -165,7 +166,8 @@ class DistributedEvaluation:
 
 
 class _Batch(NamedTuple):
-    """The batch that comes next: its shape, or `_OVER`; on worker 0 its leaves."""
+    """The batch that comes next: its shape, or `_OVER`; on worker 0 its leaves and what it counts."""
 
     shape: int
     leaves: tuple[Any, ...] | None
+    weight: float = 0.0

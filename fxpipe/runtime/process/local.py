@@ -82,6 +82,7 @@ class LocalPipeline:
             open_worker(self.plan, folder, w, self.recipe, transport, task, options, self.device, keep, out)
             for w, transport in enumerate(self.transports)
         ]
+        self._loss_weight = task.loss_weight
         self._minibatches = Minibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self.fed = 0
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
@@ -142,10 +143,12 @@ class LocalPipeline:
     def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
 
+        A batch counts as much as `loss_weight(batch)` says, or, without that hook, as it has samples.
+
         Raises:
             RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
             BatchError: a batch has a shape that the build was not compiled for.
-            TaskError: there is no batch.
+            TaskError: there is no batch, or those there are weigh nothing; or `loss_weight` failed.
         """
         self._whole()
         self._settled("evaluate")
@@ -153,7 +156,8 @@ class LocalPipeline:
         if isinstance(batches, EvaluationData):
             return self.evaluation.run(batches, self.fed)
         given = batches
-        return self.evaluation.run(EvaluationData(self.plan, lambda: given, self.options.seed), self.fed)
+        data = EvaluationData(self.plan, lambda: given, self.options.seed, self._loss_weight)
+        return self.evaluation.run(data, self.fed)
 
     @property
     def evaluation(self) -> LocalEvaluation:

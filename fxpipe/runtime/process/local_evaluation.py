@@ -54,14 +54,15 @@ class LocalEvaluation:
         held = [dict(state) for state in states]
         for move in self._moves:
             held[move.reader][move.name] = states[move.source][move.name]
-        shapes: list[int] = []
+        shapes, weights = list[int](), list[float]()
         values: list[list[float]] = [[] for _ in held]
-        for number, (shape, leaves) in enumerate(data()):
+        for number, (shape, leaves, weight) in enumerate(data()):
             for worker, evaluator in enumerate(self.evaluators):
                 found = evaluator.run(shape, number, held[worker], None if worker else leaves)
                 values[worker] += [float(value) for value in found]
             shapes.append(shape)
-        return means(self.plan, shapes, values)
+            weights.append(weight)
+        return means(self.plan, shapes, weights, values)
 
     def while_training(self, due: Callable[[int], bool], data: EvaluationData, report: OnEvaluation) -> None:
         """From now on, evaluate whenever `due` says so of the number of updates, and `report` the metrics.

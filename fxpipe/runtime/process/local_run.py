@@ -47,7 +47,7 @@ def run_local(
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
         total = feed.total(options.steps, options.epochs)
-        data = EvaluationData(plan, task.eval_data, options.seed, task) if evaluating else None
+        data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(options.out, samples_of(plan), total, progress, options.tensorboard)
         try:
             pipeline = LocalPipeline(

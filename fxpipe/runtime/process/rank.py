@@ -133,7 +133,7 @@ class RankRun:
         self._evaluated = 0
         self.record: Record | None = None
         if evaluating:
-            data = EvaluationData(plan, task.eval_data, options.seed, task) if rank == 0 else None
+            data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
             self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data)
             self.executor.evaluates = every(options.eval_every, self.total)
             self.executor.watch.refills = not recipe.schedule.synchronous

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
@@ -11,11 +11,18 @@ from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.plan.spec import EvaluationSpec, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.task.batch import Splitter, describe, dump, shape_key
+from fxpipe.task.loss_weights import LossWeight, LossWeights
 from fxpipe.task.model_file import hook_raised
 
 Batches = Callable[[], Iterable[Any]]
-Placed = tuple[int, tuple[Any, ...]]
-"""A batch as the stages take it: the number of its shape among `Plan.evaluations`, and its leaves."""
+
+
+class Placed(NamedTuple):
+    """A batch as the stages take it: the number of its shape among `Plan.evaluations`, its leaves, what it counts."""
+
+    shape: int
+    leaves: tuple[Any, ...]
+    weight: float
 
 
 class EvaluationData:
@@ -24,11 +31,20 @@ class EvaluationData:
     Args:
         batches: gives a fresh iterable of batches, such as `eval_data`.
         seed: of the run: torch, `random` and numpy are seeded with it before `batches` is called.
+        loss_weight: the hook that weighs batches; by their samples if it is None.
         task: its file is named in errors.
     """
 
-    def __init__(self, plan: Plan, batches: Batches, seed: int, task: object = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Batches,
+        seed: int,
+        loss_weight: LossWeight | None = None,
+        task: object = None,
+    ) -> None:
         self._shapes = Shapes(plan)
+        self._weigh = LossWeights(plan, loss_weight)
         self._batches = batches
         self._seed = seed
         self._task = task
@@ -37,7 +53,7 @@ class EvaluationData:
         """The batches of one evaluation, each read when it is asked for.
 
         Raises:
-            TaskError: producing them failed, or there was none.
+            TaskError: producing or weighing them failed, or there was none.
             BatchError: one has a shape that was not captured.
         """
         state: RandomState | None = None
@@ -60,7 +76,7 @@ class EvaluationData:
                     raise hook_raised("eval_data", error, getattr(self._task, "path", None)) from error
                 state = random_state()
             count += 1
-            yield self._shapes(batch, count)
+            yield Placed(*self._shapes(batch, count), self._weigh(batch))
         if not count:
             raise TaskError(
                 "eval_data() gave no batch",
@@ -76,8 +92,8 @@ class Shapes:
         self._placers = [Splitter(spec.batch, spec.batch_spec, 1, plan.device) for spec in plan.evaluations]
         self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
 
-    def __call__(self, batch: Any, number: int) -> Placed:
-        """The batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
+    def __call__(self, batch: Any, number: int) -> tuple[int, tuple[Any, ...]]:
+        """The number of the batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
 
         Args:
             number: which batch of `eval_data()` it is, from 1.

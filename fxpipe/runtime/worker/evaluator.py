@@ -17,6 +17,7 @@ from fxpipe.runtime.wires.moves import first_names
 from fxpipe.runtime.wires.transport import EdgeComm, Transport
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.stages.loaded import LoadedEvaluation, load_evaluation
+from fxpipe.task.loss_weights import weighted_means
 
 
 class Evaluator:
@@ -91,25 +92,29 @@ class Evaluator:
             return [value.detach().to(torch.float64, copy=True).reshape(()) for value in found]
 
 
-def means(plan: Plan, shapes: Sequence[int], values: Sequence[Sequence[float]]) -> dict[str, float]:
+def means(
+    plan: Plan, shapes: Sequence[int], weights: Sequence[float], values: Sequence[Sequence[float]]
+) -> dict[str, float]:
     """The mean of every metric over an evaluation's batches, summed in their order.
 
     Args:
-        shapes: of every batch.
+        shapes, weights: of every batch.
         values: the metrics that each worker computed, batch after batch.
+
+    Raises:
+        TaskError: the batches weigh nothing.
     """
     streams = [iter(of_worker) for of_worker in values]
-    totals: dict[str, float] = {}
-    for shape in shapes:
+    rows = []
+    for shape, weight in zip(shapes, weights, strict=True):
         spec = plan.evaluations[shape]
         made = {
             name: next(stream)
             for stream, stage in zip(streams, spec.stages, strict=True)
             for name in stage.part.metrics
         }
-        for name in spec.metrics:
-            totals[name] = totals.get(name, 0.0) + (made[name] if name in made else spec.constants[name])
-    return {name: total / len(shapes) for name, total in totals.items()}
+        rows.append((weight, {n: made[n] if n in made else spec.constants[n] for n in spec.metrics}))
+    return weighted_means(rows)
 
 
 def every(steps: int | None, total: int) -> Callable[[int], bool]:
