@@ -58,8 +58,9 @@ def capture_evaluations(
             examples = one_of_each(batches)
     except (BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
-    for example in examples if loss_weight is not None else ():
-        weight_of(loss_weight, example)
+    if loss_weight is not None:
+        for example in examples:
+            weight_of(loss_weight, example)
     try:
         return Evaluations(tuple(capture_evaluation(model, metrics, _moved(b, device)) for b in examples))
     except (CaptureError, BatchError, TaskError) as error:
