@@ -310,20 +310,21 @@ def _tracing() -> Iterator[Callable[[], bool]]:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it would report errors that we explain anyway
     level = log.level
     log.setLevel(logging.CRITICAL)
-    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     before = random_state()
     drew = False
+    compiling = torch.compiler._is_compiling_flag
     try:
         # Models ask is_compiling() to leave out data-dependent checks. Functions that the user compiled run as plain
-        # code.
+        # code. torch.export sets the flag like this; torch 2.11 has no context for it yet.
+        torch.compiler._is_compiling_flag = True
         with (
             fx_traceback.preserve_node_meta(),
-            session(),
             torch.compiler.set_stance("force_eager"),
             recurrent.trainable(),
         ):
             yield lambda: drew
     finally:
+        torch.compiler._is_compiling_flag = compiling
         log.setLevel(level)
         drew = drew_without_torch(before)
         set_random_state(before)

@@ -33,6 +33,8 @@ def lacking(error: Exception, watch: origin.TracedStep) -> CaptureError | None:
     said = str(error)
     where = user_lines.user_traceback(error)
     function = getattr(error, "func", None)
+    if changes := _changes(error):
+        return _in_place(changes, where or _where(_plain(changes.name()), watch))
     if isinstance(function, OpOverload) and type(error).__name__ == "UnsupportedOperatorException":
         return None if function.namespace in _TORCHS else _no_fake(str(function), where, watch)
     if found := re.search(_FAKE, said):
@@ -85,18 +87,33 @@ def registering(graphs: Iterable[fx.Graph]) -> list[str]:
 def _higher(node: fx.Node, where: str | None) -> CaptureError:
     changed: Any = node.args[0] if node.args else None
     if str(node.target).startswith("auto_functionalized") and isinstance(changed, OpOverload):
-        return CaptureError(
-            f"the operator {_plain(changed.name())} changes its arguments in place, which no stage can pass on",
-            where=where,
-            hint="let it return its result and leave its arguments unchanged",
-            page=PAGE,
-        )
+        return _in_place(changed, where)
     return CaptureError(
         f"the step uses {node.target}, an operator that contains graphs: no cut can go through it",
         where=where,
         hint="use plain operators: torch.where for torch.cond, a Python loop of fixed length for while_loop and scan, "
         "scaled_dot_product_attention for flex_attention",
         page="higher-order",
+    )
+
+
+def _changes(error: Exception) -> OpOverload | None:
+    """The operator in place whose call the trace was in, as torch rewrites it: 2.11 fails there, 2.13 makes a node."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        known = traceback.tb_frame.f_locals
+        if isinstance(known.get("self"), HigherOrderOperator) and isinstance(known.get("_mutable_op"), OpOverload):
+            return known["_mutable_op"]
+        traceback = traceback.tb_next
+    return None
+
+
+def _in_place(operator: OpOverload, where: str | None) -> CaptureError:
+    return CaptureError(
+        f"the operator {_plain(operator.name())} changes its arguments in place, which no stage can pass on",
+        where=where,
+        hint="let it return its result and leave its arguments unchanged",
+        page=PAGE,
     )
 
 

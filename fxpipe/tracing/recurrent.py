@@ -1,10 +1,12 @@
 """Corrects what torch's tracing decompositions of RNN, LSTM and GRU get wrong for training.
 
-Both are defects of `torch._decomp.decompositions` (torch 2.11 to 2.13); they do not show when tracing for inference:
+All are defects of `torch._decomp.decompositions`; the first two do not show when tracing for inference:
 
-- `_rnn_helper` tests `num_layers < i - 1`, which is never true: the dropout between layers silently disappears.
+- `_rnn_helper` tests `num_layers < i - 1`, which is never true: the dropout between layers silently disappears
+  (torch 2.11 to 2.15).
 - `select_one_layer_lstm_function` looks only at the input: an LSTM that reads the data directly becomes
-  `mkldnn_rnn_layer` in inference mode, which has no backward.
+  `mkldnn_rnn_layer` in inference mode, which has no backward (torch 2.11 to 2.15).
+- `one_layer_lstm` returns the last states with a dimension in front, which the states before have not (torch 2.11).
 
 When torch has fixed them, these replacements compute the same and can go.
 """
@@ -27,7 +29,7 @@ def trainable() -> Iterator[None]:
     if helper is not None:
         decompositions._rnn_helper = _layer_by_layer(helper)
     if select is not None:
-        decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+        decompositions.select_one_layer_lstm_function = lambda *_: _one_layer_lstm
     try:
         yield
     finally:
@@ -35,6 +37,15 @@ def trainable() -> Iterator[None]:
             decompositions._rnn_helper = helper
         if select is not None:
             decompositions.select_one_layer_lstm_function = select
+
+
+def _one_layer_lstm(
+    input: torch.Tensor, hidden: Sequence[torch.Tensor], *rest: Any, **options: Any
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """torch's, with last states of the shapes of the first."""
+    value, last = decompositions.one_layer_lstm(input, hidden, *rest, **options)
+    pairs = zip(last, hidden, strict=True)
+    return value, tuple(new if new.dim() == old.dim() else new.squeeze(0) for new, old in pairs)
 
 
 def _layer_by_layer(helper: Callable[..., Any]) -> Callable[..., Any]:

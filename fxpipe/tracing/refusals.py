@@ -165,7 +165,7 @@ CAUSES = (
         ),
     ),
     (
-        r"on the same device|DeviceMismatch",
+        r"on the same device|two different devices|DeviceMismatch",
         Refusal(
             "the step computes with tensors on different devices",
             "make new tensors where the others are (device=x.device), and keep the model's in buffers",

@@ -192,6 +192,36 @@ class Recurrent(nn.Module):
         return self.head(self.layers(x)[0][-1])
 
 
+def test_a_step_knows_that_it_is_captured() -> None:
+    """Models leave out checks of values then; with torch 2.11 they did not know."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert torch.compiler.is_compiling()
+        return squared(model, batch)
+
+    fxpipe.capture(made(lambda: Around(nn.Tanh())), loss, batch())
+    assert not torch.compiler.is_compiling()
+
+
+class LastStates(nn.Module):
+    """With torch 2.11 they had a dimension too many: not with a batch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, cell = self.layers(x.unsqueeze(1))[1]
+        assert hidden.shape == cell.shape == (2, len(x), WIDTH // 2)
+        return torch.cat([hidden[0], cell[1]], 1)
+
+
+@pytest.mark.parametrize("samples", [8, 1])
+def test_last_states_of_an_lstm(samples: int) -> None:
+    x, y = batch()
+    check(lambda: Around(LastStates()), data=(x[:samples], y[:samples]))
+
+
 KINDS = [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRU, nn.RNN))]
 
 
