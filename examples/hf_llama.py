@@ -1,9 +1,11 @@
 """A small Llama of Hugging Face transformers, as the library has it, that learns Python from Python's standard library.
 
 Nothing is downloaded, and nothing of the model is changed for pipelining: key-value cache and loss are the library's
-defaults. The functions at the end are what fxpipe looks for by name. From the repository's root:
+defaults. Samples are whole paragraphs, padded to one length, so that microbatches have different numbers of bytes to
+learn: the loss is the mean over those of the whole minibatch all the same. The functions at the end are what fxpipe
+looks for by name. From the repository's root:
 
-    fxpipe compile examples/hf_llama.py -n 4 -o build/ --verify
+    fxpipe compile examples/hf_llama.py -n 4 --schedule 1f1b --microbatches 4 -o build/ --verify
     fxpipe run build/
 
 `compile` needs transformers; the emitted stages are plain PyTorch, and their workers never import it.
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-CONTEXT = 64  # bytes a sample is long
+CONTEXT = 128  # bytes a sample is long, with its padding
 BATCH = 8  # samples in a minibatch
 EPOCH = 500  # minibatches in an epoch
 EVAL_BATCHES = 20
@@ -22,18 +24,19 @@ EVAL_BATCHES = 20
 HELD_OUT = {"argparse.py", "dataclasses.py", "heapq.py", "statistics.py", "threading.py", "zipfile.py"}
 
 
-def read_library(held_out: bool) -> torch.Tensor:
-    """The bytes of the standard library's top-level modules, in alphabetical order."""
+def read_library(held_out: bool) -> list[torch.Tensor]:
+    """The bytes of each paragraph of the standard library's top-level modules that is not longer than a sample."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    text = b"\n".join(file.read_bytes() for file in files if (file.name in HELD_OUT) == held_out)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    text = b"\n\n".join(file.read_bytes() for file in files if (file.name in HELD_OUT) == held_out)
+    paragraphs = [p for p in text.split(b"\n\n") if 1 < len(p) <= CONTEXT]
+    return [torch.frombuffer(bytearray(p), dtype=torch.uint8).long() for p in paragraphs]
 
 
-class Windows:
-    """Minibatches of random windows of a text; transformers shifts the labels by one itself."""
+class Paragraphs:
+    """Minibatches of random paragraphs, padded; transformers shifts the labels by one itself."""
 
-    def __init__(self, text: torch.Tensor, batches: int, seed: int) -> None:
-        self.text, self.batches = text, batches
+    def __init__(self, paragraphs: list[torch.Tensor], batches: int, seed: int) -> None:
+        self.paragraphs, self.batches = paragraphs, batches
         self.generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
@@ -41,9 +44,13 @@ class Windows:
 
     def __iter__(self):
         for _ in range(self.batches):
-            starts = torch.randint(len(self.text) - CONTEXT, (BATCH, 1), generator=self.generator)
-            window = self.text[starts + torch.arange(CONTEXT)]
-            yield {"input_ids": window, "labels": window.clone()}
+            drawn = torch.randint(len(self.paragraphs), (BATCH,), generator=self.generator)
+            ids = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, i in enumerate(drawn):
+                text = self.paragraphs[i]
+                ids[row, : len(text)], mask[row, : len(text)] = text, 1
+            yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def model():
@@ -66,7 +73,7 @@ def loss(model, batch):
 
 
 def train_data():
-    return Windows(read_library(held_out=False), EPOCH, seed=torch.initial_seed())
+    return Paragraphs(read_library(held_out=False), EPOCH, seed=torch.initial_seed())
 
 
 def optimizer(named_parameters):
@@ -74,7 +81,7 @@ def optimizer(named_parameters):
 
 
 def eval_data():
-    return list(Windows(read_library(held_out=True), EVAL_BATCHES, seed=0))
+    return list(Paragraphs(read_library(held_out=True), EVAL_BATCHES, seed=0))
 
 
 def metrics(model, batch):
