@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @option_fields(CompileOptions, "workers")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast")
-@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss")
+@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch")
 @option_fields(ModelOptions, "device")
 @option_fields(CompileOptions, "threads")
 @option_fields(ModelOptions, "seed")

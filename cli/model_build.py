@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,9 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
         options = costs.applied(asked, NCCL_NODE, meta=made.meta)
     for warning in task.warnings:
         warn(warning)
+    named = options.constant_batch
     options = options.for_task(task, example)
-    options = dataclasses.replace(options, command=_command(path, made, options))
+    options = dataclasses.replace(options, command=_command(path, made, options, named))
     evaluation = (task.metrics, _eval_batches(task, made.seed)) if task.validates else None
     with working("compiling") as say:
         say("capturing, costing and cutting")
@@ -86,13 +88,18 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     return ModelBuild(dataclasses.replace(build, plan=plan), task, model, example, options)
 
 
-def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
-    """The command that makes this build again, without the paths that differ from machine to machine."""
+def _command(path: str, made: ModelOptions, options: CompileOptions, constants: Sequence[str]) -> str:
+    """The command that makes this build again, without the paths that differ from machine to machine.
+
+    Args:
+        constants: the tensors of the batch that the command line, not the model file, names as constants.
+    """
     parts = ["fxpipe compile", Path(path).name, f"-n {options.workers}"]
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
     parts += [f"--schedule {options.schedule}", f"--microbatches {options.microbatches}"]
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
+    parts += [f"--constant-batch {shlex.quote(name)}" for name in constants]
     parts += ["--meta"] if made.meta else []
     return " ".join(parts)
 

@@ -141,6 +141,8 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
     return CompileOptions(
         workers=plan.workers,
         microbatches=plan.microbatches,
+        microbatch_dims={leaf.name: leaf.dim for leaf in plan.given},
+        constant_batch=[leaf.name for leaf in plan.given if leaf.tensor is None],
         schedule=plan.schedule,
         policy=plan.policy,
         autocast=plan.autocast,

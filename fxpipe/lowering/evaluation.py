@@ -41,7 +41,13 @@ class Evaluations:
 
 
 def capture_evaluations(
-    model: nn.Module, metrics: Metrics, batches: Iterable[Any], device: str, loss_weight: LossWeight | None = None
+    model: nn.Module,
+    metrics: Metrics,
+    batches: Iterable[Any],
+    device: str,
+    *,
+    loss_weight: LossWeight | None = None,
+    constant_batch: Sequence[str] = (),
 ) -> Evaluations:
     """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
 
@@ -49,25 +55,27 @@ def capture_evaluations(
         batches: all that will be evaluated on; read once. Random generators are left as they were.
         device: where the model is.
         loss_weight: the hook that will weigh the batches: tried on one of each shape.
+        constant_batch: tensors of a batch that are constants of its capture: other values are another shape.
 
     Raises:
         TaskError: the hook fails on a batch.
     """
     try:
         with random_state_kept():
-            examples = one_of_each(batches)
+            examples = one_of_each(batches, constant_batch)
     except (BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
     if loss_weight is not None:
         for example in examples:
             weight_of(loss_weight, example)
+    moved = [_moved(batch, device) for batch in examples]
     try:
-        return Evaluations(tuple(capture_evaluation(model, metrics, _moved(b, device)) for b in examples))
+        return Evaluations(tuple(capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in moved))
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
 
 
-def one_of_each(batches: Iterable[Any]) -> list[Any]:
+def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:
     """The first batch of every shape.
 
     Raises:
@@ -75,7 +83,7 @@ def one_of_each(batches: Iterable[Any]) -> list[Any]:
     """
     found: dict[Any, Any] = {}
     for batch in batches:
-        leaves, _, spec = describe(batch)
+        leaves, _, spec = describe(batch, constant_batch)
         found.setdefault(shape_key(dump(spec), leaves), batch)
         if len(found) > SHAPES:
             raise BatchError(

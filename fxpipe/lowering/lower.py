@@ -71,7 +71,13 @@ def compile(
     whole_loss = checked_loss(program, model, loss, batch, options)
     evaluations = None
     if evaluation is not None:
-        evaluations = capture_evaluations(model, *evaluation, program.device, options.loss_weight)
+        evaluations = capture_evaluations(
+            model,
+            *evaluation,
+            program.device,
+            loss_weight=options.loss_weight,
+            constant_batch=options.constant_batch,
+        )
     return lower(program, options, whole_loss=whole_loss, evaluations=evaluations, say=say)
 
 

@@ -25,7 +25,7 @@ from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import FLOOR_OF_SUMS, tolerance
 from fxpipe.stages.minibatch import added_up, weights_of
-from fxpipe.task.batch import Dims, describe, split
+from fxpipe.task.batch import Dims, check_sizes, describe, said, split
 from fxpipe.tracing.capture import Loss, autocasting, capture
 
 SMALL = 1e-5
@@ -47,7 +47,7 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
         CaptureError: as `capture`.
     """
     if options.count == 1:
-        return capture(model, loss, batch, autocast=options.autocast)
+        return capture(model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch)
     ways = [options.dims(batch)] if options.microbatch_dims is not None else _ways(describe(batch)[0])
     first: Program | None = None
     failed: FxpipeError | None = None
@@ -67,9 +67,28 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
 
 
 def _captured(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, dims: Dims) -> Program:
-    program = capture(model, loss, split(batch, options.count, dims)[0], autocast=options.autocast)
+    if not options.constant_batch:  # which may say how many rows a sample has, such as the patches of an image
+        check_sizes(describe(batch)[0], dims)
+    parts = split(batch, options.count, dims)
+    _check_constants(parts, options.constant_batch)
+    program = capture(model, loss, parts[0], autocast=options.autocast, constant_batch=options.constant_batch)
     rows = tuple(replace(b, leaf=replace(b.leaf, dim=dims[b.leaf.name])) for b in program.batch)
     return replace(program, batch=rows)
+
+
+def _check_constants(parts: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuse microbatches whose constants differ: they share one program."""
+    if not names:
+        return
+    first, *others = [[leaf for leaf in describe(part, names)[0] if not leaf.tensor] for part in parts]
+    for other in others:
+        for expected, found in zip(first, other, strict=True):
+            if repr(found.constant) != repr(expected.constant):
+                raise BatchError(
+                    f"{found.name} is a constant of the capture, and microbatches have different ones: "
+                    f"{said(expected.constant)} and {said(found.constant)}",
+                    hint="use --microbatches 1, or batches of samples that have the same",
+                )
 
 
 def _is_proved(program: Program, dims: Dims) -> bool:
@@ -156,11 +175,11 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
 
 def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> Step:
     """Loss and gradients of a minibatch, by the program that `WholeLoss` made."""
-    given = [b.node for b in program.batch if b.node and b.leaf.name.startswith("batch")]
+    given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
     batches: list[dict[str, Tensor]] = []
     for part in parts:
-        tensors = [v.detach().clone() for v in pytree.tree_leaves(part) if isinstance(v, Tensor)]
-        batches.append(dict(zip(given, tensors, strict=True)))
+        values = pytree.tree_leaves(part)
+        batches.append({node: values[i].detach().clone() for i, node in given})
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
         adding = KeepLayouts()(Fold()(program.totals))

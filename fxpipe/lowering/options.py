@@ -58,6 +58,8 @@ class CompileOptions:
         microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
             leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
             the step uses them if it is not given.
+        constant_batch: tensors of the batch whose values the step reads as numbers, shapes and branches: by their
+            names, `batch['grid']`, or their keys. They become constants of the build, which every batch must have.
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
@@ -108,6 +110,12 @@ class CompileOptions:
         kind=_dims,
         metavar="NAME=DIM,…",
         help="Where leaves of the batch are cut: batch[0]=1, or batch['mask']=none. [default: found by their use]",
+    )
+    constant_batch: Sequence[str] = option(
+        (),
+        "--constant-batch",
+        metavar="NAME",
+        help="A small tensor of the batch whose values the step reads, the same in every batch; can be repeated.",
     )
     loss_weight: Callable[[Any], Any] | None = None
     accept_microbatch_loss: bool = option(
@@ -180,7 +188,7 @@ class CompileOptions:
         if self.microbatches is not None:
             return self
         dims = None if self.microbatch_dims is None else self.dims(batch)
-        count = 1 if self.schedule == "async" else default_microbatches(batch, self.workers, dims)
+        count = 1 if self.schedule == "async" else default_microbatches(batch, self.workers, dims, self.constant_batch)
         return replace(self, microbatches=count)
 
     def for_task(self, task: Task, batch: Any) -> CompileOptions:
@@ -191,6 +199,7 @@ class CompileOptions:
         given = replace(
             self,
             microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
+            constant_batch=self.constant_batch or task.constant_batch,
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,
             lr_scheduler=self.lr_scheduler or task.lr_scheduler,

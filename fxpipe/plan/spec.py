@@ -88,9 +88,10 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the batch: a tensor (of one microbatch), or a constant of plain Python.
+    """One leaf of the batch: a tensor (of one microbatch), or a constant.
 
-    `dim` is the dimension along which the minibatch's tensor is cut; None: every microbatch gets all of it.
+    A constant is plain Python; that of a tensor is its dtype and the values that every microbatch has. `dim` is the
+    dimension along which the minibatch's tensor is cut; None: every microbatch gets all of it.
     """
 
     name: str

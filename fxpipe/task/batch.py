@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, TensorSpec
 
 CONSTANTS = (bool, int, float, str, type(None))
+LARGEST_CONSTANT = 4096
+"""Elements of a tensor of the batch that is a constant of the capture: the plan holds its values."""
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
@@ -35,11 +38,27 @@ def unusual(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
+def constant_of(value: Any) -> Any:
+    """A constant of a batch in plain Python; a tensor's dtype and values."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
+
+
+def said(constant: Any) -> str:
+    """A constant of a batch, as messages show it."""
+    return repr(constant["values"] if isinstance(constant, dict) else constant)
+
+
+def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
     """The leaves of a batch (named by their place in it, cut along dimension 0), their values, and the pytree's shape.
 
+    Args:
+        constants: tensors that are constants of the capture, by their names or keys.
+
     Raises:
-        BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed).
+        BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed), or a
+            constant is large.
     """
     paths, spec = pytree.tree_flatten_with_path(batch)
     leaves, values, wrong = [], [], []
@@ -52,7 +71,12 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
                     hint="pad nested tensors and make sparse ones dense, in train_data()",
                     page="tensor-kinds",
                 )
-            leaves.append(LeafSpec(name, tensor_spec(value), dim=0 if value.dim() else None))
+            dim = 0 if value.dim() else None
+            if _is_named(name, constants):
+                _check_constant(name, value)
+                leaves.append(LeafSpec(name, None, constant_of(value), dim))
+            else:
+                leaves.append(LeafSpec(name, tensor_spec(value), dim=dim))
         elif isinstance(value, CONSTANTS):
             leaves.append(LeafSpec(name, None, value))
         else:
@@ -66,6 +90,35 @@ def describe(batch: Any) -> tuple[list[LeafSpec], list[Any], pytree.TreeSpec]:
     if not any(leaf.tensor for leaf in leaves):
         raise BatchError("the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors")
     return leaves, values, spec
+
+
+def _is_named(name: str, constants: Iterable[str]) -> bool:
+    """Whether a leaf is named, by itself (`batch['grid']`) or by its key (`grid`)."""
+    return any(name == known or name.endswith((f"[{known!r}]", f".{known}")) for known in constants)
+
+
+def check_constants(leaves: Sequence[LeafSpec], constants: Iterable[str]) -> None:
+    """Refuse names of constants that no leaf has.
+
+    Raises:
+        BatchError: says which, and what leaves there are.
+    """
+    unknown = [known for known in constants if not any(_is_named(leaf.name, [known]) for leaf in leaves)]
+    if unknown:
+        raise BatchError(
+            f"constant_batch names {', '.join(unknown)}, which the batch does not have",
+            hint=f"its leaves are {', '.join(leaf.name for leaf in leaves)}",
+        )
+
+
+def _check_constant(name: str, value: torch.Tensor) -> None:
+    if value.is_meta or value.requires_grad or value.numel() > LARGEST_CONSTANT:
+        kind = "has no values" if value.is_meta else "requires a gradient" if value.requires_grad else "is large"
+        raise BatchError(
+            f"constant_batch names {name}, which {kind}: {str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
+            hint=f"a constant of the capture is a tensor of up to {LARGEST_CONSTANT} numbers that all batches share, "
+            "such as the sizes of images",
+        )
 
 
 def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
@@ -111,7 +164,7 @@ def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
 
     Args:
         dims: by name of a leaf, along which dimension its tensor is cut; None for one that every microbatch gets whole.
-            Without it, all are cut along their first.
+            Without it, all are cut along their first, of which they must have the same size.
 
     Raises:
         BatchError: the tensors have different sizes where they are cut, or `microbatches` does not divide them.
@@ -119,8 +172,10 @@ def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
     if microbatches == 1:
         return [batch]
     leaves, values, spec = describe(batch)
-    dims = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
-    size = _batch_size(leaves, dims)
+    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
+    if dims is None:
+        check_sizes(leaves, cut)
+    size = _common_size(leaves, cut)
     if size % microbatches:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         raise BatchError(
@@ -128,7 +183,7 @@ def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
             hint=f"choose --microbatches from {', '.join(map(str, divisors[:12]))}, or change the batch size",
         )
     chunks = [
-        [v] * microbatches if (dim := dims[leaf.name]) is None else torch.chunk(v, microbatches, dim)
+        [v] * microbatches if (dim := cut[leaf.name]) is None else torch.chunk(v, microbatches, dim)
         for leaf, v in zip(leaves, values, strict=True)
     ]
     return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
@@ -171,22 +226,24 @@ def asked_dims(batch: Any, asked: Any) -> dict[str, int | None]:
     return dims
 
 
-def default_microbatches(batch: Any, workers: int, dims: Dims | None = None) -> int:
+def default_microbatches(batch: Any, workers: int, dims: Dims | None = None, constants: Sequence[str] = ()) -> int:
     """How many microbatches keep `workers` busy: the batch's smallest divisor that is not below, else its largest."""
-    leaves = describe(batch)[0]
-    size = _batch_size(leaves, {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims)
+    leaves = describe(batch, constants)[0]
+    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
+    if not constants:
+        check_sizes(leaves, cut)
+    size = _common_size(leaves, cut)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return min((d for d in divisors if d >= workers), default=size)
 
 
-def _batch_size(leaves: Sequence[LeafSpec], dims: Dims) -> int:
-    sizes = {
-        leaf.name: (dim, leaf.tensor.shape[dim])
-        for leaf in leaves
-        if leaf.tensor and (dim := dims[leaf.name]) is not None
-    }
-    if not sizes:
-        raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
+def check_sizes(leaves: Sequence[LeafSpec], dims: Dims) -> None:
+    """Refuse tensors of which one is longer than another where samples are.
+
+    Raises:
+        BatchError: says how long each is.
+    """
+    sizes = _sizes(leaves, dims)
     if len({size for _, size in sizes.values()}) > 1:
         along = {dim for dim, _ in sizes.values()}
         raise BatchError(
@@ -195,7 +252,23 @@ def _batch_size(leaves: Sequence[LeafSpec], dims: Dims) -> int:
             hint="give every tensor of the batch the batch dimension first, say which it is (microbatch_dims in the "
             "model file, --microbatch-dims), or use --microbatches 1",
         )
-    return next(iter(sizes.values()))[1]
+
+
+def _sizes(leaves: Sequence[LeafSpec], dims: Dims) -> dict[str, tuple[int, int]]:
+    """Where the leaves are cut, and how long they are there."""
+    return {
+        leaf.name: (dim, leaf.tensor.shape[dim])
+        for leaf in leaves
+        if leaf.tensor and (dim := dims[leaf.name]) is not None
+    }
+
+
+def _common_size(leaves: Sequence[LeafSpec], dims: Dims) -> int:
+    """The size of the batch: the greatest common divisor, where the tensors have more than one."""
+    sizes = [size for _, size in _sizes(leaves, dims).values()]
+    if not sizes:
+        raise BatchError("a batch of scalars cannot be split into microbatches", hint="use --microbatches 1")
+    return math.gcd(*sizes)
 
 
 class Splitter:
@@ -259,12 +332,19 @@ class Splitter:
         made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
         return made.copy_(value.detach())
 
+    def _is_constant(self, leaf: LeafSpec, value: Any) -> bool:
+        """Whether a leaf of the minibatch is what every microbatch was captured with."""
+        cut = isinstance(value, torch.Tensor) and leaf.dim is not None
+        parts = torch.chunk(value, self.microbatches, leaf.dim) if cut else [value]
+        return all(repr(constant_of(part)) == repr(leaf.constant) for part in parts)
+
     def _check(self, values: Sequence[Any], minibatch: int) -> None:
         wrong = []
         for leaf, value in zip(self.leaves, values, strict=True):
             if leaf.tensor is None:
-                if value != leaf.constant or type(value) is not type(leaf.constant):
-                    wrong.append(f"{leaf.name} is {value!r}, captured as the constant {leaf.constant!r}")
+                if not self._is_constant(leaf, value):
+                    found = said(constant_of(value))
+                    wrong.append(f"{leaf.name} is {found}, captured as the constant {said(leaf.constant)}")
                 continue
             if not isinstance(value, torch.Tensor):
                 wrong.append(f"{leaf.name} is a {type(value).__name__}, captured as a tensor")

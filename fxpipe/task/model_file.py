@@ -9,6 +9,7 @@ def averaged(optimizer, named_parameters)     # optional: averaged weights that 
 def eval_data(), def metrics(model, batch)    # optional validation
 def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
+constant_batch = ["grid"]                     # optional: tensors of the batch whose values the step reads
 """
 
 from __future__ import annotations
@@ -126,6 +127,22 @@ class Task:
     def microbatch_dims(self) -> Any:
         """Where the leaves of a batch are cut into microbatches; None if the file does not say it."""
         return getattr(self.module, "microbatch_dims", None)
+
+    @property
+    def constant_batch(self) -> Sequence[str]:
+        """The tensors of a batch that are constants of the capture: by their names or keys.
+
+        Raises:
+            TaskError: it is no list of names.
+        """
+        names = getattr(self.module, "constant_batch", ())
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TaskError(
+                f"constant_batch is {names!r}, which is no list of names",
+                where=self.path.name,
+                hint='such as constant_batch = ["image_grid_thw"], or ["batch[2]"] in a tuple',
+            )
+        return tuple(names)
 
     @property
     def averages(self) -> bool:

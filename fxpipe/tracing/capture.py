@@ -33,7 +33,7 @@ from fxpipe.ir.garbage import rarely_collected
 from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
-from fxpipe.task.batch import describe, dump, tensor_spec
+from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import origin, recurrent, user_lines
 from fxpipe.tracing import value_checks as checks
@@ -42,6 +42,7 @@ from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.joint import Reader, Traced, frozen_updates
+from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, still_changing, told
 from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scalars
 
@@ -51,7 +52,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @rarely_collected()
-def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = None) -> Program:
+def capture(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    autocast: str | None = None,
+    constant_batch: Sequence[str] = (),
+) -> Program:
     """The joint graph of `loss(model, batch)` and its gradients, at level CAPTURED.
 
     Args:
@@ -60,14 +68,17 @@ def capture(model: nn.Module, loss: Loss, batch: Any, *, autocast: str | None = 
         loss: returns a scalar tensor.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
         autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
+        constant_batch: the tensors of the batch whose values the step may read, as numbers, shapes and branches: by
+            their names, `batch['grid']`, or their keys. Every later batch must have the same.
 
     Raises:
         CaptureError: with the user's line, when the step cannot be one graph.
-        BatchError: the batch is not a pytree of tensors.
+        BatchError: the batch is not a pytree of tensors, or has no such constants.
     """
     if not model.training:
         model.train()
-    example = _Example.of(batch)
+    example = _Example.of(batch, constant_batch)
+    check_constants(example.leaves, constant_batch)
     tensors = HeldTensors(model, functions=(loss,))
     if not tensors.trained:
         raise CaptureError("no parameter of the model requires a gradient", hint="there is nothing to train")
@@ -97,19 +108,22 @@ class CapturedEvaluation:
 
 
 @rarely_collected()
-def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> CapturedEvaluation:
+def capture_evaluation(
+    model: nn.Module, metrics: Metrics, batch: Any, *, constant_batch: Sequence[str] = ()
+) -> CapturedEvaluation:
     """The graph of `metrics(model, batch)` in eval mode, without gradients, at level CAPTURED.
 
     Args:
         model: any module; it is put in eval mode, and afterwards every submodule back into its own mode.
         metrics: returns a dictionary of numbers and tensors of one element.
         batch: a pytree of tensors and plain constants.
+        constant_batch: as for `capture`; those that this batch has.
 
     Raises:
         CaptureError: with the user's line, when it cannot be one graph; or eval mode changes the weights.
         BatchError: the batch is not a pytree of tensors.
     """
-    example = _Example.of(batch)
+    example = _Example.of(batch, constant_batch)
     tensors = HeldTensors(model, functions=(metrics,))
     device = _one_device([*tensors.values[: tensors.registered], *example.inputs])
     count = len(tensors.values)
@@ -119,10 +133,10 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
     watch = origin.TracedStep()
 
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
-        held = args[:count]
+        held, (given, known) = args[:count], example.batch(args[count:])
         with tensors.replaced(held), torch.no_grad():
-            with origin.recording(model, watch, args, tensors.stand_ins):
-                values = scalars(metrics(model, example.batch(args[count:])), place)
+            with origin.recording(model, watch, args, tensors.stand_ins, known):
+                values = scalars(metrics(model, given), place)
             replaced[:] = tensors.rebound()
         found.clear()
         found.update(values)
@@ -144,7 +158,10 @@ def capture_evaluation(model: nn.Module, metrics: Metrics, batch: Any) -> Captur
 
 @dataclass(frozen=True)
 class _Example:
-    """A batch as capture wants it: its leaves, their values, the pytree, and its tensors, each in separate memory."""
+    """A batch as capture wants it: its leaves, their values, the pytree, and the tensors that are traced.
+
+    Every tensor has memory of its own.
+    """
 
     leaves: list[LeafSpec]
     values: list[Any]
@@ -152,18 +169,22 @@ class _Example:
     inputs: list[torch.Tensor]
 
     @staticmethod
-    def of(batch: Any) -> _Example:
-        leaves, values, spec = describe(batch)
+    def of(batch: Any, constants: Sequence[str]) -> _Example:
+        leaves, values, spec = describe(batch, constants)
         # Labels that share memory with the inputs must not become one tensor with them.
-        inputs = [v.detach().clone() for v in values if isinstance(v, torch.Tensor)]
+        inputs = [v.detach().clone() for leaf, v in zip(leaves, values, strict=True) if leaf.tensor]
         laid_out = iter(inputs)
         leaves = [replace(leaf, tensor=tensor_spec(next(laid_out))) if leaf.tensor else leaf for leaf in leaves]
         return _Example(leaves, values, spec, inputs)
 
-    def batch(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The batch with other tensors in place of its own."""
-        rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.values], self.spec)
+    def batch(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, KnownValues]:
+        """The batch with other tensors in place of those that are traced, and its constants."""
+        rest, known = iter(tensors), KnownValues()
+        values = [
+            next(rest) if leaf.tensor else known.copy(v) if isinstance(v, torch.Tensor) else v
+            for leaf, v in zip(self.leaves, self.values, strict=True)
+        ]
+        return pytree.tree_unflatten(values, self.spec), known
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> str:
@@ -212,10 +233,10 @@ def _trace(
 
     def step(*args: torch.Tensor) -> list[torch.Tensor]:
         """The loss, and the new values of tensors that the step has replaced."""
-        held, batch = args[:count], example.batch(args[count:])
+        held, (batch, known) = args[:count], example.batch(args[count:])
         with tensors.replaced(held):
             tensors.hook(held)
-            with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins):
+            with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins, known):
                 value = scalar(loss(model, batch), user_lines.definition(loss))
             own_gradients(value, watch, tensors)
             new = tensors.rebound()
@@ -243,12 +264,13 @@ def _state_notes(
     changes = tensors.changes
     fake = KernelStrides(allow_non_fake_inputs=True)
     made = [_fake(fake, t, device) for t in (*tensors.inputs, *example.inputs)]
-    held, batch = made[: len(tensors.values)], example.batch(made[len(tensors.values) :])
+    held, given = made[: len(tensors.values)], made[len(tensors.values) :]
     watch = origin.TracedStep()
     watch.repeats = effects = Effects()
 
     def run() -> None:
-        with autocasting(device, autocast), origin.recording(model, watch, made, tensors.stand_ins):
+        batch, known = example.batch(given)
+        with autocasting(device, autocast), origin.recording(model, watch, made, tensors.stand_ins, known):
             value = loss(model, batch)
             effects.returned([value, *tensors.rebound().values()])
         tensors.put_back()

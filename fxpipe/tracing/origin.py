@@ -9,6 +9,7 @@ mode passes every torch call to `repeats`, and refuses calls that tracing would 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import sys
@@ -20,16 +21,15 @@ import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.tracing.known_values import UNKNOWN, KnownValues
 from fxpipe.tracing.repeatability import Repeats
 from fxpipe.tracing.torch_versions import TESTED
 from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
 
 KEY = "fxpipe_origin"
-_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
 _SCALING = ("scale", "unscale_", "step", "update")
@@ -85,6 +85,7 @@ def recording(
     watch: TracedStep | None = None,
     given: Sequence[torch.Tensor] = (),
     stand_ins: Mapping[int, torch.Tensor] | None = None,
+    known: KnownValues | None = None,
 ) -> Iterator[None]:
     """Give every node traced inside, from calls of `model` or outside it, its origin.
 
@@ -93,12 +94,13 @@ def recording(
         given: the tensors that the step is called with.
         stand_ins: by the id of a tensor, what to call torch with instead; for the model's own tensors that an object, a
             closure or functools.partial holds.
+        known: the tensors whose values it may read.
 
     Raises:
         CaptureError: the step does something else than at its first call.
     """
     given = [*given, *(stand_ins or {}).values()]
-    recorder = _Recorder(watch or TracedStep(), given, stand_ins or {})
+    recorder = _Recorder(watch or TracedStep(), given, stand_ins or {}, known or KnownValues())
     repeats = recorder.watch.repeats
     repeats.begin(given)
     hooks = []
@@ -106,7 +108,7 @@ def recording(
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        with recorder, recorder.checkpoints(), _unseen_refused():
+        with recorder, recorder.checkpoints(), recorder.known.lists(), _unseen_refused():
             yield
         if recorder.watch.unknown is not None:
             raise recorder.watch.unknown
@@ -124,9 +126,16 @@ def recording(
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, watch: TracedStep, given: Sequence[torch.Tensor], stand_ins: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        watch: TracedStep,
+        given: Sequence[torch.Tensor],
+        stand_ins: Mapping[int, torch.Tensor],
+        known: KnownValues,
+    ) -> None:
         super().__init__()
         self.watch = watch
+        self.known = known
         self.stand_ins = stand_ins
         self.own = {id(tensor) for tensor in stand_ins.values()}
         self.memories = {tensor.untyped_storage()._cdata for tensor in given}
@@ -149,6 +158,28 @@ class _Recorder(TorchFunctionMode):
                 self.watch.lines[self.place] = stacked(outwards(frame)) or place(*self.place)
             self.mark()
         args, kwargs = self.replaced(tuple(args)), self.replaced(kwargs or {})
+        traced = functools.partial(self.traced, func)
+        name = getattr(func, "__name__", "")
+        try:
+            return self.known.call(func, args, kwargs, traced) if self.known else traced(args, kwargs)
+        except Exception as error:
+            self.watch.failed = (error, name)
+            if isinstance(error, UNKNOWN):
+                self.watch.unknown = error
+            raise
+
+    def traced(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        counts_as: tuple[Sequence[Any], dict[str, Any]] | None = None,
+    ) -> Any:
+        """What a torch call returns, now that it is known where it comes from.
+
+        Args:
+            counts_as: the arguments by which it is the same call at every run of the step, if not by these.
+        """
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
             return func(*args, **kwargs)
@@ -158,17 +189,11 @@ class _Recorder(TorchFunctionMode):
             func, name, args = torch.Tensor.copy_, "copy_", (args[0], args[1].detach())
         self.refuse(func, name, kwargs)
         repeats = self.watch.repeats
-        call = repeats.call(name, args, kwargs, self.where)
+        call = repeats.call(name, *(counts_as or (args, kwargs)), self.where)
         self.watch.operators[name] = self.place
         if isinstance(func, HigherOrderOperator):
             self.watch.higher = self.place
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:
-            self.watch.failed = (error, name)
-            if isinstance(error, _UNKNOWN):
-                self.watch.unknown = error
-            raise
+        result = func(*args, **kwargs)
         repeats.made(call, result, self.place, self.where, self.watch.where)
         return result
 

@@ -31,14 +31,15 @@ def microbatches_of(
     placeholders = program.placeholders
     leaves = {placeholders[b.node]: b.leaf for b in program.batch if b.node}
     dims = {leaf.name: leaf.dim for leaf in leaves.values()} if dims is None else dims
-    sizes = [
-        leaf.tensor.shape[dim]
-        for leaf in leaves.values()
+    sizes = {
+        node: leaf.tensor.shape[dim]
+        for node, leaf in leaves.items()
         if leaf.tensor is not None and (dim := dims[leaf.name]) is not None
-    ]
+    }
+    batch = min(sizes.values(), default=1)
     updated = program.updates()
     constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
-    found = Microbatches(program, batch=sizes[0] if sizes else 1, counts=counts, changing=frozenset(updated))
+    found = Microbatches(program, batch=batch, counts=counts, changing=frozenset(updated))
     while True:
         before = len(found.totals)
         found.factors.clear()
@@ -47,7 +48,10 @@ def microbatches_of(
         found.alone = {*leaves, *constants}
         for node in placeholders.values():
             dim = dims[leaves[node].name] if node in leaves else None
-            found.known[node] = Share.SAME if dim is None else Rows(dim)
+            if sizes.get(node, batch) == batch:
+                found.known[node] = Share.SAME if dim is None else Rows(dim)
+            else:
+                found.known[node] = Lost(f"{leaves[node].name} has {sizes[node]} rows for {batch} samples", node.name)
         for node in program:
             if info(node).phase == "F":
                 _derive(found, node)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import BatchError, FxpipeError, TaskError
 from fxpipe.plan.spec import EvaluationSpec, LeafSpec, Plan
 from fxpipe.random_state import RandomState, random_state, random_state_kept, seed_everything, set_random_state
-from fxpipe.task.batch import Splitter, describe, dump, shape_key
+from fxpipe.task.batch import Splitter, describe, dump, said, shape_key
 from fxpipe.task.loss_weights import LossWeight, LossWeights
 from fxpipe.task.model_file import hook_raised
 
@@ -91,6 +91,7 @@ class Shapes:
         self._specs = plan.evaluations
         self._placers = [Splitter(spec.batch, spec.batch_spec, 1, plan.device) for spec in plan.evaluations]
         self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
+        self._constants = {leaf.name for spec in plan.evaluations for leaf in spec.batch if leaf.tensor is None}
 
     def __call__(self, batch: Any, number: int) -> tuple[int, tuple[Any, ...]]:
         """The number of the batch's shape, and copies of its leaves, since an iterable may fill the same memory again.
@@ -101,7 +102,7 @@ class Shapes:
         Raises:
             BatchError: no batch of this shape was captured; says what it is and what the build knows.
         """
-        leaves, _, tree = describe(batch)
+        leaves, _, tree = describe(batch, self._constants)
         shape = self._numbers.get(shape_key(dump(tree), leaves))
         if shape is None:
             raise self._unknown(leaves, tree, number)
@@ -136,5 +137,5 @@ def _differences(leaves: Iterable[LeafSpec], spec: EvaluationSpec) -> list[str]:
 
 def _text(leaf: LeafSpec) -> str:
     if leaf.tensor is None:
-        return f"the constant {leaf.constant!r}"
+        return f"the constant {said(leaf.constant)}"
     return f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}"

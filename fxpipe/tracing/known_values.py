@@ -1,0 +1,185 @@
+"""Tensors whose values a step may read while it is traced: those of the batch that are constants of the capture.
+
+What a step computes of constants alone is known, too: it is computed beside the trace. Numbers, lists, branches and
+shapes that come of it are those of the batch at capture; whoever takes a later batch checks that it has the same
+constants (`fxpipe.task.batch`). Small tensors that a step makes of numbers (`torch.tensor([2])`) are known as long as
+nothing unknown is written into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+"""What torch raises where a traced tensor is asked for its values, or where a shape depends on them."""
+
+_FACTORIES = {
+    torch.arange,
+    torch.as_tensor,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.tensor,
+    torch.zeros,
+}
+_SMALL = 4096  # elements of a tensor made of numbers that is followed
+
+Traced = Callable[..., Any]
+
+
+class _Known(NamedTuple):
+    """A tensor as the step has it, and its value: the same object if it is a constant of the graph."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+
+
+class KnownValues:
+    """The tensors of one call of a step that have values while it is traced."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}  # by id of the step's; held, so that no other tensor has such an id
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A constant with the same values, which the step may read and write."""
+        made: torch.Tensor = _computed(torch.clone, [tensor], {})
+        self._keep(made, made)
+        return made
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced) -> Any:
+        """What a torch call returns.
+
+        Args:
+            traced: makes the call, traced, with the arguments that it is given; a third says what it counts as, where
+                that is a call with others.
+        """
+        tensors = list(_tensors((args, kwargs)))
+        if not tensors:
+            made = traced(args, kwargs)
+            if function in _FACTORIES and made.numel() <= _SMALL:
+                self._keep(made, _computed(function, args, kwargs))
+            return made
+        if any(id(tensor) not in self._known for tensor in tensors):
+            return self._call_mixed(function, args, kwargs, traced)
+        value = _computed(function, self._values(args), self._values(kwargs))
+        if next(_tensors(value), None) is None:
+            return value
+        made = value
+        if any(self._known[id(tensor)].value is not tensor for tensor in tensors) and not self._wrote(tensors, value):
+            try:
+                made = _listed(traced(args, kwargs))
+            except UNKNOWN:
+                made = value
+        self._keep(made, value)
+        return iter(made) if function is torch.Tensor.__iter__ else made
+
+    @contextlib.contextmanager
+    def lists(self) -> Iterator[None]:
+        """Inside, `.tolist()` of a traced tensor is looked up here: torch makes it without a call that modes see."""
+        original = FunctionalTensor.tolist
+        known = self._known
+
+        def tolist(tensor: FunctionalTensor) -> Any:
+            if id(tensor) in known:
+                return _computed(torch.Tensor.tolist, [known[id(tensor)].value], {})
+            return original(tensor)
+
+        FunctionalTensor.tolist = tolist  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            FunctionalTensor.tolist = original  # type: ignore[method-assign]
+
+    def _call_mixed(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Traced
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        written = [kwargs["out"]] if "out" in kwargs else []
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            written.append(args[0])
+        for tensor in _tensors(written):
+            self._forget(tensor)
+        numbers = self._numbers(args), self._numbers(kwargs)
+        try:
+            return traced(args, kwargs, numbers)
+        except UNKNOWN:
+            if len(list(_tensors(numbers))) == len(list(_tensors((args, kwargs)))):
+                raise
+        return traced(*numbers)  # a size, an index
+
+    def _wrote(self, tensors: Sequence[torch.Tensor], value: Any) -> bool:
+        """Whether a call wrote into a constant of the graph, which `_computed` has done already."""
+        return any(tensor is value for tensor in tensors)
+
+    def _keep(self, made: Any, value: Any) -> None:
+        for tensor, known in zip(_tensors(made), _tensors(value), strict=True):
+            self._known[id(tensor)] = _Known(tensor, known)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """Forget the values of a tensor that something unknown is written into, and of those that share its memory."""
+        if id(tensor) not in self._known:
+            return
+        memory = self._known[id(tensor)].value.untyped_storage()._cdata
+        shared = [i for i, known in self._known.items() if known.value.untyped_storage()._cdata == memory]
+        for i in shared:
+            del self._known[i]
+
+    def _values(self, value: Any) -> Any:
+        return _mapped(value, lambda tensor: self._known[id(tensor)].value)
+
+    def _numbers(self, value: Any) -> Any:
+        """With numbers in place of known tensors of no dimension."""
+
+        def number(tensor: torch.Tensor) -> Any:
+            known = self._known.get(id(tensor))
+            if known is None or known.value.dim():
+                return tensor
+            return _computed(torch.Tensor.item, [known.value], {})
+
+        return _mapped(value, number)
+
+
+def _computed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with _disable_current_modes(), torch.no_grad():
+        return _listed(function(*args, **kwargs))
+
+
+def _listed(result: Any) -> Any:
+    """A loop over a tensor as a list."""
+    return list(result) if isinstance(result, Iterator) else result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for member in value:
+            yield from _tensors(member)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, slice):
+        yield from _tensors([value.start, value.stop, value.step])
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Arguments of a torch call with other things in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(member, change) for member in value)
+    if isinstance(value, dict):
+        return {key: _mapped(member, change) for key, member in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_mapped(part, change) for part in (value.start, value.stop, value.step)))
+    return value
