@@ -143,7 +143,7 @@ def capture_evaluation(
         # Copies: a metric may be a parameter, or have two names.
         return [v.detach().clone() for v in values.values() if isinstance(v, torch.Tensor)]
 
-    with eval_mode(model):
+    with eval_mode(model), tensors.python.preserved():
         graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
@@ -247,7 +247,10 @@ def _trace(
             value = value.clone()  # a loss that is a parameter
         return [value, *(new[row].detach().clone() for row in replaced)]
 
-    graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
+    with tensors.python.preserved():  # what the backward changes, and the forward draws: the rest is put back
+        before = tensors.python.snapshot()
+        graph_module, notes = _export(step, [*tensors.inputs, *example.inputs], watch)
+        tensors.changes += tensors.python.changes(before)
     if tensors.hooked:
         notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
     return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes))
@@ -265,29 +268,46 @@ def _state_notes(
     fake = KernelStrides(allow_non_fake_inputs=True)
     made = [_fake(fake, t, device) for t in (*tensors.inputs, *example.inputs)]
     held, given = made[: len(tensors.values)], made[len(tensors.values) :]
+    trained = tuple(t for t in held if t.requires_grad)
     watch = origin.TracedStep()
     watch.repeats = effects = Effects()
 
     def run() -> None:
         batch, known = example.batch(given)
-        with autocasting(device, autocast), origin.recording(model, watch, made, tensors.stand_ins, known):
-            value = loss(model, batch)
-            effects.returned([value, *tensors.rebound().values()])
+        with origin.recording(model, watch, made, tensors.stand_ins, known):
+            with autocasting(device, autocast):
+                value = loss(model, batch)
+            effects.backward()
+            gradients = _gradients(value, trained)
+            effects.returned([value, *tensors.rebound().values()], gradients)
         tensors.put_back()
 
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with contextlib.ExitStack() as stack:
         for context in (*quiet, warnings.catch_warnings(action="ignore"), _tracing(), checks.left_out()):
             stack.enter_context(context)
+        stack.enter_context(tensors.python.preserved())
         stack.enter_context(tensors.replaced(held))
+        tensors.hook(held)
         stack.enter_context(fake)
         with contextlib.suppress(Unknown):
             last = {change.place for change in told(still_changing(run, watch, tensors.python))}
             changes = [change for change in changes if change.place in last]
-    names = [str(change) for change in told(changes)]
+    names = list(dict.fromkeys(str(change) for change in told(changes)))
     if not names:
         return []
     return [f"the step changes {listed(names, 4)}: every step of a run sees the value from before capture"]
+
+
+def _gradients(loss: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+    """As torch.autograd.grad, which as a torch call would hide from a recorder what hooks call."""
+    with torch._C.DisableTorchFunction():
+        one = torch.ones_like(loss)
+    run = torch.autograd.Variable._execution_engine.run_backward
+    found: tuple[torch.Tensor | None, ...] = run(
+        (loss,), (one,), False, False, parameters, allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def _export(

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.tracing.repeatability import Call, Place, Repeats
+from fxpipe.tracing.user_lines import is_within_users
 
 _MARK = "_fxpipe_effect"
 _RANDOM = re.compile(r"rand|normal|bernoulli|uniform|dropout|exponential|multinomial|poisson|cauchy|geometric")
@@ -44,7 +45,7 @@ class Departure(NamedTuple):
 
 
 class Effects(Repeats):
-    """The calls of each run that its results depend on.
+    """The calls of each run that its results depend on, and those of its backward: hooks, and functions of the user's.
 
     Attributes:
         departs: how the last run departs from the first; None if it does not.
@@ -59,10 +60,12 @@ class Effects(Repeats):
         self._stale: dict[int, list[torch.Tensor]] = {}  # by call, what it reads of earlier runs
         self._reading: list[torch.Tensor] = []
         self._changed: Any = None  # what the current call changes in place
+        self._backward = sys.maxsize  # the first call of the backward
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
         super().begin(given)
         self._stale = {}
+        self._backward = sys.maxsize
         self.departs = None
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
@@ -78,6 +81,9 @@ class Effects(Repeats):
         where: Callable[[], str | None],
         lines: Callable[[Place], str | None],
     ) -> None:
+        if self._backward <= len(self._calls) and not is_within_users(sys._getframe(1)):
+            return  # how torch foretells what its own kernels return
+        call = (*call[:2], (call[2], torch.is_grad_enabled()))
         results = [result] if isinstance(result, torch.Tensor) else list(result) if _is_list(result) else []
         results = [part for part in results if isinstance(part, FakeTensor)]
         if isinstance(self._changed, FakeTensor) and not any(part is self._changed for part in results):
@@ -96,8 +102,18 @@ class Effects(Repeats):
         for part, tensor in enumerate(results):
             setattr(tensor, _MARK, (self._run, _Made(number, part)))
 
-    def returned(self, results: Sequence[Any]) -> None:
-        """The run is over; compare it with the first."""
+    def backward(self) -> None:
+        """The forward is over: from now on autograd calls what the user has written, and all of it counts."""
+        self._backward = len(self._calls)
+
+    def returned(self, results: Sequence[Any], gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        """The run is over; compare it with the first.
+
+        Args:
+            gradients: None for a parameter without one.
+        """
+        place = self._calls[-1][0] if self._calls else ("", 0)
+        self._calls.append((place, ("gradients", tuple(g is None for g in gradients), None)))
         calls, numbers = self._deciding(results)
         stale = next((n for n in numbers if n in self._stale), None)
         if stale is not None:
@@ -137,11 +153,12 @@ class Effects(Repeats):
         numbers = []
         for number in reversed(range(len(self._calls))):
             name, *tokens = self._calls[number][1]
-            if not (every or number in needed or _IN_PLACE.search(name)):
+            if not (every or number in needed or number >= self._backward or _IN_PLACE.search(name)):
                 continue
             numbers.append(number)
             needed |= {token.call for token in _tokens(tokens)}
-            every |= _is_unknown(tokens)  # of a property such as x.T: whatever came before may count
+            # Of a property such as x.T: whatever came before may count. In the backward, it is what autograd has made.
+            every |= number < self._backward and _is_unknown(tokens)
         numbers.reverse()
         order = {number: i for i, number in enumerate(numbers)}
         renumbered: list[tuple[Place, Call]] = []

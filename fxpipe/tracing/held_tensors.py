@@ -105,18 +105,19 @@ class HeldTensors:
     @functools.cached_property
     def python(self) -> PythonState:
         """All else that the step can reach."""
-        return PythonState(self.model, self._functions)
+        hooks = [hook for p in self.values[: self.parameters] for hook in (p._backward_hooks or {}).values()]
+        return PythonState(self.model, (*self._functions, *hooks))
 
     @contextlib.contextmanager
     def replaced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the model has `given` in place of its rows; afterwards it is as it was.
+        """Inside, the model has `given` in place of its rows; afterwards it is as it was, but for what it has drawn.
 
         Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
         self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
         filled: set[int] = set()
         try:
-            with self.python.preserved():
+            with self.python.preserved(draws=False):  # so that two calls draw otherwise
                 for module in self.model.modules():
                     for key, value in list(module.__dict__.items()):
                         if key not in _INTERNAL or key in _REGISTERED:

@@ -5,6 +5,10 @@ Every holder is read as a dictionary and written from one, so that what watches 
 
 from __future__ import annotations
 
+import itertools
+import operator
+import pickle
+import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
@@ -156,22 +160,81 @@ class Members:
         return f"{self.name}[{key!r}]"
 
 
-class Array:
-    """The values of a small numpy array, as bytes."""
+class Single:
+    """What has one value that is read and written by calls."""
 
-    def __init__(self, array: Any, name: str) -> None:
-        self.array, self.name = array, name
-
-    def read(self) -> Content:
-        return {"": self.array.tobytes()}
-
-    def write(self, content: Mapping[Any, Any]) -> None:
-        values = type(self.array)(self.array.shape, self.array.dtype, content[""])
-        if self.array.flags.writeable:
-            self.array[...] = values
+    def __init__(self, thing: Any, name: str) -> None:
+        self.thing, self.name = thing, name
 
     def call(self, key: Any) -> str:
         return self.name
+
+
+class Array(Single):
+    """The values of a small numpy array, as bytes."""
+
+    def read(self) -> Content:
+        return {"": self.thing.tobytes()}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        values = type(self.thing)(self.thing.shape, self.thing.dtype, content[""])
+        if self.thing.flags.writeable:
+            self.thing[...] = values
+
+
+class Generator(Single):
+    """The state of a generator of random numbers of Python's or numpy's.
+
+    Args:
+        shared: it is the process's own, which `random` and `numpy.random` draw from.
+    """
+
+    def __init__(self, thing: Any, name: str, shared: bool = False) -> None:
+        super().__init__(thing, name)
+        self.shared = shared
+
+    def read(self) -> Content:
+        if isinstance(self.thing, random.Random):  # by its own methods: SystemRandom has no state and says so
+            return {"": pickle.dumps(random.Random.getstate(self.thing))}
+        old = hasattr(self.thing, "get_state")  # numpy's RandomState
+        return {"": pickle.dumps(self.thing.get_state() if old else self.thing.bit_generator.state)}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        state = pickle.loads(content[""])
+        if isinstance(self.thing, random.Random):
+            random.Random.setstate(self.thing, state)
+        elif hasattr(self.thing, "set_state"):
+            self.thing.set_state(state)
+        else:
+            self.thing.bit_generator.state = state
+
+
+class Advancing(Single):
+    """How far an iterator of Python's is, as far as it tells. It cannot be put back."""
+
+    def read(self) -> Content:
+        frame = getattr(self.thing, "gi_frame", None)
+        if frame is not None:
+            variables = {name: v if isinstance(v, PLAIN) else id(v) for name, v in frame.f_locals.items()}
+            return {"": f"{frame.f_lasti} {variables}".encode()}
+        if isinstance(self.thing, itertools.count):
+            return {"": repr(self.thing).encode()}
+        left = operator.length_hint(self.thing, -1)
+        return {"": object() if left < 0 else str(left).encode()}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        """It stays where it is."""
+
+
+class Memory(Single):
+    """What a function under functools.lru_cache has kept. A new entry is forgotten with all others: it is a tensor of
+    the trace, and they are computed again."""
+
+    def read(self) -> Content:
+        return {"": str(self.thing.cache_info().misses).encode()}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        self.thing.cache_clear()
 
 
 def _slots(cls: type) -> Iterator[str]:

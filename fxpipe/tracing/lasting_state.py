@@ -1,8 +1,9 @@
 """Does Python state that a step changes decide what its later calls compute? Tried on fake tensors, as eager would.
 
-A graph holds a step as it was at its first call. So the step runs again and again without its Python state being put
-back, and then with counters far ahead and lists grown long. If what decides its results stays the same, the state does
-not matter: it may be a log. If not, capture would train something else than eager does, and is refused.
+A graph holds a step as it was at its first call. So the step runs again and again, forward and backward, without its
+Python state being put back, and then with counters far ahead and lists grown long. If what decides its results stays
+the same, the state does not matter: it may be a log. If not, capture would train something else than eager does, and is
+refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from fxpipe.errors import CaptureError, listed
 from fxpipe.tracing.effects import Departure, Effects
+from fxpipe.tracing.holders import Advancing, Generator
 from fxpipe.tracing.model_state import WHOLE, Change, PythonState, Snapshot
 from fxpipe.tracing.origin import TracedStep
 
@@ -25,6 +27,9 @@ RUNS = 4
 
 AHEAD = (10, 100, 1_000, 10_000, 1_000_000)
 """What counters are set to, and how many members lists are grown by: where branches of later steps begin."""
+
+MORE = 12
+"""Calls after these, where there is what cannot be set: draws of random numbers, iterators, sets, texts."""
 
 
 class Unknown(Exception):
@@ -51,12 +56,15 @@ def still_changing(run: Callable[[], None], watch: TracedStep, python: PythonSta
                 _put_ahead(change, target)
             for _ in range(2):
                 ahead = _run(run, watch, python, first)
+        for _ in range(MORE if any(map(_is_restless, last)) else 0):
+            _run(run, watch, python, first)
     return last
 
 
 def told(changes: Sequence[Change]) -> list[Change]:
-    """The changes that a user should know of though no result depends on them: an object's own are its affair."""
-    return [change for change in changes if change.kind != "object"]
+    """The changes that a user should know of though no result depends on them: an object's own are its affair, and of
+    the process's generators of random numbers `fxpipe.tracing.capture` tells."""
+    return [c for c in changes if c.kind != "object" and not getattr(c.holder, "shared", False)]
 
 
 def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first: Snapshot) -> list[Change]:
@@ -74,11 +82,20 @@ def _run(run: Callable[[], None], watch: TracedStep, python: PythonState, first:
     except Exception as error:
         raise Unknown from error
     if effects.departs is not None:
-        raise _refusal(effects.departs, watch, python.changes(first))
+        raise _refusal(effects.departs, watch, python.changes(first) or python.changes(before))
     return python.changes(before)
 
 
 def _refusal(found: Departure, watch: TracedStep, changes: Sequence[Change]) -> CaptureError:
+    if changes and all(isinstance(change.holder, Generator) for change in changes):
+        return CaptureError(
+            f"the step draws random numbers from {listed([c.place for c in changes], 4)}, and its later calls compute "
+            "something else for them: a graph would keep the first call",
+            where=watch.where(found.place),
+            hint="draw with torch (torch.rand, F.dropout, torch.where over a drawn mask), or draw in train_data() and "
+            "pass it in the batch",
+            page="randomness",
+        )
     stale = {id(tensor) for tensor in found.stale}
     holding = [c for c in changes if _holds(c, stale)] if stale else []
     values = told(changes)
@@ -111,6 +128,13 @@ def _holds(change: Change, tensors: set[int]) -> bool:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (tuple, list, deque))
+
+
+def _is_restless(change: Change) -> bool:
+    """Whether it may go on to what the calls so far have not come to."""
+    if isinstance(change.holder, (Advancing, Generator)):
+        return True
+    return change.kind != "object" and not (_is_count(change) or _grown(change))
 
 
 def _is_count(change: Change) -> bool:

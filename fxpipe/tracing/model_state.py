@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import numbers
 import operator
 import re
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from fxpipe.tracing.holders import Attributes, Content, Holder, Members
+from fxpipe.tracing.holders import Attributes, Content, Generator, Holder, Members
 from fxpipe.tracing.reach import has_state, reached
 
 _INTERNAL = frozenset(nn.Module().__dict__)  # of a module; its hooks are among them
@@ -66,9 +67,13 @@ class PythonState:
         return [(holder, holder.read()) for holder in self.holders]
 
     @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Afterwards everything holds the same objects as before; the values of tensors are not kept."""
-        before = self.snapshot()
+    def preserved(self, draws: bool = True) -> Iterator[None]:
+        """Afterwards everything holds the same objects as before; the values of tensors are not kept.
+
+        Args:
+            draws: put generators of random numbers back, too.
+        """
+        before = [(h, content) for h, content in self.snapshot() if draws or not isinstance(h, Generator)]
         try:
             yield
         finally:
@@ -134,7 +139,7 @@ def _same(a: Content, b: Content) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return value is None or value is _MISSING or isinstance(value, (numbers.Number, str, bytes))
+    return value is None or value is _MISSING or isinstance(value, (numbers.Number, str, bytes, enum.Enum))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -8,10 +8,14 @@ objects are. The walk is breadth first and ends after `MOST` holders.
 from __future__ import annotations
 
 import argparse
+import collections
 import enum
 import functools
+import random
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,8 +38,19 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
     functools.partial: ("func", "args"),
     functools._lru_cache_wrapper: ("__wrapped__",),
 }
+_NUMPY_GENERATORS = {("numpy.random._generator", "Generator"), ("numpy.random.mtrand", "RandomState")}
 _METHODS = (types.MethodType, types.MethodWrapperType, types.BuiltinMethodType)
-_SPACES = (types.SimpleNamespace, argparse.Namespace)
+_SPACES = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+    threading.local,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
 
 
 def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
@@ -45,6 +60,9 @@ def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
         roots: functions of the step.
     """
     walk = _Walk()
+    walk.draws(random.random, "random")
+    if "numpy" in sys.modules:
+        walk.draws(sys.modules["numpy"].random.rand, "numpy.random")
     paths = dict(model.named_modules())
     for path, module in paths.items():
         walk.seen[id(module)] = module
@@ -71,6 +89,11 @@ class _Walk:
         if not isinstance(value, _ATOMS) and id(value) not in self.seen:
             self.seen[id(value)] = value
             self.queue.append((value, name))
+
+    def draws(self, function: Any, name: str) -> None:
+        """Take the process's generator that a function draws from."""
+        self.seen[id(function.__self__)] = function.__self__
+        self.found.append(holders.Generator(function.__self__, name, shared=True))
 
     def run(self, most: int, only: tuple[type, ...] = (object,)) -> None:
         """Look at what was met, until there is no more of it or so many holders are found; leave what is of no such
@@ -105,11 +128,19 @@ class _Walk:
                 self.meet(getattr(value, part), name)
             for keyword, given in getattr(value, "keywords", {}).items():
                 self.meet(given, keyword)
+            if kind is functools._lru_cache_wrapper:
+                self.found.append(holders.Memory(value, name))
         elif isinstance(value, type):
             self.cls(value)
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             if value.size <= holders.LARGE and not value.dtype.hasobject:
                 self.found.append(holders.Array(value, name))
+        elif isinstance(value, random.Random) or (kind.__module__, kind.__name__) in _NUMPY_GENERATORS:
+            self.found.append(holders.Generator(value, name))
+        elif kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
+            self.found.append(holders.Advancing(value, name))
+        elif isinstance(value, weakref.ref):
+            self.meet(value(), name)
         elif has_state(value):
             self.hold(holders.Attributes(value, name))
             self.meet(kind, kind.__name__)

@@ -101,8 +101,8 @@ class Repeats:
             return (name, self._token(args), self._token(kwargs) if kwargs else None)
         except _Stale:
             raise CaptureError(
-                "the step uses a tensor that an earlier call of the step computed and kept outside the model: in a "
-                "global, a functools.lru_cache or an object of your own",
+                "the step uses a tensor that an earlier call of the step computed and kept where fxpipe does not "
+                "look: in a package's own globals, a ContextVar",
                 where=where(),
                 hint="keep it in a buffer of the model (register_buffer); or fill a cache of constants before capture, "
                 "by calling the model once in model()",

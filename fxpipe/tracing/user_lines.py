@@ -43,6 +43,11 @@ def outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
+def is_within_users(frame: FrameType | None) -> bool:
+    """Whether a line of the user's step, or of a library that it uses, leads to a frame."""
+    return any(not _is_hidden(file) for file, _ in outwards(frame))
+
+
 def stacked(lines: Iterable[tuple[str, int]]) -> str | None:
     """The user's line, as `file.py:12: the line`; if it leads into a library, the line there as well.
 
