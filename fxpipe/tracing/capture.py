@@ -34,8 +34,8 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
+from fxpipe.tracing import autograd_graph, origin, recurrent, user_lines
 from fxpipe.tracing import custom_operators as operators
-from fxpipe.tracing import origin, recurrent, user_lines
 from fxpipe.tracing import value_checks as checks
 from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.eval_mode import eval_mode
@@ -278,7 +278,8 @@ def _state_notes(
             with autocasting(device, autocast):
                 value = loss(model, batch)
             effects.backward()
-            gradients = _gradients(value, trained)
+            hooked = effects.hooks or tensors.hooked or autograd_graph.has_functions(value)
+            gradients = _gradients(value, trained) if hooked else ()
             effects.returned([value, *tensors.rebound().values()], gradients)
         tensors.put_back()
 

@@ -49,6 +49,7 @@ class Effects(Repeats):
 
     Attributes:
         departs: how the last run departs from the first; None if it does not.
+        hooks: whether a run has registered hooks for gradients of tensors.
     """
 
     long = sys.maxsize
@@ -56,6 +57,7 @@ class Effects(Repeats):
     def __init__(self) -> None:
         super().__init__()
         self.departs: Departure | None = None
+        self.hooks = False
         self._expected: list[tuple[Place, Call]] = []
         self._stale: dict[int, list[torch.Tensor]] = {}  # by call, what it reads of earlier runs
         self._reading: list[torch.Tensor] = []
@@ -70,6 +72,7 @@ class Effects(Repeats):
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
         self._reading = []
+        self.hooks |= name == "register_hook"
         self._changed = args[0] if args and _IN_PLACE.search(name) else None
         return super().call(name, args, kwargs, where)
 

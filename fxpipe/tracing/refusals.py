@@ -15,8 +15,8 @@ import torch
 
 from fxpipe.errors import CaptureError
 from fxpipe.task.batch import unusual
+from fxpipe.tracing import autograd_graph, origin, user_lines
 from fxpipe.tracing import custom_operators as operators
-from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.repeatability import is_outside
 
@@ -298,10 +298,7 @@ def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTen
         CaptureError: the loss has a gradient with respect to a tensor from elsewhere.
     """
     outside = watch.repeats.outside
-    nodes: list[Any] = [loss.grad_fn] if outside else []
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    for node in autograd_graph.nodes(loss) if outside else ():
         leaf = id(getattr(node, "variable", None))
         if leaf in outside or (hasattr(node, "variable") and is_outside(node.variable)):
             tensor, where = outside.get(leaf) or next(iter(outside.values()))
@@ -314,9 +311,6 @@ def own_gradients(loss: torch.Tensor, watch: origin.TracedStep, tensors: HeldTen
                 "requires_grad_(False) on it",
                 page="outside-parameters",
             )
-        found = {function for function, _ in getattr(node, "next_functions", ())} - seen - {None}
-        seen |= found
-        nodes.extend(found)
 
 
 def scalar(loss: Any, where: str | None) -> torch.Tensor:
