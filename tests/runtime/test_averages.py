@@ -149,9 +149,58 @@ def test_an_average_in_the_optimizer_hook() -> None:
         assert torch.equal(found[name], value), name
 
 
+class InPlaceOfTheWeights(torch.optim.SGD):
+    """As schedule-free optimizers: to evaluate, averages are put in place of the weights."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("mean", p.detach().double())
+            mean.lerp_(p.detach().double(), 0.3)
+
+    def eval(self, named: Any, swap: bool) -> dict[str, Tensor]:
+        for _, p in named:
+            if swap:
+                p.data = self.state[p]["mean"].to(p.dtype)
+            else:
+                p.copy_(self.state[p]["mean"])
+        return dict(named)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_averages_in_place_of_the_weights(swap: bool) -> None:
+    pipeline = build(schedule="1f1b").local(
+        optimizer=lambda named: InPlaceOfTheWeights([p for _, p in named], lr=0.1),
+        averaged=lambda made, named: made.eval(named, swap),
+    )
+    pipeline.run(batches())
+    weights = pipeline.state_dict()
+    found = pipeline.averaged_state_dict()
+    same(pipeline.state_dict(), weights)
+    assert not torch.equal(found["middle.weight"], weights["middle.weight"])
+    assert found["middle.weight"].dtype == torch.float32
+    pipeline.run(batches())
+    same(pipeline.averaged_state_dict(), pipeline.averaged_state_dict())
+    assert not torch.equal(pipeline.averaged_state_dict()["middle.weight"], found["middle.weight"]), "a copy"
+
+
+def test_averages_lie_in_memory_as_the_weights() -> None:
+    """The code of an evaluation was traced on these."""
+    pipeline = build(schedule="1f1b").local(
+        optimizer=adamw, averaged=lambda made, named: {n: p.t().contiguous().t() for n, p in named if p.dim() == 2}
+    )
+    pipeline.run(batches()[:1])
+    assert pipeline.averaged_state_dict()["middle.weight"].is_contiguous()
+
+
+def failing(made: torch.optim.Optimizer, named: Any) -> dict[str, Tensor]:
+    return {name: made.state[p]["mean"] for name, p in named}
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
+        (failing, "averaged\\(\\) raised KeyError: 'mean'"),
         (lambda made, named: None, "averaged\\(\\) returned NoneType, not a dictionary"),
         (lambda made, named: {"other": torch.ones(3)}, "not like the parameters of these names: other"),
         (lambda made, named: {n: p[:1] for n, p in named if p.dim() > 1}, "not like the parameters of these names"),

@@ -191,7 +191,7 @@ class LocalPipeline:
         return self._all_tensors(averages)
 
     def averages(self) -> list[dict[str, Tensor]] | None:
-        """For each worker, the averages of its trained weights by name, live; None if there are none."""
+        """For each worker, the averages of its trained weights by name; None if there are none."""
         return averages_of([executor.store.averages for executor in self.executors])
 
     def _all_tensors(self, averages: list[dict[str, Tensor]] | None) -> dict[str, Tensor]:

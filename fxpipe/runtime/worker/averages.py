@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -55,14 +56,27 @@ class KeptByOptimizer:
         """The optimizer keeps them itself."""
 
     def read(self) -> dict[str, Tensor]:
-        """The averages; each is checked to be like its parameter.
+        """Copies of the averages; each is checked to be like its parameter, and lies in memory as that does.
 
         Raises:
             TaskError: the hook failed, or returned something else.
         """
         if self._optimizer is None:
             return {}
-        found = self._task.averaged(self._optimizer, list(self._trained.items()))
+        with torch.no_grad(), _put_back(self._trained.values()):
+            found = self._asked(self._optimizer)
+            return {name: torch.empty_like(self._trained[name]).copy_(value) for name, value in found.items()}
+
+    def _asked(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Tensor]:
+        try:
+            found = self._task.averaged(optimizer, list(self._trained.items()))
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"averaged() raised {type(error).__name__}: {error}",
+                hint="an optimizer has no state of a parameter that it was not given, or before its first step",
+            ) from error
         if not isinstance(found, Mapping):
             raise TaskError(
                 f"averaged() returned {type(found).__name__}, not a dictionary",
@@ -74,7 +88,19 @@ class KeptByOptimizer:
                 f"averaged() returned tensors that are not like the parameters of these names: {', '.join(wrong[:8])}",
                 hint="the names are those of named_parameters, the shapes those of the parameters",
             )
-        return {name: value.detach().to(self._trained[name].dtype) for name, value in found.items()}
+        return found
+
+
+@contextmanager
+def _put_back(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Afterwards the parameters are as before: some optimizers put their averages in place of the weights."""
+    before = [(parameter, parameter.data, parameter.detach().clone()) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, memory, values in before:
+            parameter.data = memory
+            memory.copy_(values)
 
 
 def make_averages(
