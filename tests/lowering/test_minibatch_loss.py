@@ -174,6 +174,12 @@ def test_a_loss_over_pairs_is_refused_or_accepted() -> None:
     assert compare_with_eager(build, net(), contrastive, padded()).largest < 1e-5
 
 
+def test_the_root_of_a_mean_is_refused_with_its_cause_and_cure() -> None:
+    with pytest.raises(BatchError, match=r"sqrt \(.*\) is not linear, and is taken of a mean over the batch") as caught:
+        compiled(lambda m, b: F.mse_loss(m(b[0]), b[0][..., :5]).sqrt(), padded())
+    assert str(caught.value.hint).startswith("use --microbatches 1;")
+
+
 def test_what_is_equal_once_is_not_proved() -> None:
     """The labels of the first batch make all microbatches alike; nothing says so of the next."""
     step = lambda m, b: (m(b[0]).mean(-1) * (b[1] > 0)).sum() / (b[1] > 0).flatten().float().norm(p=1)  # noqa: E731

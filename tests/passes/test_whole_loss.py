@@ -23,6 +23,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 
 CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+KERNEL = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3, 1)
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, Batch], Tensor]
 
@@ -45,6 +46,11 @@ def classes(m: nn.Module, b: Batch, **options: Any) -> Tensor:
 
 def standard(x: Tensor) -> Tensor:
     return (x - x.mean()) / x.std()
+
+
+def two_views(z: Tensor) -> Tensor:
+    one, other = z.chunk(2)
+    return (one * other.square()).mean()
 
 
 EQUAL: dict[str, Step] = {
@@ -89,13 +95,50 @@ EQUAL: dict[str, Step] = {
         / kept(b).sum()
     ),
     "time first": lambda m, b: classes(m, (b[0].transpose(0, 1), b[1].transpose(0, 1))),
+    "two views as one batch": lambda m, b: two_views(logits(m, (torch.cat([b[0], b[0].sin()]), b[1]))),
+    "two views, convolved": lambda m, b: two_views(F.conv1d(torch.cat([logits(m, b), logits(m, b).sin()]), KERNEL)),
+    "activations": lambda m, b: (F.hardswish(logits(m, b)) * F.logsigmoid(logits(m, b))).mean(),
+    "a slope for each": lambda m, b: F.prelu(logits(m, b), CLASSES[:3] / 10).mean(),
+    "gated": lambda m, b: F.glu(logits(m, b)[..., :4], -1).mean(),
+    "instance norm": lambda m, b: (F.instance_norm(logits(m, b)) * b[0][..., :5]).mean(),
+    "instance norm of two views, with weights": lambda m, b: two_views(
+        F.instance_norm(torch.cat([logits(m, b), b[0][..., :5]]), weight=CLASSES[:3], bias=CLASSES[:3])
+    ),
+    "first states": lambda m, b: (
+        torch.tanh(b[0].new_zeros(2, len(b[0]), 5).unbind(0)[1] @ KERNEL[:, :, 0] + 1).mean()
+        + torch.tanh(
+            b[0].new_zeros(2, len(b[0]), 3).split(1)[0][0] @ KERNEL[0].new_ones(3, 5) + logits(m, b)[:, 0]
+        ).mean()
+    ),
+    "pooled, channels last": lambda m, b: (
+        F.adaptive_avg_pool2d(logits(m, b).unsqueeze(2).contiguous(memory_format=torch.channels_last), 1)
+        .square()
+        .mean()
+    ),
+    "a table by index": lambda m, b: (
+        logits(m, b).flatten(0, 1) * CLASSES.diag().index_select(0, b[1].clamp(min=0).flatten())
+    ).mean(),
+    "positions, stacked": lambda m, b: (
+        logits(m, b)[..., :2]
+        * torch.stack([t(torch.arange(3.0, dtype=b[0].dtype)).expand(len(b[0]), 3) for t in (torch.sin, torch.cos)], -1)
+    ).mean(),
+    "a learnt query": lambda m, b: (
+        F.scaled_dot_product_attention(
+            KERNEL.reshape(1, 1, 3, 5).expand(len(b[0]), 1, 3, 5), *[logits(m, b).unsqueeze(1)] * 2
+        )
+        .square()
+        .mean()
+    ),
 }
 DIFFERENT: dict[str, tuple[str, Step]] = {
     "contrastive": (
         "mm .* multiplies samples with other samples",
         lambda m, b: F.cross_entropy(logits(m, b).mean(1) @ logits(m, b).mean(1).t(), torch.arange(len(b[0]))),
     ),
-    "root of a mean": ("sqrt .* is not linear in a sum", lambda m, b: logits(m, b).square().mean().sqrt()),
+    "root of a mean": (
+        "sqrt .* is not linear, and is taken of a mean over the batch",
+        lambda m, b: logits(m, b).square().mean().sqrt(),
+    ),
     "largest": ("max .* is not a sum or a mean", lambda m, b: logits(m, b).max()),
     "in standard units": (
         "combines samples with a mean over the batch",
@@ -107,6 +150,11 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         lambda m, b: logits(m, b).square().sum() / logits(m, b).sigmoid().sum(),
     ),
     "neighbours": ("flip .* works along the batch", lambda m, b: (logits(m, b) * logits(m, b).flip(0)).mean()),
+    "samples by an index": (
+        "index_select .* reads samples by an index",
+        lambda m, b: logits(m, b).index_select(0, b[1][:, 0].clamp(min=0) % 2).mean(),
+    ),
+    "half of two views": ("divides the batch", lambda m, b: logits(m, b).split(len(b[0]) // 2)[0].mean()),
     "the first sample": ("takes one sample", lambda m, b: logits(m, b)[0].square().mean()),
     "a total of totals": (
         "is not a sum or a mean|is not linear",

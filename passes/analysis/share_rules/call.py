@@ -112,7 +112,13 @@ def by_elements(call: OperatorCall) -> Known:
     rows = aligned(call, call.tensors, call.shape())
     if rows is not None:
         return rows
-    return without_rows(call) or call.lost("is not linear in a sum over the batch")
+    return without_rows(call) or not_linear(call)
+
+
+def not_linear(call: OperatorCall) -> Lost:
+    """Of the whole batch's sum or mean it gives something else than of the microbatches'."""
+    of = next(k for n in call.tensors if (k := call.known(n)) in (SUM, MEAN))
+    return call.lost(f"is not linear, and is taken of {of.value}")
 
 
 def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]) -> Known | None:

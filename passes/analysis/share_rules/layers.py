@@ -15,6 +15,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     aligned,
     alike,
     argument,
+    not_linear,
     operator_of,
     reduced,
     unknown,
@@ -28,7 +29,7 @@ def _along(call: OperatorCall) -> Known:
     rows = aligned(call, call.tensors, call.shape(call.tensors[0]))
     if isinstance(rows, Rows) and rows.dim in reduced(call, len(call.shape(call.tensors[0]))):
         return call.lost("works along the batch")
-    return rows or without_rows(call) or call.lost("is not linear in a sum over the batch")
+    return rows or without_rows(call) or not_linear(call)
 
 
 def _product(call: OperatorCall) -> Known:
@@ -67,11 +68,12 @@ def _product(call: OperatorCall) -> Known:
 
 
 def _of_samples(call: OperatorCall) -> Known:
-    """Operators whose first dimension is the batch, whatever they do with the others."""
+    """Operators that treat each place of the first dimension by itself, whatever they do with the others."""
+    first: Known = call.known(call.tensors[0])
     rows = [call.known(n) for n in call.tensors if isinstance(call.known(n), Rows)]
-    batched = rows and all(r == Rows(0) for r in rows) and isinstance(call.known(call.tensors[0]), Rows)
+    batched = isinstance(first, Rows) and first.dim == 0 and all(r == first for r in rows)
     if batched and all(isinstance(call.known(n), Rows) or call.whole(n) for n in call.tensors):
-        return Rows(0)
+        return first
     return without_rows(call) or call.lost("does not have the batch as its first dimension")
 
 
@@ -85,6 +87,11 @@ def _attention(call: OperatorCall) -> Known:
         and 0 not in alike(call.known(mask), 4)
     ):
         return call.lost("has a mask for each sample that is the same for every microbatch")
+    query, key = call.tensors[:2]
+    rows: Known = call.known(key)
+    if call.whole(query) and 0 in alike(call.known(query), 4) and rows == Rows(0):
+        rest = [n for n in call.tensors[1:] if n is not mask]  # a learnt query, which asks every sample alike
+        return rows if all(call.known(n) == rows for n in rest) else call.lost("asks samples and what is none")
     return _of_samples(call)
 
 
@@ -98,9 +105,20 @@ def _layer_norm(call: OperatorCall) -> Known:
 
 def batch_norm(call: OperatorCall) -> Any:
     known: Known = call.known(call.tensors[0])
+    if isinstance(known, Rows) and known.dim == 1:
+        return _instance_norm(call, known)
     if known != Rows(0):
         return unknown(call)
     return (known, *[call.lost("has statistics of one microbatch")] * 4) if _in_training(call) else known
+
+
+def _instance_norm(call: OperatorCall, known: Rows) -> Any:
+    """Samples and channels in one dimension: statistics are of each, and weights are those of channels, repeated."""
+    times = [known.outer * call.found.batch]
+    repeated = all(call.whole(n) and operator_of(n) == "repeat" and n.args[1] == times for n in call.tensors[1:])
+    if not repeated or not _in_training(call):
+        return unknown(call)
+    return (known, *[call.lost("has statistics of one microbatch")] * 4)
 
 
 def mixes_samples(call: OperatorCall) -> bool:
@@ -155,7 +173,7 @@ def _counts_up(call: OperatorCall, node: fx.Node) -> bool:
 
 
 RULES: tuple[tuple[Rule, str], ...] = (
-    (_along, "_safe_softmax _softmax _log_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin"),
+    (_along, "_safe_softmax _softmax _log_softmax softmax log_softmax glu cumsum cumprod logcumsumexp cummax cummin"),
     (_along, "sort topk flip roll"),
     (_along, "argsort scatter scatter_add scatter_reduce scatter_src index_fill _fft_r2c _fft_c2r _fft_c2c renorm"),
     (_product, "mm bmm addmm baddbmm mv dot addmv"),

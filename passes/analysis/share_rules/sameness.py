@@ -103,6 +103,11 @@ def _cat(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return set(frozenset.intersection(*dims)) - {call.get("dim") % max(len(call.shape()), 1)}
 
 
+def _stack(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    at = call.get("dim") % len(call.shape())
+    return {d + (d >= at) for d in frozenset.intersection(*dims)}
+
+
 def _product(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     """The rows of the first matrix, and which matrix of several it is."""
     count = len(call.shape())
@@ -153,7 +158,21 @@ _KEEPS_UNIFORM = [
     "unsqueeze",
     "select",
 ]
-_KEEPS_UNIFORM += ["slice", "cat", "stack", "repeat", "native_dropout", "bernoulli", "normal", "sum", "mean"]
+_KEEPS_UNIFORM += [
+    "slice",
+    "cat",
+    "stack",
+    "repeat",
+    "unbind",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "native_dropout",
+    "bernoulli",
+    "normal",
+    "sum",
+    "mean",
+]
 _DIMS: dict[str, Dims] = {}
 for _rule, _names in (
     (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli"),
@@ -161,12 +180,14 @@ for _rule, _names in (
     (_expand, "expand repeat"),
     (_permute, "permute transpose t"),
     (_unsqueeze, "unsqueeze"),
-    (_without, "select squeeze sum mean amax amin max min argmax argmin any all"),
+    (_without, "select unbind squeeze sum mean amax amin max min argmax argmin any all"),
     (_cat, "cat"),
+    (_stack, "stack"),
     (_product, "mm addmm bmm baddbmm"),
     (
         _first,
-        "_safe_softmax _softmax _log_softmax cumsum sort argsort topk flip roll slice index_select constant_pad_nd",
+        "_safe_softmax _softmax _log_softmax cumsum sort argsort topk flip roll slice index_select constant_pad_nd "
+        "split split_with_sizes chunk",
     ),
     (_samples, "convolution native_group_norm _scaled_dot_product_flash_attention_for_cpu"),
     (_samples, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),

@@ -79,12 +79,27 @@ def _select(call: OperatorCall) -> Known:
     return Rows(known.dim - (dim < known.dim), known.outer) if call.name in ("select", "unbind") else known
 
 
+def _index_select(call: OperatorCall) -> Known:
+    """Rows of a table in the order of an index, or the same places of every sample."""
+    source, index = call.tensors
+    known, order = call.known(source), call.known(index)
+    dim = call.get("dim") % max(len(call.shape(source)), 1)
+    if isinstance(order, Rows):
+        return Rows(dim, order.outer) if call.whole(source) else call.lost("reads samples by an index")
+    if isinstance(known, Rows) and known.dim == dim:
+        return call.lost("reads samples by an index")
+    return known if call.whole(index) else call.lost("reads by a sum over the batch")
+
+
 def _split(call: OperatorCall) -> Known:
+    """Pieces of each sample, or the blocks of samples that were put together."""
     source = call.tensors[0]
     known: Known = call.known(source)
-    if isinstance(known, Rows) and call.get("dim") % len(call.shape(source)) == known.dim:
-        return call.lost("divides the batch")
-    return known
+    dim = call.get("dim") % len(call.shape(source))
+    if not isinstance(known, Rows) or dim != known.dim:
+        return known
+    sizes = {piece.shape[dim] for piece in value(call.node)}
+    return Rows(dim) if sizes == {call.shape(source)[dim] // known.outer} else call.lost("divides the batch")
 
 
 def _cat(call: OperatorCall) -> Known:
@@ -135,6 +150,21 @@ def _pad(call: OperatorCall) -> Known:
     return known if after[known.dim] == call.shape(call.tensors[0])[known.dim] else call.lost("pads the batch")
 
 
+def _as_strided(call: OperatorCall) -> Known:
+    """Shows every element at its own place, as decompositions do to give a result its layout."""
+    source = call.tensors[0]
+    shown, made = value(source), value(call.node)
+    steps = [(n, step) for n, step in zip(made.shape, made.stride(), strict=True) if n > 1]
+    known: Known = call.known(source)
+    if (
+        shown.shape == made.shape
+        and shown.storage_offset() == made.storage_offset()
+        and steps == [(n, step) for n, step in zip(shown.shape, shown.stride(), strict=True) if n > 1]
+    ):
+        return known
+    return unknown(call)
+
+
 def _last_two(call: OperatorCall) -> Known:
     known: Known = call.known(call.tensors[0])
     if isinstance(known, Rows) and known.dim >= len(call.shape()) - 2:
@@ -168,11 +198,13 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_permute, "permute transpose t"),
     (_squeeze, "squeeze"),
     (_unsqueeze, "unsqueeze"),
-    (_select, "select slice unbind index_select"),
+    (_select, "select slice unbind"),
+    (_index_select, "index_select"),
     (_split, "split split_with_sizes chunk"),
     (_cat, "cat stack"),
     (_repeat, "repeat"),
     (_pad, "constant_pad_nd"),
+    (_as_strided, "as_strided"),
     (_last_two, "tril triu"),
     (_scatter, "slice_scatter select_scatter"),
 )

@@ -17,6 +17,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     argument,
     by_elements,
     made_of_totals,
+    not_linear,
     reduced,
     without_rows,
 )
@@ -108,7 +109,7 @@ def _reduction(over_batch: Share | None) -> Rule:
         if not isinstance(known, Rows):
             if known in (SUM, MEAN) and over_batch is not None:
                 return known
-            return without_rows(call) or call.lost("is not linear in a sum over the batch")
+            return without_rows(call) or not_linear(call)
         shape = call.shape(source)
         dims = reduced(call, len(shape))
         if known.dim in dims:
@@ -126,7 +127,7 @@ def _loss(call: OperatorCall) -> Known:
     """An element-wise loss with a reduction of its own: 0 none, 1 mean, 2 sum."""
     rows = aligned(call, call.tensors, torch.broadcast_shapes(*(call.shape(n) for n in call.tensors)))
     if not isinstance(rows, Rows):
-        return rows or without_rows(call) or call.lost("is not linear in a sum over the batch")
+        return rows or without_rows(call) or not_linear(call)
     return (rows, MEAN, SUM)[call.get("reduction")]
 
 
@@ -162,4 +163,5 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_loss, "soft_margin_loss kl_div"),
     (_nll, "nll_loss_forward nll_loss2d_forward"),
     (by_elements, "native_dropout where masked_fill clamp pow poisson binomial _standard_gamma"),
+    (by_elements, "hardswish log_sigmoid_forward _prelu_kernel polar complex"),
 )
