@@ -74,7 +74,7 @@ def _laid_out(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
     steps: list[tuple[Any, tuple[Any, ...], str]] = [(aten.contiguous.default, (), "kept")]
     if 1 in like.shape:  # whose strides `contiguous` leaves alone, and `view` makes anew
         steps.append((aten.view.default, ([like.shape[d] for d in order],), "kept_shape"))
-    if back != order or back != sorted(back):
+    if order != sorted(order):
         steps = [
             (aten.permute.default, (order,), "in_order"),
             *steps,

@@ -35,6 +35,10 @@ SAME = 1e-6
 COARSE = 0.05
 """The same where the optimizer itself computes in a coarse dtype, as Muon does: never more than this."""
 
+SHARED = (
+    "the step() of {kind} draws from one torch.Generator for all workers: a run over processes has one in each, and "
+    "draws otherwise than a local run; leave generator= out, or make one in each optimizer"
+)
 WHERE = "optimizer(), tried on small copies of the parameters"
 
 
@@ -167,7 +171,7 @@ def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
         )
     found = compare(together, divided)
     if found.share <= min(max(100 * divided.eps, SAME), COARSE):
-        return None
+        return SHARED.format(kind=kind) if divided.share_generator else None
     row = copies.rows[found.parameter]
     much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
     what = (

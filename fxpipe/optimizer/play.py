@@ -35,6 +35,7 @@ class Played:
         options: of each parameter before the first step and after the last: its group's numbers, `lr` first.
         drew_without_torch: a step used the generators of `random` or numpy; only looked at under a `EqualDraws`.
         eps: of the coarsest dtype that was computed in, counts and rates apart; only known under a `EqualDraws`.
+        share_generator: several optimizers drew from one torch.Generator; only known under a `EqualDraws`.
     """
 
     kinds: tuple[str, ...]
@@ -42,6 +43,7 @@ class Played:
     options: tuple[list[dict[str, float]], list[dict[str, float]]]
     drew_without_torch: bool = False
     eps: float = 0.0
+    share_generator: bool = False
 
 
 class Copies:
@@ -90,6 +92,8 @@ class Copies:
                 parameter.grad = gradient
             for optimizer, scheduler in zip(made, schedulers, strict=True):
                 seed_generators(len(weights), self.device)
+                if draws is not None:
+                    draws.drawer = optimizer
                 state = None if draws is None else random_state()
                 with torch.no_grad():
                     optimizer.step()
@@ -98,7 +102,11 @@ class Copies:
                     scheduler.step()
             weights.append(_values(copies))
         kinds = tuple(type(optimizer).__name__ for optimizer in made)
-        return Played(kinds, weights, (before, _options(copies, made)), drew, 0.0 if draws is None else draws.eps)
+        options = before, _options(copies, made)
+        if draws is None:
+            return Played(kinds, weights, options)
+        share = any(len(drawers.intersection(made)) > 1 for drawers in draws.drawers.values())
+        return Played(kinds, weights, options, drew, draws.eps, share)
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
         with suppress(Exception):
@@ -138,11 +146,15 @@ class EqualDraws(TorchDispatchMode):
 
     Attributes:
         eps: of the coarsest dtype that was computed in, counts and rates apart.
+        drawer: the optimizer whose step it is.
+        drawers: the optimizers that drew from a torch.Generator of the user's, for each of these.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.eps = 0.0
+        self.drawer: torch.optim.Optimizer | None = None
+        self.drawers: dict[torch.Generator, set[Any]] = {}
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,6 +164,7 @@ class EqualDraws(TorchDispatchMode):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Generator):
                     value.manual_seed(0)
+                    self.drawers.setdefault(value, set()).add(self.drawer)
         result = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.numel() > 1:
