@@ -43,9 +43,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Alike:
-    """The same in every microbatch, and along some dimensions: an expanded weight, which goes with rows there."""
+    """The same in every microbatch, and along some dimensions: an expanded weight, which goes with rows there.
+
+    Attributes:
+        dims: along which it is the same.
+        periods: other dimensions, and after how many places it repeats itself along them: a mask for each window of a
+            picture, once for each sample.
+    """
 
     dims: frozenset[int]
+    periods: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,20 @@ EQUAL: dict[str, Step] = {
         .mean()
     ),
 }
+REPEATED: dict[str, Step] = {
+    "a mask for each position, once for each sample": lambda m, b: (
+        logits(m, b).flatten(0, 1) * KERNEL[:, :, 0].t().unsqueeze(0).expand(len(b[0]), 3, 5).reshape(-1, 5)
+    ).mean(),
+    "biases of heads, repeated": lambda m, b: (
+        torch.baddbmm(
+            CLASSES[:3, None, None].repeat(len(b[0]), 2, 2),
+            logits(m, b).flatten(0, 1)[:, :2, None],
+            b[0].flatten(0, 1)[:, None, :2],
+        )
+        .square()
+        .mean()
+    ),
+}
 DIFFERENT: dict[str, tuple[str, Step]] = {
     "contrastive": (
         "mm .* multiplies samples with other samples",
@@ -155,6 +169,10 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         lambda m, b: logits(m, b).index_select(0, b[1][:, 0].clamp(min=0) % 2).mean(),
     ),
     "half of two views": ("divides the batch", lambda m, b: logits(m, b).split(len(b[0]) // 2)[0].mean()),
+    "a number for each place of the batch": (
+        "has a row for each, and is the same for every microbatch",
+        lambda m, b: (logits(m, b).flatten(0, 1)[:, 0] * torch.arange(3 * len(b[0]))).mean(),
+    ),
     "the first sample": ("takes one sample", lambda m, b: logits(m, b)[0].square().mean()),
     "a total of totals": (
         "is not a sum or a mean|is not linear",
@@ -222,6 +240,16 @@ def test_microbatches_make_the_whole_batch(name: str, count: int) -> None:
     tried = [run_passes(folded, [WholeLoss(count, counts=counts)]) for counts in (True, False)]
     assert not [p for p in tried if p.warnings]
     assert min(distance(minibatch(program, whole, count), expected) for program in tried) < 1e-6
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_is_repeated_for_each_sample_goes_with_samples(name: str) -> None:
+    """A microbatch of one sample does not show that anything is repeated."""
+    step, made, whole = REPEATED[name], model(), batch()
+    program = lowered(made, step, whole, 3)
+    assert not program.warnings
+    assert distance(minibatch(program, whole, 3), whole_batch(made, step, whole)) < 1e-6
+    assert lowered(made, step, whole, 12).warnings
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

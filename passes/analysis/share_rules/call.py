@@ -76,6 +76,25 @@ def alike(known: Any, count: int) -> frozenset[int]:
     return frozenset(range(count) if known is UNIFORM else ())
 
 
+def period(known: Any, dim: int, shape: Sequence[int]) -> int:
+    """After how many places along a dimension a value is known to repeat itself; its size if it is not."""
+    if shape[dim] == 1 or dim in alike(known, len(shape)):
+        return 1
+    return dict(known.periods).get(dim, shape[dim]) if isinstance(known, Alike) else shape[dim]
+
+
+def goes_with(call: OperatorCall, rows: Rows, size: int, known: Any, dim: int, shape: Sequence[int]) -> bool:
+    """Whether what is the same in every microbatch is the same for every sample, too.
+
+    Args:
+        rows: of a dimension of this size.
+        known, dim, shape: of the value, and its dimension at that place.
+    """
+    repeats = period(known, dim, shape)
+    of_sample = size // (rows.outer * call.found.batch)
+    return repeats == 1 or (repeats < shape[dim] and of_sample % repeats == 0)
+
+
 Rule = Callable[[OperatorCall], Any]
 """What a call's result is, from what its arguments are; a tuple if its results differ."""
 
@@ -142,7 +161,7 @@ def aligned(call: OperatorCall, tensors: Sequence[fx.Node], shape: Sequence[int]
                 return call.lost("puts samples together with other samples")
         elif not call.whole(node):
             return call.lost(f"combines samples with {known.value}")
-        elif dim >= 0 and own[dim] != 1 and dim not in alike(known, len(own)):
+        elif dim >= 0 and not goes_with(call, found, size, known, dim, own):
             return call.lost(
                 "combines samples with a tensor that has a row for each, and is the same for every microbatch"
             )

@@ -15,6 +15,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     aligned,
     alike,
     argument,
+    goes_with,
     not_linear,
     operator_of,
     reduced,
@@ -62,7 +63,7 @@ def _product(call: OperatorCall) -> Known:
     share = call.known(added[0])
     dim = made.dim - len(call.shape()) + len(call.shape(added[0]))
     own = call.shape(added[0])
-    goes = dim < 0 or own[dim] == 1 or dim in alike(share, len(own))
+    goes = dim < 0 or goes_with(call, made, call.shape()[made.dim], share, dim, own)
     fits = share == Rows(dim, made.outer) or (call.whole(added[0]) and goes)
     return made if fits else call.lost("adds what is the same for every microbatch to each sample")
 
@@ -114,8 +115,9 @@ def batch_norm(call: OperatorCall) -> Any:
 
 def _instance_norm(call: OperatorCall, known: Rows) -> Any:
     """Samples and channels in one dimension: statistics are of each, and weights are those of channels, repeated."""
-    times = [known.outer * call.found.batch]
-    repeated = all(call.whole(n) and operator_of(n) == "repeat" and n.args[1] == times for n in call.tensors[1:])
+    rows, size = Rows(0, known.outer), call.shape()[1]
+    given = [(n, call.known(n), call.shape(n)) for n in call.tensors[1:]]
+    repeated = all(call.whole(n) and goes_with(call, rows, size, share, 0, shape) for n, share, shape in given)
     if not repeated or not _in_training(call):
         return unknown(call)
     return (known, *[call.lost("has statistics of one microbatch")] * 4)

@@ -6,12 +6,21 @@ rows are alike: they go with the rows of the batch, however many these are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm, prod
 from typing import Any
 
 from fxpipe.passes.analysis.share import Alike
-from fxpipe.passes.analysis.share_rules.call import SAME, UNIFORM, OperatorCall, alike, argument, permuted, reduced
+from fxpipe.passes.analysis.share_rules.call import (
+    SAME,
+    UNIFORM,
+    OperatorCall,
+    alike,
+    argument,
+    period,
+    permuted,
+    reduced,
+)
 
 from fxpipe.ir.aten import is_pointwise
 
@@ -33,7 +42,41 @@ def same_of(call: OperatorCall) -> Any:
         return UNIFORM
     rule = _elements if pointwise else _DIMS.get(call.name)
     dims = rule(call, [alike(call.known(n), len(call.shape(n))) for n in tensors]) if rule else set()
-    return Alike(frozenset(dims)) if dims else SAME
+    repeating = _periods_of_elements if rule is _elements else _PERIODS.get(call.name)
+    periods = {d: n for d, n in repeating(call).items() if 1 < n < call.shape()[d]} if repeating else {}
+    return Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
+
+
+def _periods_of_elements(call: OperatorCall) -> dict[int, int]:
+    count = len(call.shape())
+    found = dict.fromkeys(range(count), 1)
+    for node in call.tensors:
+        shape = call.shape(node)
+        for d in range(len(shape)):
+            place = d + count - len(shape)
+            found[place] = lcm(found[place], period(call.known(node), d, shape))
+    return found
+
+
+def _periods_of_copies(call: OperatorCall) -> dict[int, int]:
+    """expand and repeat."""
+    source = call.tensors[0]
+    shape = call.shape(source)
+    more = len(call.shape()) - len(shape)
+    return {d + more: period(call.known(source), d, shape) for d in range(len(shape))}
+
+
+def _periods_of_view(call: OperatorCall) -> dict[int, int]:
+    """Dimensions that become one: those that are alike in front of the others make it repeat the others."""
+    source = call.tensors[0]
+    before, known, found = call.shape(source), call.known(source), {}
+    for these, ours in _joined(before, call.shape()):
+        inner = [d for d in these if before[d] > 1]
+        while len(inner) > 1 and period(known, inner[0], before) == 1:
+            inner.pop(0)
+        if len(ours) == 1 and inner:
+            found[ours[0]] = period(known, inner[0], before) * prod(before[d] for d in inner[1:])
+    return found
 
 
 def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -58,20 +101,26 @@ def _normalised(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
 
 
 def _view(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
-    before, after = call.shape(call.tensors[0]), call.shape()
-    found, i, j = set(), 0, 0
+    before = call.shape(call.tensors[0])
+    found = set[int]()
+    for these, ours in _joined(before, call.shape()):
+        if all(d in dims[0] or before[d] == 1 for d in these):
+            found |= set(ours)
+    return found
+
+
+def _joined(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Which dimensions of a tensor become which of its view, in the smallest groups of one size."""
+    i = j = 0
     while i < len(before) and j < len(after):
-        begin, ours = i, [j]
+        begin, first = i, j
         i, j = i + 1, j + 1
-        while prod(before[begin:i]) != prod(after[ours[0] : j]) and (i < len(before) or j < len(after)):
-            if prod(before[begin:i]) < prod(after[ours[0] : j]) and i < len(before):
+        while prod(before[begin:i]) != prod(after[first:j]) and (i < len(before) or j < len(after)):
+            if (prod(before[begin:i]) < prod(after[first:j]) and i < len(before)) or j == len(after):
                 i += 1
             else:
-                ours.append(j)
                 j += 1
-        if all(d in dims[0] or before[d] == 1 for d in range(begin, i)):
-            found |= {d for d in range(ours[0], j) if d < len(after)}
-    return found
+        yield range(begin, i), range(first, j)
 
 
 def _expand(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
@@ -173,6 +222,10 @@ _KEEPS_UNIFORM += [
     "sum",
     "mean",
 ]
+_PERIODS: dict[str, Callable[[OperatorCall], dict[int, int]]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _periods_of_view),
+    **dict.fromkeys(("expand", "repeat"), _periods_of_copies),
+}
 _DIMS: dict[str, Dims] = {}
 for _rule, _names in (
     (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli"),
