@@ -19,9 +19,10 @@ from fxpipe.tracing.torch_versions import TESTED
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / ".venv-compat"
-ENDS = "test_tiny.py test_training.py test_distributed.py test_microbatch_loss.py cli/test_doctor.py"
-ROOMS = "ir tracing optimizer passes stages onnx engines runtime export lowering policy"
-TESTS = [f"tests/{name}" for name in (*ENDS.split(), *ROOMS.split(), "features")]
+ENDS = "test_tiny.py test_training.py test_distributed.py test_microbatch_loss.py features"
+ROOMS = "task policy ir tracing optimizer costs passes stages onnx engines runtime export measure lowering"
+COMMANDS = "cli/test_doctor.py cli/test_inspect.py"
+TESTS = [f"tests/{name}" for name in f"{ENDS} {ROOMS} {COMMANDS}".split()]
 
 
 class Result(NamedTuple):
@@ -72,7 +73,7 @@ def install(version: str, python: Path) -> bool:
         return True
     if not python.is_file():
         venv.create(python.parent.parent, with_pip=True)
-    pip = [python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[dev,onnxruntime]", f"torch=={version}"]
+    pip = [python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[dev,onnxruntime,report]", f"torch=={version}"]
     if subprocess.run(pip).returncode != 0:
         return False
     done.touch()

@@ -2,7 +2,7 @@
 
 Fake tensors compute the results of these operators by Python decompositions, which combine the arguments in another
 order than the kernel does. If the arguments have different layouts, the fake result has the layout of one of them and
-the real result that of another (torch 2.11 to 2.13). A graph traced this way contains views that the real values do not
+the real result that of another (torch 2.11 to 2.15). A graph traced this way contains views that the real values do not
 allow. When torch has fixed this, these corrections change nothing and can go.
 """
 
