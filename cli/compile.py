@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @option_fields(CompileOptions, "workers")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast")
-@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch")
+@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "scan")
 @option_fields(ModelOptions, "device")
 @option_fields(CompileOptions, "threads")
 @option_fields(ModelOptions, "seed")
@@ -69,7 +69,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
-    from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager
+    from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager, worst_agreement
     from fxpipe.plan.build_folder import check_target
     from fxpipe.simulator.forecast import forecast
 
@@ -92,8 +92,9 @@ def compile_command(
     agreement = None
     if verify:
         with working("verifying"):
-            agreement = compare_with_eager(
-                build, made.model, made.task.loss, made.example, seed=seed, loss_weight=made.task.loss_weight
+            agreement = worst_agreement(
+                compare_with_eager(part, made.model, made.task.loss, b, seed=seed, loss_weight=made.task.loss_weight)
+                for part, b in zip(build.of_shapes, (made.example, *made.shapes), strict=True)
             )
     limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
@@ -109,6 +110,7 @@ def compile_command(
 def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
+    from fxpipe.inspection.shapes import shape_lines
     from fxpipe.observe.record import samples_of
 
     plan = build.plan
@@ -137,7 +139,7 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         f"{len(plan.edges)} edges"
     )
-    for line in microbatch_lines(plan):
+    for line in (*microbatch_lines(plan), *shape_lines(plan)):
         click.echo(plain(line))
     if build.costs.partitions:
         *others, chosen = build.costs.partitions
@@ -202,6 +204,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
     plan = build.plan
     from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.inspection.microbatches import microbatch_facts
+    from fxpipe.inspection.shapes import shape_facts
     from fxpipe.observe.record import samples_of
 
     samples = samples_of(plan)
@@ -211,6 +214,7 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
         "policy": plan.policy,
         "microbatches": plan.microbatches,
         "microbatch_loss": microbatch_facts(plan),
+        "shapes": shape_facts(plan),
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
         "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,13 @@ NOTICEABLE = 5e-3
 
 @dataclass(frozen=True)
 class ModelBuild:
-    """A build, and what it was made from."""
+    """A build, and what it was made from: the first batch, and the first of every further shape."""
 
     build: Build
     task: Task
     model: nn.Module
     example: Any
+    shapes: tuple[Any, ...]
     options: CompileOptions
 
 
@@ -57,8 +59,10 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
     from fxpipe.lowering.lower import compile
+    from fxpipe.lowering.shapes import further_shapes
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.task.batch import moved
     from fxpipe.task.model_file import load_task, source_digests
 
     if made.meta and options.backend != "eager":
@@ -78,14 +82,20 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     named = options.constant_batch
     options = options.for_task(task, example)
     options = dataclasses.replace(options, command=_command(path, made, options, named))
-    evaluation = (task.metrics, _eval_batches(task, made.seed)) if task.validates else None
+    evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
     with working("compiling") as say:
+        shapes: tuple[Any, ...] = ()
+        if options.scan > 1:
+            say(f"reading {options.scan} batches for their shapes")
+            batches = _batches("train_data", task.train_data, task, made.seed)
+            found = further_shapes(example, itertools.islice(batches, options.scan), options.constant_batch)
+            shapes = tuple(batch if made.device is None else moved(made.device, batch) for batch in found)
         say("capturing, costing and cutting")
-        build = compile(model, task.loss, example, options, evaluation=evaluation, say=say)
+        build = compile(model, task.loss, example, options, shapes=shapes, evaluation=evaluation, say=say)
         if options.cost == "measured":
             build = _timed(build, example, task, options.threads or 1, say)
     plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))
-    return ModelBuild(dataclasses.replace(build, plan=plan), task, model, example, options)
+    return ModelBuild(dataclasses.replace(build, plan=plan), task, model, example, shapes, options)
 
 
 def _command(path: str, made: ModelOptions, options: CompileOptions, constants: Sequence[str]) -> str:
@@ -104,8 +114,8 @@ def _command(path: str, made: ModelOptions, options: CompileOptions, constants: 
     return " ".join(parts)
 
 
-def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
-    """The batches of `eval_data()`, made when the first is asked for.
+def _batches(hook: str, data: Callable[[], Iterable[Any]], task: Task, seed: int) -> Iterator[Any]:
+    """The batches that a hook gives, made when the first is asked for.
 
     Raises:
         TaskError: the hook failed.
@@ -116,11 +126,11 @@ def _eval_batches(task: Task, seed: int) -> Iterator[Any]:
 
     seed_everything(seed)
     try:
-        yield from task.eval_data()
+        yield from data()
     except FxpipeError:
         raise
     except Exception as error:
-        raise hook_raised("eval_data", error, task.path) from error
+        raise hook_raised(hook, error, task.path) from error
 
 
 def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[str], None]) -> Build:

@@ -50,19 +50,27 @@ def front_passes(split_backward: bool = False, whole_loss: WholeLoss | None = No
     ]
 
 
-def back_passes(cuts: Cuts, command: str = COMMAND) -> list[Pass]:
-    """Program with costs in, stage files out."""
+def back_passes(cuts: Cuts, command: str = COMMAND, shape: int = 0) -> list[Pass]:
+    """Program with costs in, stage files out.
+
+    Args:
+        shape: the number of its batches' shape.
+    """
     return [
         Cut(cuts),  # every node gets its worker
         Rematerialize(),  # before comm: what is computed again is not sent
-        Comm(),  # after it no value crosses workers but through Send and Recv
+        Comm(f"shape.{shape}:" if shape else ""),  # after it no value crosses workers but through Send and Recv
         Split(),  # a graph for each phase of each worker
-        Codegen(command),  # last: the product
+        Codegen(command, f"stage_{{worker}}_{shape}.py" if shape else "stage_{worker}.py"),  # last: the product
     ]
 
 
-def totals_passes(command: str) -> list[Pass]:
-    """The program of a minibatch's totals in, the file that worker 0 computes them with out."""
+def totals_passes(command: str, shape: int = 0) -> list[Pass]:
+    """The program of a minibatch's totals in, the file that worker 0 computes them with out.
+
+    Args:
+        shape: the number of its batches' shape.
+    """
     return [
         Fold(),
         KeepLayouts(),
@@ -71,7 +79,7 @@ def totals_passes(command: str) -> list[Pass]:
         PlaceEvaluation(1, {}),
         Comm(),
         Split(),
-        Codegen(command, TOTALS),
+        Codegen(command, f"totals_{shape}.py" if shape else TOTALS),
     ]
 
 

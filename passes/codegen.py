@@ -6,6 +6,7 @@ import builtins
 import keyword
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import fx
@@ -42,7 +43,7 @@ class Codegen(Pass):
     def __call__(self, program: Program) -> Program:
         edges = {edge.name: edge for edge in program.wires.values()}
         header = _training_header if "B" in program.phases else _evaluation_header
-        if self.file == TOTALS:
+        if self.file.startswith(Path(TOTALS).stem):
             header = _totals_header
         stages = []
         for stage in program.stages:

@@ -89,6 +89,11 @@ class Build:
         """What the planner compared, the chosen one last; empty if the cuts were given."""
         return self.costs.partitions
 
+    @property
+    def of_shapes(self) -> tuple[Build, ...]:
+        """For each shape of batch, the build as it would be if there were no other; its costs are the first's."""
+        return tuple(dataclasses.replace(self, plan=plan, folder=None) for plan in self.plan.of_shapes)
+
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
         """Write the build; an earlier build in its place is replaced, anything else is left alone.
 

@@ -99,6 +99,11 @@ def compare_with_eager(
     return Agreement(max(whole.loss, by_parts.loss), gradients, by_parts.buffers)
 
 
+def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
+    """The one of several with the largest error; one that could not be compared counts as the largest."""
+    return max(agreements, key=lambda found: (bool(found.not_compared), found.largest))
+
+
 @dataclass(frozen=True)
 class Step:
     """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names."""

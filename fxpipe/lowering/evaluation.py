@@ -9,21 +9,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.lowering.name_constants import name_constants
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, Plan
 from fxpipe.random_state import random_state_kept
-from fxpipe.task.batch import describe, dump, shape_key, tensor_spec
+from fxpipe.task.batch import describe, dump, moved, shape_key, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
 from fxpipe.tracing.refusals import DATA_DEPENDENT
@@ -68,9 +67,9 @@ def capture_evaluations(
     if loss_weight is not None:
         for example in examples:
             weight_of(loss_weight, example)
-    moved = [_moved(batch, device) for batch in examples]
+    placed = [moved(device, batch) for batch in examples]
     try:
-        return Evaluations(tuple(capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in moved))
+        return Evaluations(tuple(capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in placed))
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
 
@@ -92,10 +91,6 @@ def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> l
     if not found:
         raise BatchError("eval_data() gave no batch")
     return list(found.values())
-
-
-def _moved(batch: Any, device: str) -> Any:
-    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
 
 
 def _reason(error: FxpipeError) -> str:
@@ -132,7 +127,7 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
     plan = build.plan
     owners = {p.name: p.owner for p in plan.parameters}
     owners |= {b.name: b.home for b in plan.buffers if b.home is not None}
-    program = _name_constants(captured.program, shape, build.tensors)
+    program = name_constants(captured.program, f"evaluate.{shape}", build.tensors)
     passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
     program = run_passes(program, passes, [lines], dumped_as=f"evaluate_{shape}_")
     spec = spec_of(program, captured.metrics, captured.constants)
@@ -162,23 +157,6 @@ def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, flo
             for stage in program.stages
         ),
     )
-
-
-def _name_constants(program: Program, shape: int, known: Mapping[str, torch.Tensor]) -> Program:
-    """Names for the constants that capture found: that of an equal constant the build has, else one of their own."""
-    constants = {name: t for name, t in known.items() if re.fullmatch(r"(evaluate\.\d+\.)?constant_\d+", name)}
-    rows = []
-    for row in program.buffers:
-        if row.constant:
-            tensor = program.values[row.node]
-            same = next((name for name, t in constants.items() if _equal(t, tensor)), None)
-            row = dataclasses.replace(row, names=(same or f"evaluate.{shape}.{row.names[0]}",))
-        rows.append(row)
-    return dataclasses.replace(program, buffers=tuple(rows))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor_spec(one) == tensor_spec(other) and torch.equal(one, other)
 
 
 def buffers_read(plan: Plan, program: Program, stages: Sequence[EvaluationStage]) -> tuple[BufferSpec, ...]:

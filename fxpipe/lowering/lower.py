@@ -18,6 +18,7 @@ from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_ev
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes, with_shape
 from fxpipe.lowering.step_costs import StepCosts, has_no_values, step_costs
 from fxpipe.lowering.totals import with_totals
 from fxpipe.measure.engines import choose_engines
@@ -49,6 +50,7 @@ def compile(
     batch: Any,
     options: CompileOptions = DEFAULTS,
     *,
+    shapes: Iterable[Any] = (),
     evaluation: tuple[Metrics, Iterable[Any]] | None = None,
     say: Say = lambda text: None,
     **changes: Any,
@@ -58,6 +60,7 @@ def compile(
     Args:
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
         options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
+        shapes: more minibatches: those of another shape than `batch`, or with other constants, get stages of their own.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
             ones, that runs will evaluate on: read once here, for their shapes.
         say: is told which part is being put onto engines.
@@ -69,6 +72,7 @@ def compile(
     options.check()
     program = capture_microbatch(model, loss, batch, options)
     whole_loss = checked_loss(program, model, loss, batch, options)
+    others = [capture_shape(model, loss, b, options) for b in further_shapes(batch, shapes, options.constant_batch)]
     evaluations = None
     if evaluation is not None:
         evaluations = capture_evaluations(
@@ -78,7 +82,7 @@ def compile(
             loss_weight=options.loss_weight,
             constant_batch=options.constant_batch,
         )
-    return lower(program, options, whole_loss=whole_loss, evaluations=evaluations, say=say)
+    return lower(program, options, whole_loss=whole_loss, shapes=others, evaluations=evaluations, say=say)
 
 
 def lower(
@@ -86,6 +90,7 @@ def lower(
     options: CompileOptions = DEFAULTS,
     *,
     whole_loss: WholeLoss | None = None,
+    shapes: Sequence[CapturedShape] = (),
     evaluations: Evaluations | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
@@ -97,6 +102,7 @@ def lower(
         program: captured on one microbatch.
         options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
         whole_loss: what `checked_loss` found; by default what the options ask for, without comparing.
+        shapes: what `capture_shape` made of batches of other shapes: cut as this program is.
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
         observers: are told of every pass.
         say: is told which part is being put onto engines.
@@ -125,6 +131,8 @@ def lower(
     build = _with_optimizer(_build(program, costs, profile, setting, choice, lines), options)
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)
+    for shape in shapes:
+        build = with_shape(build, shape, options)
     if evaluations is not None:
         build = with_evaluations(build, evaluations, options.command)
     return build if options.backend == "eager" else _on_engines(build, program, options, say)

@@ -178,8 +178,8 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> St
     given = [(i, b.node) for i, b in enumerate(program.batch) if b.node and b.leaf.name.startswith("batch")]
     batches: list[dict[str, Tensor]] = []
     for part in parts:
-        values = pytree.tree_leaves(part)
-        batches.append({node: values[i].detach().clone() for i, node in given})
+        leaves = pytree.tree_leaves(part)
+        batches.append({node: leaves[i].detach().clone() for i, node in given})
     made: dict[str, list[Tensor]] = {}
     if program.totals is not None:
         adding = KeepLayouts()(Fold()(program.totals))

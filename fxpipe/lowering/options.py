@@ -60,6 +60,8 @@ class CompileOptions:
             the step uses them if it is not given.
         constant_batch: tensors of the batch whose values the step reads as numbers, shapes and branches: by their
             names, `batch['grid']`, or their keys. They become constants of the build, which every batch must have.
+        scan: how many batches of a model file's data are read for their shapes, each of which gets stages of its own;
+            in Python, `compile(..., shapes=…)`.
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
@@ -116,6 +118,13 @@ class CompileOptions:
         "--constant-batch",
         metavar="NAME",
         help="A small tensor of the batch whose values the step reads, the same in every batch; can be repeated.",
+    )
+    scan: int = option(
+        1,
+        "--scan",
+        metavar="N",
+        minimum=1,
+        help="Read the first N batches of train_data(), and make stages for every shape among them.",
     )
     loss_weight: Callable[[Any], Any] | None = None
     accept_microbatch_loss: bool = option(

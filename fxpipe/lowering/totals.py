@@ -11,15 +11,18 @@ from fxpipe.lowering.evaluation import buffers_read, spec_of
 from fxpipe.passes import totals_passes
 
 
-def with_totals(build: Build, totals: Program, command: str) -> Build:
+def with_totals(build: Build, totals: Program, command: str, shape: int = 0) -> Build:
     """The build with the file, and the rows of the plan, that computing totals takes; worker 0 reads their constants.
 
     Args:
         totals: what `WholeLoss` left of the training program.
         command: what is written into the file's header.
+        shape: the number of its batches' shape.
     """
     lines = PassLines()
-    program = run_passes(totals, totals_passes(command), [lines], dumped_as="totals_")
+    program = run_passes(
+        totals, totals_passes(command, shape), [lines], dumped_as=f"totals_{shape}_" if shape else "totals_"
+    )
     spec = spec_of(program, tuple(program.metrics()), {})
     plan = dataclasses.replace(build.plan, totals=spec, buffers=buffers_read(build.plan, program, spec.stages))
     return dataclasses.replace(

@@ -40,7 +40,11 @@ class Record:
     step) is there only if it has one, `grad_norm` (of all workers' gradients, before clipping) only
     with clipping. An evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`.
 
+    Args:
+        samples: in a minibatch.
+
     Attributes:
+        samples_of: tells how many samples a minibatch has, where they differ.
         evaluations: `{"step", "metrics"}` each.
         evaluation_seconds: worker 0's, of those before the last step.
     """
@@ -55,12 +59,14 @@ class Record:
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
+        self.samples_of: Callable[[int], int] = lambda minibatch: samples
         self.total = total
         self.losses: list[float] = []
         self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
         self._evaluating = 0.0  # of these, those since the last step
         self._ends: list[float] = []
+        self._samples: list[int] = []  # of each step
         self._progress = progress
         self._tensorboard = None if tensorboard is None else TensorboardLog(tensorboard)
         self._looker: Looker | None = None
@@ -89,7 +95,8 @@ class Record:
     def step(self, minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
         """A minibatch is finished."""
         now = perf_counter()
-        rate = self.samples / max(now - self._last - self._evaluating, 1e-9)
+        self._samples.append(self.samples_of(minibatch))
+        rate = self._samples[-1] / max(now - self._last - self._evaluating, 1e-9)
         self._last = now
         self.evaluation_seconds += self._evaluating
         self._evaluating = 0.0
@@ -148,7 +155,7 @@ class Record:
     @property
     def samples_per_second(self) -> float:
         """Of the whole run, including the filling and emptying of the pipeline."""
-        return len(self.losses) * self.samples / max(self.seconds, 1e-9)
+        return sum(self._samples) / max(self.seconds, 1e-9)
 
     def steady_samples_per_second(self, workers: int) -> float | None:
         """Between the filling and the emptying of the pipeline; None if there is little between them.
@@ -162,10 +169,17 @@ class Record:
         steps = [end for end in range(first + 1, last + 1) if end not in disturbed]
         if len(steps) < STEADY:
             return None
-        return len(steps) * self.samples / max(sum(self._ends[end] - self._ends[end - 1] for end in steps), 1e-9)
+        samples = sum(self._samples[end] for end in steps)
+        return samples / max(sum(self._ends[end] - self._ends[end - 1] for end in steps), 1e-9)
 
 
 def samples_of(plan: Plan) -> int:
     """Samples in a minibatch: those of the first tensor that is cut, times the microbatches."""
     sizes = [leaf.tensor.shape[leaf.dim] for leaf in plan.given if leaf.tensor is not None and leaf.dim is not None]
     return (sizes[0] if sizes else 1) * plan.microbatches
+
+
+def samples_by_shape(plan: Plan, shape_of: Callable[[int], int]) -> Callable[[int], int]:
+    """How many samples a minibatch has, by the shape of its batch."""
+    samples = [samples_of(of_shape) for of_shape in plan.of_shapes]
+    return lambda minibatch: samples[shape_of(minibatch)]

@@ -35,23 +35,33 @@ def check(plan: Plan) -> None:
         sizes = len(tensor.shape) == len(tensor.stride) and min((*tensor.shape, *tensor.stride), default=0) >= 0
         if tensor.dtype not in _DTYPES or not sizes:
             raise Malformed(f"there is no tensor of {tensor.dtype[:40]}, {tensor.shape}, {tensor.stride}", place)
-    for i, stage in enumerate(plan.stages):
-        for start, end in (stage.forward_units, stage.backward_units, stage.weight_units):
-            if not 0 <= start <= end <= len(plan.units):
-                raise Malformed(f"there are no units {start} to {end}", f", $.stages[{i}]")
-        for part in (stage.forward, stage.backward):
-            _check_names(plan, part, plan.edges, plan.batch, f", $.stages[{i}]")
+    for at, shape in _shapes(plan):
+        for i, stage in enumerate(shape.stages):
+            place = f", {at}.stages[{i}]"
+            for start, end in (stage.forward_units, stage.backward_units, stage.weight_units):
+                if not 0 <= start <= end <= len(shape.units):
+                    raise Malformed(f"there are no units {start} to {end}", place)
+            for part in (stage.forward, stage.backward):
+                _check_names(plan, part, shape.edges, shape.batch, place)
+        if shape.totals is not None:
+            if len(shape.totals.stages) != 1:
+                raise Malformed(f"there are {len(shape.totals.stages)} files", f", {at}.totals.stages")
+            _check_names(plan, shape.totals.stages[0].part, (), shape.totals.batch, f", {at}.totals")
+    names = [edge.name for edge in plan.all_edges]
+    if len(set(names)) < len(names):
+        raise Malformed("two edges have one name", ", $.edges")
     for i, evaluation in enumerate(plan.evaluations):
         for k, share in enumerate(evaluation.stages):
             place = f", $.evaluations[{i}].stages[{k}]"
             _check_names(plan, share.part, evaluation.edges, evaluation.batch, place)
-    if plan.totals is not None:
-        if len(plan.totals.stages) != 1:
-            raise Malformed(f"there are {len(plan.totals.stages)} files", ", $.totals.stages")
-        _check_names(plan, plan.totals.stages[0].part, (), plan.totals.batch, ", $.totals")
     for file in (plan.weights_file, *(code.file for code in plan.code)):
         if not file or "/" in file or "\\" in file or file == "..":
             raise Malformed(f"{file[:80]!r} is not a file of the build", ", $")
+
+
+def _shapes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Where each shape of batch is in the file, and its plan."""
+    yield from zip(["$", *(f"$.shapes[{i}]" for i in range(len(plan.shapes)))], plan.of_shapes, strict=True)
 
 
 def _check_names(plan: Plan, part: PartSpec, edges: Iterable[EdgeSpec], batch: Iterable[LeafSpec], place: str) -> None:
@@ -72,14 +82,16 @@ def _check_names(plan: Plan, part: PartSpec, edges: Iterable[EdgeSpec], batch: I
 
 
 def _stage_counts(plan: Plan) -> Iterator[tuple[str, int]]:
-    yield ", $.stages", len(plan.stages)
+    for at, shape in _shapes(plan):
+        yield f", {at}.stages", len(shape.stages)
     for i, evaluation in enumerate(plan.evaluations):
         yield f", $.evaluations[{i}].stages", len(evaluation.stages)
 
 
 def _edges(plan: Plan) -> Iterator[tuple[str, EdgeSpec]]:
-    for i, edge in enumerate(plan.edges):
-        yield f", $.edges[{i}]", edge
+    for at, shape in _shapes(plan):
+        for i, edge in enumerate(shape.edges):
+            yield f", {at}.edges[{i}]", edge
     for i, evaluation in enumerate(plan.evaluations):
         for k, edge in enumerate(evaluation.edges):
             yield f", $.evaluations[{i}].edges[{k}]", edge
@@ -105,7 +117,7 @@ def _tensors(plan: Plan) -> Iterator[tuple[str, TensorSpec]]:
         yield f", $.buffers[{i}].tensor", buffer.tensor
     for place, edge in _edges(plan):
         yield f"{place}.tensor", edge.tensor
-    alone = (*plan.evaluations, *([plan.totals] if plan.totals else []))
-    for leaf in (*plan.batch, *(leaf for e in alone for leaf in e.batch)):
+    batches = (*(shape.batch for shape in plan.of_shapes), *(e.batch for e in plan.alone))
+    for leaf in (leaf for batch in batches for leaf in batch):
         if leaf.tensor is not None:
             yield ", $.batch", leaf.tensor

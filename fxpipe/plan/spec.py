@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FORMAT = 5
+FORMAT = 6
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
@@ -186,6 +186,23 @@ class EvaluationSpec:
 
 
 @dataclass(frozen=True)
+class ShapeSpec:
+    """The step for batches of another shape than the first: all that differs; the attributes are those of `Plan`.
+
+    Every worker has a stage of its own for it, which reads no other weights than the first shape's, has the same
+    gradients and updates the same buffers.
+    """
+
+    batch: tuple[LeafSpec, ...]
+    batch_spec: str
+    units: tuple[str, ...]
+    edges: tuple[EdgeSpec, ...]
+    stages: tuple[StageSpec, ...]
+    differs_from_whole: str = ""
+    totals: EvaluationSpec | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module's docstring. Plain data: loads without the model, and (except TensorSpec.bytes) without torch.
 
@@ -206,6 +223,7 @@ class Plan:
         weights_file, weights_digest: initial parameters and buffers, under the model's own names.
         meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
             and a run makes the parameters' initial values.
+        shapes: the step for each further shape of batch; what is above is for the first.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
     """
@@ -236,14 +254,31 @@ class Plan:
     batch_norm: str = ""
     loss_weight: bool = False
     totals: EvaluationSpec | None = None
+    shapes: tuple[ShapeSpec, ...] = ()
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""
 
     @property
     def code(self) -> tuple[StageSpec | EvaluationStage, ...]:
         """Everything of the build that has a file of its own: the stages, then what has one part alone."""
-        alone = (*self.evaluations, *([self.totals] if self.totals else []))
-        return (*self.stages, *(share for e in alone for share in e.stages))
+        stages = (stage for plan in self.of_shapes for stage in plan.stages)
+        return (*stages, *(share for e in self.alone for share in e.stages))
+
+    @property
+    def alone(self) -> tuple[EvaluationSpec, ...]:
+        """What has one part alone: evaluations, and the totals of every shape."""
+        return (*self.evaluations, *(plan.totals for plan in self.of_shapes if plan.totals))
+
+    @property
+    def of_shapes(self) -> tuple[Plan, ...]:
+        """For each shape of batch, the plan as it would be if there were no other."""
+        fields = [{f.name: getattr(shape, f.name) for f in dataclasses.fields(ShapeSpec)} for shape in self.shapes]
+        return tuple(dataclasses.replace(self, shapes=(), **more) for more in ({}, *fields))
+
+    @property
+    def all_edges(self) -> tuple[EdgeSpec, ...]:
+        """The edges of every shape."""
+        return (*self.edges, *(edge for shape in self.shapes for edge in shape.edges))
 
     @property
     def given(self) -> tuple[LeafSpec, ...]:

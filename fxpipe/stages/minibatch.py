@@ -73,6 +73,10 @@ class Minibatches:
         rest = [[made[name][j] for name in self._made] for j in range(len(leaves))]
         return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
 
+    def distance(self, batch: Any) -> float:
+        """How far a batch is from those that were captured; 0 if it fits."""
+        return self._splitter.distance(batch)
+
     def _added_up(self, leaves: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
         """Each total, once for every microbatch."""
         assert self._totals is not None
@@ -82,6 +86,29 @@ class Minibatches:
                 named = dict(zip(self._names, part, strict=True))
                 addends.append(self._totals((), self._buffers, tuple(named[n] for n in self._arguments), None))
             return [[total] * len(leaves) for total in added_up(addends)]
+
+
+class ShapedMinibatches:
+    """The same for a build of batches of several shapes; the arguments are those of `Minibatches`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Path | Mapping[str, str],
+        tensors: Mapping[str, Tensor],
+        loss_weight: LossWeight | None,
+    ) -> None:
+        self._of_shapes = [Minibatches(of_shape, source, tensors, loss_weight) for of_shape in plan.of_shapes]
+
+    def __call__(self, batch: Any, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """The number of the batch's shape, and each microbatch's leaves.
+
+        Raises:
+            BatchError: the batch has no captured shape; names the leaves in which it differs from the nearest.
+            TaskError: as `Minibatches`.
+        """
+        shape = min(range(len(self._of_shapes)), key=lambda i: self._of_shapes[i].distance(batch))
+        return shape, self._of_shapes[shape](batch, minibatch)
 
 
 def added_up(addends: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -129,8 +130,12 @@ def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise BatchError("torch sees no CUDA device", hint="use --device cpu; `fxpipe doctor` shows the devices")
-    moved = pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
-    return model.to(device), moved
+    return model.to(device), moved(device, batch)
+
+
+def moved(device: str, batch: Any) -> Any:
+    """A batch with its tensors on a device."""
+    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
 
 
 def dump(spec: pytree.TreeSpec) -> str:
@@ -299,16 +304,45 @@ class Splitter:
         """
 
         values, spec = pytree.tree_flatten(batch)
+        if not self._is_built_so(spec):
+            raise BatchError(
+                f"the batch of step {minibatch + 1} is built differently from the one captured: "
+                f"{spec} for {pytree.treespec_loads(self.spec)}",
+                hint="every batch of train_data() must have the same structure; compile again if it changed",
+            )
+        differences = map(self._difference, self.leaves, values)
+        if wrong := [text for text in differences if text]:
+            raise BatchError(
+                f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
+                hint="compile again with every shape of batch (--scan N; in Python shapes=...), or drop the last, "
+                "smaller batch (drop_last=True), or pad it",
+                page="batch-shapes",
+            )
+        return split(batch, self.microbatches, self._dims)
+
+    def distance(self, batch: Any) -> float:
+        """How far a batch is from the captured ones: 0 if it fits, infinite if it is built differently.
+
+        Each leaf that differs counts 1, and each of its dimensions that does.
+        """
+        values, spec = pytree.tree_flatten(batch)
+        if not self._is_built_so(spec):
+            return math.inf
+        return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, values, strict=True))
+
+    def _distance(self, leaf: LeafSpec, value: Any) -> int:
+        if not self._difference(leaf, value):
+            return 0
+        if leaf.tensor is None or not isinstance(value, torch.Tensor):
+            return 1
+        return 1 + sum(a != b for a, b in zip_longest(value.shape, self._expected(leaf, leaf.tensor)))
+
+    def _is_built_so(self, spec: pytree.TreeSpec) -> bool:
         if spec != self._known:
             if dump(spec) != self.spec:
-                raise BatchError(
-                    f"the batch of step {minibatch + 1} is built differently from the one captured: "
-                    f"{spec} for {pytree.treespec_loads(self.spec)}",
-                    hint="every batch of train_data() must have the same structure; compile again if it changed",
-                )
+                return False
             self._known = spec
-        self._check(values, minibatch)
-        return split(batch, self.microbatches, self._dims)
+        return True
 
     def leaves_of(self, part: Any) -> tuple[Any, ...]:
         """A microbatch's tensors and constants, in the plan's order.
@@ -334,32 +368,26 @@ class Splitter:
 
     def _is_constant(self, leaf: LeafSpec, value: Any) -> bool:
         """Whether a leaf of the minibatch is what every microbatch was captured with."""
-        cut = isinstance(value, torch.Tensor) and leaf.dim is not None
-        parts = torch.chunk(value, self.microbatches, leaf.dim) if cut else [value]
+        parts = [value]
+        if isinstance(value, torch.Tensor) and leaf.dim is not None:
+            parts = list(torch.chunk(value, self.microbatches, leaf.dim))
         return all(repr(constant_of(part)) == repr(leaf.constant) for part in parts)
 
-    def _check(self, values: Sequence[Any], minibatch: int) -> None:
-        wrong = []
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if leaf.tensor is None:
-                if not self._is_constant(leaf, value):
-                    found = said(constant_of(value))
-                    wrong.append(f"{leaf.name} is {found}, captured as the constant {said(leaf.constant)}")
-                continue
-            if not isinstance(value, torch.Tensor):
-                wrong.append(f"{leaf.name} is a {type(value).__name__}, captured as a tensor")
-                continue
-            expected = leaf.tensor.shape
-            if leaf.dim is not None:
-                expected = (*expected[: leaf.dim], expected[leaf.dim] * self.microbatches, *expected[leaf.dim + 1 :])
-            dtype = str(value.dtype).removeprefix("torch.")
-            if tuple(value.shape) != expected or dtype != leaf.tensor.dtype:
-                wrong.append(
-                    f"{leaf.name} is {dtype}{list(value.shape)}, captured as {leaf.tensor.dtype}{list(expected)}"
-                )
-        if wrong:
-            raise BatchError(
-                f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
-                hint="a build holds one batch shape: drop the last, smaller batch (drop_last=True) or pad it",
-                page="batch-shapes",
-            )
+    def _difference(self, leaf: LeafSpec, value: Any) -> str:
+        """How a leaf differs from the captured one, in words; '' if it does not."""
+        if leaf.tensor is None:
+            found = said(constant_of(value))
+            same = self._is_constant(leaf, value)
+            return "" if same else f"{leaf.name} is {found}, captured as the constant {said(leaf.constant)}"
+        if not isinstance(value, torch.Tensor):
+            return f"{leaf.name} is a {type(value).__name__}, captured as a tensor"
+        expected, dtype = self._expected(leaf, leaf.tensor), str(value.dtype).removeprefix("torch.")
+        if tuple(value.shape) == expected and dtype == leaf.tensor.dtype:
+            return ""
+        return f"{leaf.name} is {dtype}{list(value.shape)}, captured as {leaf.tensor.dtype}{list(expected)}"
+
+    def _expected(self, leaf: LeafSpec, tensor: TensorSpec) -> tuple[int, ...]:
+        """The shape of the minibatch's tensor."""
+        if leaf.dim is None:
+            return tensor.shape
+        return (*tensor.shape[: leaf.dim], tensor.shape[leaf.dim] * self.microbatches, *tensor.shape[leaf.dim + 1 :])

@@ -95,7 +95,7 @@ class KnownValues:
                 return _computed(torch.Tensor.tolist, [known[id(tensor)].value], {})
             return original(tensor)
 
-        FunctionalTensor.tolist = tolist  # type: ignore[method-assign]
+        FunctionalTensor.tolist = tolist  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

@@ -151,6 +151,7 @@ def test_json(model: Path) -> None:
         "policy",
         "microbatches",
         "microbatch_loss",
+        "shapes",
         "forward_cuts",
         "backward_cuts",
         "weight_cuts",

@@ -17,6 +17,7 @@ from torch import Tensor
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses
@@ -24,7 +25,7 @@ from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.stages.minibatch import Minibatches
+from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import ObjectTask
 
 
@@ -148,7 +149,7 @@ def run_in_threads(
     hub = Hub()
     task = ObjectTask(optimizer)
     run = ThreadedRun()
-    split = Minibatches(plan, folder, {}, None)
+    split = ShapedMinibatches(plan, folder, {}, None)
     threads = []
     evaluations: list[_Evaluating | None] = []
     computing = torch.get_num_threads()
@@ -159,14 +160,21 @@ def run_in_threads(
             first = worker == 0
             transport = run.executors[worker].transport
             assert isinstance(transport, DistTransport)
+            coming = None
+            if plan.shapes:
+                read = (lambda m: split(data[m], m)[0]) if first else None
+                coming = ComingShapes(plan, worker, transport, len(data), read)
+                run.executors[worker].shape_of = coming
+                coming.begin()
             train(
                 plan,
                 run.executors[worker],
                 transport,
                 recipe.schedule.until(worker, len(data)),
-                (lambda m: split(data[m], m)) if first else None,
+                (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm: run.losses.append(loss)) if first else None,
                 evaluations[worker],
+                coming and coming.reach,
             )
             transport.finish()
         except BaseException as error:

@@ -101,7 +101,7 @@ class DistributedEvaluation:
 
     def _begin(self) -> None:
         self._batches = None if self._data is None else self._data()
-        self._transport.set_order(())
+        self._transport.set_order()
         for move in self._moves:
             if move.reader == self.worker and move.name not in self._fixed:
                 self._transport.expect(move.edge, 0, 0)

@@ -28,7 +28,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.final_weights import final_tensors, held
 from fxpipe.schedule.action import Action
-from fxpipe.stages.minibatch import Minibatches
+from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 
 
@@ -74,7 +74,7 @@ class LocalPipeline:
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._mailbox = Mailbox(self.plan.edges)
+        self._mailbox = Mailbox(self.plan.all_edges)
         self._synchronous = self.recipe.schedule.synchronous
         keep = keep_gradients and self._synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
@@ -83,7 +83,12 @@ class LocalPipeline:
             for w, transport in enumerate(self.transports)
         ]
         self._loss_weight = task.loss_weight
-        self._minibatches = Minibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
+        self._minibatches = ShapedMinibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
+        self._shapes: dict[int, int] = {}
+        for executor in self.executors:
+            executor.shape_of = self._shapes.__getitem__
+        stages = [stage for of_shape in self.plan.of_shapes for stage in of_shape.stages]
+        self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
         self.fed = 0
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -95,7 +100,7 @@ class LocalPipeline:
     @property
     def edited(self) -> list[Path]:
         """Stage files that were changed since they were emitted."""
-        return [e.stage.path for e in self.executors if e.stage.edited]
+        return [stage.path for e in self.executors for stage in e.stages if stage.edited]
 
     def step(self, batch: Any) -> Tensor:
         """Feed one minibatch and run every action that can run; return its loss (a detached float32 scalar).
@@ -111,13 +116,17 @@ class LocalPipeline:
         if not self._rows:
             self._begin()
         minibatch = self.fed
-        for microbatch, leaves in enumerate(self._minibatches(batch, minibatch)):
+        self._shapes[minibatch], parts = self._minibatches(batch, minibatch)
+        for microbatch, leaves in enumerate(parts):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()
         found, loss = self._newest
         if found != minibatch:
             raise self._stuck()
+        version = min(executor.store.version for executor in self.executors)
+        for old in [known for known in self._shapes if known < version]:
+            del self._shapes[old]
         return loss
 
     def flush(self) -> None:
@@ -236,7 +245,7 @@ class LocalPipeline:
     def _pump(self) -> None:
         """Let the workers act in turn, one action each, until none can."""
         self._broken = True
-        with self._random_apart(any(p.random for s in self.plan.stages for p in (s.forward, s.backward))):
+        with self._random_apart(self._draws):
             acted = True
             while acted:
                 acted = False

@@ -10,7 +10,7 @@ import torch
 
 from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.local import LocalPipeline
@@ -54,9 +54,10 @@ def run_local(
                 options.build, task, options, out=options.out, report=record.step, keep_gradients=False
             )
             executors = pipeline.executors
+            record.samples_of = samples_by_shape(plan, executors[0].shape_of)
             watches = [executor.watch for executor in executors]
             for executor in executors:
-                warn_if_edited(executor.stage)
+                warn_if_edited(*executor.stages)
                 if options.trace:
                     executor.watch.record()
             if data is not None:

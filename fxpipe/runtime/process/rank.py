@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from fxpipe.errors import PeerLost, RunError
 from fxpipe.observe.live import StoreBoard
 from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.packing import Layout
@@ -26,6 +27,7 @@ from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.training_loop import train
@@ -50,7 +52,7 @@ from fxpipe.runtime.worker.final_weights import (
     write_final_weights,
 )
 from fxpipe.schedule.action import Action
-from fxpipe.stages.minibatch import Minibatches
+from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask, task_of_build
 from fxpipe.threads import threads_for
 
@@ -140,16 +142,23 @@ class RankRun:
         if options.trace:
             self.executor.watch.record()
         if rank == 0:
-            self.minibatches = Minibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
+            self.minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
+        self._read: deque[list[tuple[Any, ...]]] = deque()
+        self.coming: ComingShapes | None = None
+        if plan.shapes:
+            read = self._read_ahead if rank == 0 else None
+            self.coming = ComingShapes(plan, rank, self.transport, self.total, read)
+            self.executor.shape_of = self.coming
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
         options, plan = self.options, self.plan
-        warn_if_edited(self.executor.stage)
+        warn_if_edited(*self.executor.stages)
         for loaded in self.evaluation.evaluator.loaded if self.evaluation is not None else ():
             warn_if_edited(loaded)
         if self.rank == 0:
             self.record = Record(options.out, samples_of(plan), self.total, self.progress, options.tensorboard)
+            self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
             warn_of_staleness(self.recipe, self.executor)
         record = self.record
         try:
@@ -201,7 +210,10 @@ class RankRun:
                 record.begin(board)
             actions = self.recipe.schedule.until(self.rank, self.total)
             feed, report = (None, None) if record is None else (self._feed, record.step)
-            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due)
+            if self.coming is not None:
+                self.coming.begin()
+            reach = None if self.coming is None else self.coming.reach
+            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due, reach)
             self.transport.finish()
             watch.end()
         finally:
@@ -254,6 +266,18 @@ class RankRun:
                 receive_trace(worker)
 
     def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
+        return self._next(minibatch)[1] if self.coming is None else self._read.popleft()
+
+    def _read_ahead(self, minibatch: int) -> int:
+        """Read a minibatch before it is due; returns its shape."""
+        watch = self.executor.watch
+        watch.open("data")
+        shape, leaves = self._next(minibatch)
+        watch.close()
+        self._read.append(leaves)
+        return shape
+
+    def _next(self, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
         assert self.feed is not None
         return self.minibatches(self.feed.next_batch(), minibatch)
 

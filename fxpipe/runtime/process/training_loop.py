@@ -26,12 +26,14 @@ def train(
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
     between: Callable[[int], None] | None = None,
+    reach: Callable[[int, int], None] | None = None,
 ) -> None:
     """Run all actions of one worker.
 
     Args:
         feed: on worker 0, the microbatches of a minibatch.
         report: on worker 0, called when it ends a minibatch (see `OnStep`).
+        reach: called before the first forward of each minibatch, with the number of updates made so far.
         between: called between actions, after any update that waited, with the number of updates made so far.
     """
     last = plan.microbatches - 1
@@ -52,6 +54,9 @@ def train(
             return
         action = window.popleft()
         mine = None
+        if reach is not None and action.phase == "F" and action.microbatch == 0:
+            executor.watch.at(action)
+            reach(action.minibatch, executor.store.version)
         if feed is not None and action.phase == "F":
             if action.microbatch == 0:
                 executor.watch.at(action)

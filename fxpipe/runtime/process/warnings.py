@@ -21,7 +21,8 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
         print(f"warning: {found}", file=sys.stderr)
 
 
-def warn_if_edited(stage: LoadedStage | LoadedEvaluation) -> None:
-    """Warn about a file that was edited since it was emitted."""
-    if stage.edited:
-        print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)
+def warn_if_edited(*stages: LoadedStage | LoadedEvaluation) -> None:
+    """Warn about files that were edited since they were emitted."""
+    for stage in stages:
+        if stage.edited:
+            print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)

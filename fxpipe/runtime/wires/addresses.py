@@ -9,8 +9,9 @@ from fxpipe.policy.demand import Demand
 from fxpipe.runtime.wires.moves import evaluation_edges
 
 Channel = tuple[Any, ...]
-NOTES = ("behind", "total", "before", "shape", "metrics")
-"""Kinds of notes, for clipping and for evaluation; each has its own tag."""
+BATCH = "batch"
+NOTES = ("behind", "total", "before", "shape", "metrics", BATCH)
+"""Kinds of notes, for clipping, for evaluation, and for the shapes of batches; each has its own tag."""
 
 
 class Addresses:
@@ -22,7 +23,7 @@ class Addresses:
 
     def __init__(self, plan: Plan, demand: Demand) -> None:
         evaluating = evaluation_edges(plan)
-        edges = {edge.name: _edge_channel(edge) for edge in plan.edges}
+        edges = {edge.name: _edge_channel(edge) for edge in plan.all_edges}
         pairs = {(edge.src, edge.dst) for edge in evaluating}
         weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
         loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []

@@ -22,7 +22,7 @@ from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
-from fxpipe.runtime.wires.addresses import Addresses, Channel
+from fxpipe.runtime.wires.addresses import BATCH, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule import check
@@ -135,7 +135,7 @@ class DistTransport(Transport):
         self._microbatches = microbatches
         self._in_flight = in_flight
         self._layouts = {e.name: Layout(e.tensor, e.name) for e in edges if worker in (e.src, e.dst)}
-        self._order: dict[Channel, deque[str]] = {}
+        self._order: dict[str, deque[str]] = {}  # by edge; those of one channel and shape share theirs
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
         self._sent: deque[tuple[int, tuple[Work, Tensor]]] = deque()
         self._sent_weights: deque[tuple[int, tuple[Work, Tensor]]] = deque()
@@ -148,16 +148,20 @@ class DistTransport(Transport):
     def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
         """The transport of a worker's messages of training."""
         in_flight = check(schedule, 2 * plan.workers + 2).in_flight[0]
-        transport = DistTransport(plan, worker, wires, addresses, plan.edges, plan.microbatches, in_flight)
-        transport.set_order(plan.edges)
+        transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, plan.microbatches, in_flight)
+        transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport
 
-    def set_order(self, edges: Sequence[EdgeSpec]) -> None:
-        """From now on this worker sends the values of these edges in this order, again and again."""
+    def set_order(self, *shapes: Sequence[EdgeSpec]) -> None:
+        """From now on this worker sends the values of the edges of each shape in their order, again and again."""
         self._order = {}
-        for edge in edges if self.wires.ordered else ():
-            if edge.src == self.worker:
-                self._order.setdefault(self.addresses.channel(edge), deque()).append(edge.name)
+        for edges in shapes if self.wires.ordered else ():
+            of_channel: dict[Channel, deque[str]] = {}
+            for edge in edges:
+                if edge.src == self.worker:
+                    order = of_channel.setdefault(self.addresses.channel(edge), deque())
+                    order.append(edge.name)
+                    self._order[edge.name] = order
 
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
         layout = self._layouts[edge.name]
@@ -167,7 +171,7 @@ class DistTransport(Transport):
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
         channel = self.addresses.channel(edge)
-        if order := self._order.get(channel):
+        if order := self._order.get(edge.name):
             if order[0] != edge.name:
                 raise RunError(
                     f"worker {self.worker} sends {edge.name} when {order[0]} is due",
@@ -201,7 +205,8 @@ class DistTransport(Transport):
         self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag(what[0])))
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        pending = self._finished(("note", source, what), Cause("norm", f"norm {what[0]}", source))
+        cause = Cause("token", "batch", source) if what[0] == BATCH else Cause("norm", f"norm {what[0]}", source)
+        pending = self._finished(("note", source, what), cause)
         return self.wires.received_numbers(pending)
 
     def expect_loss(self, minibatch: int) -> None:

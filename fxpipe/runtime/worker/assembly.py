@@ -49,8 +49,12 @@ def open_worker(
         BackendError: the engine is not available, or cannot run the stage.
     """
     folder = Path(folder)
-    stage = load_stage(folder / plan.stages[worker].file, plan.stages[worker])
-    stage = equip(plan, worker, stage, engines_of(plan, worker, options.backend), folder / ENGINES, str(device))
+    stages = []
+    for of_shape in plan.of_shapes:
+        spec = of_shape.stages[worker]
+        engines = engines_of(of_shape, worker, options.backend)
+        loaded = load_stage(folder / spec.file, spec)
+        stages.append(equip(of_shape, worker, loaded, engines, folder / ENGINES, str(device)))
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
     parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
@@ -62,7 +66,7 @@ def open_worker(
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path)
-    return Executor(plan, worker, stage, store, held, transport, options.seed, device)
+    return Executor(plan, worker, stages, store, held, transport, options.seed, device)
 
 
 def _weight_names(plan: Plan, worker: int) -> set[str]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import EdgeSpec, Phase, Plan
-from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.stage_code import explained, reseed
+from fxpipe.runtime.worker.stage_of_shape import StageOfShape
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage
@@ -22,12 +23,14 @@ class Executor:
     """Executes the actions of one worker, one after the other.
 
     Args:
+        stages: the worker's, one for each shape of batch.
         buffers: the worker's buffers by their first name; forwards replace their values, never in place.
         seed: of the run; random parts seed torch from it and the action, so that no action's numbers depend
             on what ran before.
 
     Attributes:
         watch: where the worker's time goes.
+        shape_of: tells which shape the batch of a minibatch has.
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
     """
 
@@ -35,16 +38,14 @@ class Executor:
         self,
         plan: Plan,
         worker: int,
-        stage: LoadedStage,
+        stages: Sequence[LoadedStage],
         store: WeightStore,
         buffers: dict[str, Tensor],
         transport: Transport,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        spec = plan.stages[worker]
         self.worker = worker
-        self.stage = stage
         self.store = store
         self.buffers = buffers
         self.transport = transport
@@ -53,33 +54,31 @@ class Executor:
         self.watch = transport.watch = Watch(self.device)
         self._last = plan.microbatches - 1
         self._divisor = plan.loss_divisor
-        self._forward = spec.forward
-        self._backward = spec.backward
-        places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
-        self._batch = [places[name] for name in spec.forward.batch]
-        self._incoming: dict[Phase, list[EdgeSpec]] = {
-            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
-        }
-        mine = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
-        self._comm = EdgeComm(mine, transport, self.watch)
-        aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
-        self._forward_buffers = [aliases[name] for name in spec.forward.buffers]
-        self._backward_buffers = [aliases[name] for name in spec.backward.buffers]
-        self._updates = [aliases[name] for name in spec.forward.updates]
+        self.stages = tuple(stages)
+        self.shape_of: Callable[[int], int] = lambda minibatch: 0
+        self._stages = [
+            StageOfShape(of_shape, worker, stage, transport, plan)
+            for of_shape, stage in zip(plan.of_shapes, stages, strict=True)
+        ]
         self._saved: dict[tuple[int, int], list[Any]] = {}
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
         self._kept: dict[int, dict[str, Tensor]] = {}
 
+    @property
+    def stage(self) -> LoadedStage:
+        """The stage for the first shape of batch."""
+        return self.stages[0]
+
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
-        for edge in self._incoming[action.phase]:
+        for edge in self._stage(action).incoming[action.phase]:
             self.transport.expect(edge, action.minibatch, action.microbatch)
         self.store.expect(action)
 
     def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
         """The edges an action receives from, and the replicas (owner, version, ahead) it has yet to receive."""
-        return self._incoming[action.phase], self.store.waits_for(action)
+        return self._stage(action).incoming[action.phase], self.store.waits_for(action)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
         """Run one action; a minibatch's last B makes the update, or leaves it to `settle`.
@@ -93,15 +92,16 @@ class Executor:
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
         """
-        self._comm.bind(action.minibatch, action.microbatch)
+        stage = self._stage(action)
+        stage.comm.bind(action.minibatch, action.microbatch)
         self.watch.at(action)
         result = None
         self.watch.open(action.phase)
         with torch.no_grad():
             if action.phase == "F":
-                result = self._run_forward(action, leaves)
+                result = self._run_forward(stage, action, leaves)
             else:
-                self._run_backward(action)
+                self._run_backward(stage, action)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         return result
@@ -137,39 +137,42 @@ class Executor:
         self._kept.clear()
         self._loss = None
 
-    def _run_forward(self, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
-        part = self._forward
+    def _stage(self, action: Action) -> StageOfShape:
+        return self._stages[self.shape_of(action.minibatch)]
+
+    def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
+        part = stage.forward
         if action.microbatch == 0:
             self.store.updater.begin(action.minibatch)
-        weights = self.store.read(action)
-        buffers = tuple([self.buffers[name] for name in self._forward_buffers])
-        batch = tuple([leaves[i] for i in self._batch]) if leaves is not None else ()
+        weights = stage.weights("F", self.store.read(action))
+        buffers = tuple([self.buffers[name] for name in stage.forward_buffers])
+        batch = tuple([leaves[i] for i in stage.batch]) if leaves is not None else ()
         if part.random:
             self._reseed(action)
-        with self._explained(action):
-            loss, new, saved = self.stage.forward(weights, buffers, batch, self._comm)
+        with self._explained(stage, action):
+            loss, new, saved = stage.code.forward(weights, buffers, batch, stage.comm)
             self._check(len(new), len(part.updates), "new buffer values")
             self._check(len(saved), len(part.saved), "saved values")
-        for name, value in zip(self._updates, new, strict=True):
+        for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in self._updates}
+            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in stage.updates}
         self._saved[action.minibatch, action.microbatch] = saved
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
-    def _run_backward(self, action: Action) -> None:
-        part = self._backward
-        weights = self.store.read(action)
-        buffers = tuple([self.buffers[name] for name in self._backward_buffers])
+    def _run_backward(self, stage: StageOfShape, action: Action) -> None:
+        part = stage.backward
+        weights = stage.weights("B", self.store.read(action))
+        buffers = tuple([self.buffers[name] for name in stage.backward_buffers])
         saved = self._saved.pop((action.minibatch, action.microbatch))
         if part.random:
             self._reseed(action)
-        with self._explained(action):
-            gradients = self.stage.backward(weights, buffers, saved, self._comm)
+        with self._explained(stage, action):
+            gradients = stage.code.backward(weights, buffers, saved, stage.comm)
             self._check(len(gradients), len(part.gradients), "gradients")
         del weights
-        self.store.add(gradients, self._comm.sent)
+        self.store.add(stage.gradients(gradients), stage.comm.sent)
         del gradients
         self.store.release(action)
         if action.microbatch == self._last:
@@ -186,12 +189,12 @@ class Executor:
     def _reseed(self, action: Action) -> None:
         reseed(self.device, self.seed, self.worker, action.phase, action.minibatch, action.microbatch)
 
-    def _explained(self, action: Action) -> AbstractContextManager[None]:
+    def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:
         def what() -> str:
             name = "forward" if action.phase == "F" else "backward"
             return f"{name} of step {action.minibatch + 1} ({action})"
 
-        return explained(self.stage.path, self.worker, what, "use more workers, smaller batches or more microbatches")
+        return explained(stage.code.path, self.worker, what, "use more workers, smaller batches or more microbatches")
 
     def _check(self, found: int, expected: int, what: str) -> None:
         if found != expected:

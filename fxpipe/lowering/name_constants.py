@@ -1,0 +1,33 @@
+"""Names for the constants that a further capture found, next to those that the build has already."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import torch
+
+from fxpipe.ir.program import Program
+from fxpipe.task.batch import tensor_spec
+
+
+def name_constants(program: Program, prefix: str, known: Mapping[str, torch.Tensor]) -> Program:
+    """A constant gets the name of an equal one that the build has, else one of its own, which begins with `prefix`.
+
+    Args:
+        known: the build's tensors by name.
+    """
+    constants = {name: t for name, t in known.items() if re.fullmatch(r"((evaluate|shape)\.\d+\.)?constant_\d+", name)}
+    rows = []
+    for row in program.buffers:
+        if row.constant:
+            tensor = program.values[row.node]
+            same = next((name for name, t in constants.items() if _equal(t, tensor)), None)
+            row = dataclasses.replace(row, names=(same or f"{prefix}.{row.names[0]}",))
+        rows.append(row)
+    return dataclasses.replace(program, buffers=tuple(rows))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor_spec(one) == tensor_spec(other) and torch.equal(one, other)

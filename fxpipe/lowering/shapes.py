@@ -1,0 +1,233 @@
+"""Batches of several shapes: the step for each further shape becomes stages of its own, cut where the first's are.
+
+Every worker owns the same parameters and updates the same buffers whatever the batch; only the work differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fxpipe.build.build import Build
+from fxpipe.errors import BatchError, CutError
+from fxpipe.ir.program import Program, info
+from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.lowering.make_plan import make_plan
+from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
+from fxpipe.lowering.name_constants import name_constants
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.totals import with_totals
+from fxpipe.passes import back_passes, front_passes
+from fxpipe.passes.cost import Cost
+from fxpipe.passes.whole_loss import WholeLoss
+from fxpipe.plan.spec import Plan, ShapeSpec
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.device import CPU
+from fxpipe.task.batch import describe, dump, shape_key
+from fxpipe.tracing.capture import Loss
+
+SHAPES = 8
+"""How many shapes of batches a build has at most, each with stages of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedShape:
+    """The step for batches of one further shape, as captured, and the pass that makes its loss the whole batch's."""
+
+    program: Program
+    whole_loss: WholeLoss | None
+
+
+def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:
+    """The first batch of every shape but that of `first`.
+
+    Raises:
+        BatchError: there are too many shapes.
+    """
+
+    def key(batch: Any) -> Any:
+        leaves, _, spec = describe(batch, constant_batch)
+        return shape_key(dump(spec), leaves)
+
+    found = {key(first): first}
+    for batch in batches:
+        found.setdefault(key(batch), batch)
+        if len(found) > SHAPES:
+            raise BatchError(
+                f"the training data have batches of more than {SHAPES} shapes",
+                hint="pad them to a few lengths, or drop the last, smaller batch (drop_last=True)",
+                page="batch-shapes",
+            )
+    return list(found.values())[1:]
+
+
+def capture_shape(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> CapturedShape:
+    """Capture the step for a batch of another shape, cut into as many microbatches, and compare its loss with eager's.
+
+    Raises:
+        FxpipeError: as `capture_microbatch` and `checked_loss`.
+    """
+    program = capture_microbatch(model, loss, batch, options)
+    return CapturedShape(program, checked_loss(program, model, loss, batch, options))
+
+
+def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -> Build:
+    """The build with the files, the plan and the constants of a further shape.
+
+    Raises:
+        CutError: its step cannot be cut so that every worker keeps the parameters and buffers that it has.
+    """
+    plan, number, lines = build.plan, len(build.plan.shapes) + 1, PassLines()
+    whole_loss = captured.whole_loss or options.whole_loss()
+    front = front_passes(options.splits_backward, whole_loss)
+    program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
+    program = name_constants(program, f"shape.{number}", build.tensors)
+    cuts = cuts_like(plan, program)
+    back = back_passes(cuts, options.command, shape=number)
+    program = run_passes(program, back, [lines], dumped_as=f"shape_{number}_")
+    made = make_plan(program, options.setting(program.device))
+    _check_alike(plan, made, number)
+    one = dataclasses.replace(plan, totals=None, evaluations=(), shapes=())
+    alone = dataclasses.replace(build, plan=one)
+    if program.totals is not None:
+        alone = with_totals(alone, program.totals, options.command, shape=number)
+    spec = ShapeSpec(
+        batch=made.batch,
+        batch_spec=made.batch_spec,
+        units=made.units,
+        edges=made.edges,
+        stages=made.stages,
+        differs_from_whole=made.differs_from_whole,
+        totals=alone.plan.totals,
+    )
+    known = {b.name for b in alone.plan.buffers}
+    read = {b.name: b.workers for b in made.buffers}
+    buffers = tuple(
+        b if b.home is not None else dataclasses.replace(b, workers=tuple(sorted({*b.workers, *read.get(b.name, ())})))
+        for b in alone.plan.buffers
+    )
+    more = tuple(b for b in made.buffers if b.name not in known)
+    values = {row.names[0]: program.values[row.node] for row in program.buffers}
+    return dataclasses.replace(
+        build,
+        plan=dataclasses.replace(plan, buffers=(*buffers, *more), shapes=(*plan.shapes, spec)),
+        files={**alone.files, **program.files},
+        tensors={**build.tensors, **{b.name: values[b.name].detach().clone() for b in more}},
+        passes=(*build.passes, *(f"shape {number}: {line}" for line in lines.lines)),
+        warnings=tuple(dict.fromkeys((*build.warnings, *program.warnings))),
+    )
+
+
+def cuts_like(plan: Plan, program: Program) -> Cuts:
+    """Where to cut a program whose units are numbered so that its workers own what those of the plan do.
+
+    Each cut is before the unit of the same module as in the plan, the same call of it, moved as little as it takes
+    that gradients are made by the owners of their parameters, and buffers updated at home.
+
+    Raises:
+        CutError: there are no such cuts.
+    """
+    if program.units == plan.units:
+        return _bounds(plan, lambda position: position)
+    moved = _same_places(plan.units, program.units)
+    owners = {p.name: p.owner for p in plan.parameters}
+    homes = {b.name: b.home for b in plan.buffers if b.home is not None}
+    parameters = {p.node: p.names[0] for p in program.parameters}
+    buffers = {b.node: b.names[0] for b in program.buffers}
+    made = [(info(n).unit, owners[parameters[p]]) for p, n in program.gradients().items() if n.op == "call_function"]
+    updated = [(info(n).unit, homes[buffers[b]]) for b, n in program.updates().items() if n.op == "call_function"]
+    like = _bounds(plan, moved.__getitem__)
+    weights = _within(like.weights, made, "gradients")
+    backward = weights if like.weights == like.backward else tuple(map(min, like.backward, weights))
+    forward = _within(like.forward, updated, "updates of buffers")
+    return dataclasses.replace(like, forward=forward, backward=backward, weights=weights)
+
+
+def _bounds(plan: Plan, moved: Callable[[int], int]) -> Cuts:
+    forward, backward, weights = (
+        tuple(moved(bound) for bound in (*(bounds[0] for bounds in kind), kind[-1][1]))
+        for kind in zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
+    )
+    return Cuts(forward, backward, weights)
+
+
+def _same_places(old: Sequence[str], new: Sequence[str]) -> list[int]:
+    """For each place between the old units, and both ends, the one between the new: before the same call of a module.
+
+    Calls are counted from the start for the earlier half of a module's, and from the end for the later.
+    """
+    places: dict[str, list[int]] = {}
+    for i, unit in enumerate(new):
+        places.setdefault(unit, []).append(i)
+    counts: dict[str, int] = {}
+    for unit in old:
+        counts[unit] = counts.get(unit, 0) + 1
+    seen: dict[str, int] = {}
+    found: list[int] = []
+    for i, unit in enumerate(old):
+        call = seen[unit] = seen.get(unit, -1) + 1
+        calls = places.get(unit, [])
+        if not calls:
+            at = found[-1] if found else 0
+        elif call < counts[unit] / 2:
+            at = calls[min(call, len(calls) - 1)]
+        else:
+            at = calls[max(len(calls) - (counts[unit] - call), 0)]
+        found.append(max(at, found[-1] if found else 0) if i else 0)
+    return [*found, len(new)]
+
+
+def _within(bounds: Sequence[int], placed: Iterable[tuple[int, int]], what: str) -> tuple[int, ...]:
+    """The bounds, moved as little as it takes that each unit that is `placed` is on its worker."""
+    placed = list(placed)
+    found = list(bounds)
+    for k in range(1, len(bounds) - 1):
+        least = max((unit + 1 for unit, worker in placed if worker < k), default=0)
+        most = min((unit for unit, worker in placed if worker >= k), default=bounds[-1])
+        if least > most:
+            raise CutError(
+                f"the step for a batch of another shape cannot be cut so that {what} stay on their workers: unit "
+                f"{least - 1} belongs before worker {k}, and unit {most} on it or after it",
+                hint="use fewer workers, pin the cuts (--fp-cut, --bp-cut) where all batches run the same modules in "
+                "one order, or pad the batches to one shape",
+                page="batch-shapes",
+            )
+        found[k] = max(least, min(most, max(found[k], found[k - 1])))
+    return tuple(found)
+
+
+def _check_alike(plan: Plan, made: Plan, number: int) -> None:
+    """Refuse stages that read or make other things than those of the first shape."""
+    wrong = []
+    if made.loss_worker != plan.loss_worker:
+        wrong.append(f"the loss is on worker {made.loss_worker} instead of {plan.loss_worker}")
+    if made.loss_of_microbatches != plan.loss_of_microbatches:
+        wrong.append(
+            f"the loss is the {made.loss_of_microbatches} of the microbatches', not their {plan.loss_of_microbatches}"
+        )
+    owners = _by_name((p.names, p.owner) for p in plan.parameters if p.trained)
+    for parameter in made.parameters:
+        if parameter.trained and owners.get(parameter.name) != parameter.owner:
+            wrong.append(f"{parameter.name} gets its gradient on worker {parameter.owner}")
+    homes = _by_name((b.names, b.home) for b in plan.buffers)
+    for buffer in made.buffers:
+        if buffer.home is not None and homes.get(buffer.name) != buffer.home:
+            wrong.append(f"{buffer.name} is updated on worker {buffer.home}")
+    for k, (first, other) in enumerate(zip(plan.stages, made.stages, strict=True)):
+        for name, old, new in (("forward", first.forward, other.forward), ("backward", first.backward, other.backward)):
+            if more := [w for w in new.weights if w not in old.weights]:
+                wrong.append(f"{name} of worker {k} reads {more[0]}, too")
+    if wrong:
+        raise CutError(
+            f"the step for batches of shape {number} differs in what the workers hold: " + "; ".join(wrong[:4]),
+            hint="pin the cuts (--fp-cut, --bp-cut) before modules that all batches run, use --cuts same, or pad the "
+            "batches to one shape",
+            page="batch-shapes",
+        )
+
+
+def _by_name(rows: Iterable[tuple[Sequence[str], Any]]) -> Mapping[str, Any]:
+    return {name: value for names, value in rows for name in names}

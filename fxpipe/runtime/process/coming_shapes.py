@@ -1,0 +1,70 @@
+"""Which shape the batches of coming minibatches have: worker 0 reads ahead, and each worker tells the next one.
+
+A worker posts receives before it needs them (`training_loop`), and must know by then what will come. So a minibatch's
+shape is told when the forward of an earlier one begins, `AHEAD` minibatches before: that forward cannot begin on a
+worker before it has begun on the one before, so that nobody waits for a message that is not under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.process.training_loop import LOOKAHEAD
+from fxpipe.runtime.wires.addresses import BATCH
+from fxpipe.runtime.wires.transport import Transport
+
+AHEAD = LOOKAHEAD + 1
+"""Minibatches: none of the actions whose receives are posted is of a later one."""
+
+
+class ComingShapes:
+    """The shapes that one worker of a distributed run knows.
+
+    Args:
+        total: how many minibatches the run has.
+        read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
+    """
+
+    def __init__(
+        self, plan: Plan, worker: int, transport: Transport, total: int, read: Callable[[int], int] | None
+    ) -> None:
+        self._worker = worker
+        self._last = plan.workers - 1
+        self._transport = transport
+        self._total = total
+        self._read = read
+        self._shapes: dict[int, int] = {}
+
+    def __call__(self, minibatch: int) -> int:
+        """The shape of a minibatch in flight, or of one of the next."""
+        return self._shapes[minibatch]
+
+    def begin(self) -> None:
+        """Learn the first shapes."""
+        for minibatch in range(min(AHEAD, self._total)):
+            self._learn(minibatch)
+
+    def reach(self, minibatch: int, version: int) -> None:
+        """The forward of a minibatch is about to begin: learn another shape.
+
+        Args:
+            version: how many updates this worker has made: the minibatches before are forgotten.
+        """
+        if minibatch + AHEAD < self._total:
+            self._learn(minibatch + AHEAD)
+        for old in [known for known in self._shapes if known < version]:
+            del self._shapes[old]
+
+    def _learn(self, minibatch: int) -> None:
+        note = (BATCH, minibatch)
+        if self._read is not None:
+            shape = self._read(minibatch)
+        else:
+            self._transport.expect_note(self._worker - 1, note, 1)
+            shape = int(self._transport.recv_note(self._worker - 1, note)[0])
+        if self._worker < self._last:
+            self._transport.send_note(self._worker + 1, note, torch.tensor([shape], dtype=torch.float64))
+        self._shapes[minibatch] = shape

@@ -1,0 +1,67 @@
+"""One worker's stage for one shape of batch: its code, and where its arguments are among what the worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan
+from fxpipe.runtime.wires.transport import EdgeComm, Transport
+from fxpipe.stages.loaded import LoadedStage
+
+
+class StageOfShape:
+    """A worker's stage for one shape.
+
+    Weights are read, and gradients added up, as the stage of the first shape has them: another shape's reads some of
+    those weights, and makes some of those gradients.
+
+    Args:
+        plan: of this shape.
+        first: of the first shape.
+
+    Attributes:
+        incoming: the edges that an action of each phase receives.
+        batch: the places of its leaves among those of a microbatch.
+        forward_buffers, backward_buffers, updates: the names of buffers that it reads and updates, those of the worker.
+    """
+
+    def __init__(self, plan: Plan, worker: int, code: LoadedStage, transport: Transport, first: Plan) -> None:
+        spec, of_first = plan.stages[worker], first.stages[worker]
+        self.code = code
+        self.forward = spec.forward
+        self.backward = spec.backward
+        places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
+        self.batch = [places[name] for name in spec.forward.batch]
+        self.incoming: dict[Phase, list[EdgeSpec]] = {
+            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
+        }
+        self.comm = EdgeComm({e.name: e for e in plan.edges if worker in (e.src, e.dst)}, transport, transport.watch)
+        aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
+        self.forward_buffers = [aliases[name] for name in spec.forward.buffers]
+        self.backward_buffers = [aliases[name] for name in spec.backward.buffers]
+        self.updates = [aliases[name] for name in spec.forward.updates]
+        self._weights = {
+            phase: _places(spec.part(phase).weights, of_first.part(phase).weights) for phase in self.incoming
+        }
+        self._gradients = _places(of_first.backward.gradients, spec.backward.gradients)
+
+    def weights(self, phase: Phase, held: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The weights that its code takes, out of those that the first shape's takes."""
+        places = self._weights[phase]
+        return held if places is None else tuple([held[i] for i in places if i is not None])
+
+    def gradients(self, made: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients that the first shape's code returns, None for those that this one does not make."""
+        places = self._gradients
+        return made if places is None else [None if i is None else made[i] for i in places]
+
+
+def _places(wanted: Sequence[str], held: Sequence[str]) -> list[int | None] | None:
+    """Where each wanted name is among those that are held; None if they are the same."""
+    if tuple(wanted) == tuple(held):
+        return None
+    places = {name: i for i, name in enumerate(held)}
+    return [places.get(name) for name in wanted]

@@ -1,0 +1,233 @@
+"""Batches of several shapes: last smaller ones, several lengths, other constants. Every shape has stages of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK
+from commands import fxpipe as fxpipe_command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strict_wires import run_in_threads
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.build.build import Build
+from fxpipe.errors import BatchError, CutError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.lowering.shapes import SHAPES
+
+SIZES = ((8, 6), (8, 3), (4, 6), (4, 9))  # samples, tokens
+
+
+class Reader(nn.Module):
+    """A model whose normalisation has state, and whose recurrent layer has as many units as a text has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.cell = nn.RNNCell(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        state = hidden.new_zeros(len(ids), 8)
+        states = []
+        for token in hidden.unbind(1):
+            state = self.cell(token, state)
+            states.append(state)
+        return self.head(torch.tanh(self.middle(torch.stack(states, 1))))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    ids, labels = batch
+    return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+
+def batch_of(samples: int, tokens: int, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 11, (samples, tokens), generator=generator)
+    labels = torch.randint(0, 11, (samples, tokens), generator=generator)
+    labels[torch.rand(samples, tokens, generator=generator) < 0.3] = -100
+    return ids, labels
+
+
+def model_of(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = Reader().double()
+    if not norm:
+        model.norm = nn.Identity()
+    return model
+
+
+def built(schedule: str = "1f1b", workers: int = 2, norm: bool = False, sizes: Any = SIZES, **more: Any) -> Build:
+    first, *others = [batch_of(*size) for size in sizes]
+    options = {"microbatches": 2, "cost": "analytic", **more}
+    return fxpipe.compile(model_of(norm), loss, first, shapes=others, workers=workers, schedule=schedule, **options)
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Build:
+    return built()
+
+
+@settings(max_examples=6, deadline=None)
+@given(order=st.lists(st.sampled_from(SIZES), min_size=3, max_size=6))
+def test_any_sequence_of_shapes_trains_as_eager(whole: Build, order: list[tuple[int, int]]) -> None:
+    pipeline = whole.local(optimizer=sgd)
+    model = model_of()
+    optimizer = sgd(model.named_parameters())
+    for i, size in enumerate(order):
+        batch = batch_of(*size, seed=i)
+        value = loss(model, batch)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        torch.testing.assert_close(pipeline.step(batch).double(), value.detach(), rtol=1e-6, atol=0)
+    pipeline.flush()
+    torch.testing.assert_close(pipeline.state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def test_every_shape_is_compared_with_eager(whole: Build) -> None:
+    assert len(whole.of_shapes) == len(SIZES)
+    for part, size in zip(whole.of_shapes, SIZES, strict=True):
+        assert compare_with_eager(part, model_of(), loss, batch_of(*size)).largest < 1e-12
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["tags", "channels"])
+@pytest.mark.parametrize(("schedule", "microbatches", "workers"), [("async", 1, 3), ("async", 2, 2), ("1f1b", 2, 3)])
+def test_workers_apart_give_the_same_bits(
+    tmp_path: Path, schedule: str, microbatches: int, workers: int, by_channel: bool
+) -> None:
+    build = built(schedule, workers, norm=True, microbatches=microbatches).save(tmp_path / "build")
+    data = [batch_of(*SIZES[i % 3 if i < 9 else 3], seed=i) for i in range(14)]
+    run = run_in_threads(tmp_path / "build", data, sgd, by_channel)
+    assert not run.failures, run.failures
+    pipeline = build.local(optimizer=sgd)
+    losses = pipeline.run(data)
+    assert run.losses == losses
+    expected = pipeline.state_dict()
+    for executor in run.executors:
+        for name, value in {**executor.store.parameters, **executor.buffers}.items():
+            if name in expected and (name in executor.store.trained or name.startswith("norm.")):
+                home = next((b.home for b in build.plan.buffers if b.name == name), executor.worker)
+                assert home != executor.worker or torch.equal(value.detach(), expected[name]), name
+
+
+def test_weights_and_buffers_stay_where_they_are(whole: Build) -> None:
+    plan = built(norm=True).plan
+    for of_shape in plan.of_shapes:
+        for first, stage in zip(plan.stages, of_shape.stages, strict=True):
+            assert set(stage.backward.gradients) <= set(first.backward.gradients)
+            assert set(stage.forward.weights) <= set(first.forward.weights)
+            assert set(stage.forward.updates) == set(first.forward.updates)
+    assert len({len(of_shape.units) for of_shape in plan.of_shapes}) == 3  # by the number of tokens
+
+
+def test_a_shape_that_was_not_captured_is_named(whole: Build) -> None:
+    pipeline = whole.local(optimizer=sgd)
+    pipeline.step(batch_of(4, 6))
+    with pytest.raises(
+        BatchError, match=r"step 2 does not fit .*: batch\[0\] is int64\[4, 7\], captured as int64\[4, "
+    ):
+        pipeline.step(batch_of(4, 7))
+
+
+def test_there_are_not_more_shapes_than_fit() -> None:
+    sizes = [(2, 2 + i) for i in range(SHAPES + 1)]
+    with pytest.raises(BatchError, match=f"more than {SHAPES} shapes"):
+        built(sizes=sizes)
+
+
+def test_cuts_that_no_other_shape_allows_are_refused() -> None:
+    class Turned(nn.Module):
+        """Long texts meet the layers in the other order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = (self.one, self.two) if x.shape[1] < 5 else (self.two, self.one)
+            return two(torch.tanh(one(x)))
+
+    def square(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    with pytest.raises(CutError, match="cannot be cut so that gradients stay on their workers"):
+        fxpipe.compile(
+            Turned(), square, torch.randn(4, 3, 4), shapes=[torch.randn(4, 6, 4)], workers=2, cost="analytic"
+        )
+
+
+def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
+    build = built(sizes=[SIZES[0], SIZES[0]])
+    assert build.plan.shapes == ()
+    assert all(not name.endswith("_1_1.py") for name in build.files)
+
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+def train_data():
+    data = torch.utils.data.TensorDataset(torch.randn(20, 6), torch.randint(0, 3, (20,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    return [{"x": x, "y": y} for x, y in loader]  # 8, 8 and 4
+
+def eval_data():
+    return train_data()
+
+def metrics(model, batch):
+    return {"loss": loss(model, batch)}
+"""
+
+
+@pytest.mark.multiproc
+def test_a_last_smaller_batch_from_the_model_file_to_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    options = [*QUICK, "--schedule", "1f1b", "--microbatches", 2, "--scan", 3, "--verify", "--json"]
+    compiled = fxpipe_command("compile", tmp_path / "model.py", "-o", tmp_path / "build", *options)
+    assert compiled.code == 0, compiled.err
+    shapes = json.loads(compiled.out)["shapes"]
+    assert [shape["batch"]["batch['x']"] for shape in shapes] == ["float32[4, 6]", "float32[2, 6]"]
+    for where, more in (("apart", []), ("local", ["--local"])):
+        run = fxpipe_command("run", tmp_path / "build", "--epochs", 3, "--out", tmp_path / where, *more, "--json")
+        assert run.code == 0, run.err
+    apart, local = ((tmp_path / where / "model.safetensors").read_bytes() for where in ("apart", "local"))
+    assert apart == local
+    lines = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "lr" in line]
+    assert len(steps) == 9
+    assert fxpipe_command("inspect", tmp_path / "build").code == 0
+
+
+def test_a_batch_that_microbatches_do_not_divide_says_so() -> None:
+    with pytest.raises(BatchError, match="2 microbatches do not divide a batch of 3"):
+        built(sizes=[(4, 3), (3, 3)])
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    fxpipe.compile(model, loss, batch_of(4, 3), shapes=[batch_of(2, 3)], workers=2, cost="analytic")
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
