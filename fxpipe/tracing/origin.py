@@ -31,6 +31,7 @@ from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
 
 KEY = "fxpipe_origin"
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
 _SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
 _SCALING = ("scale", "unscale_", "step", "update")
 
@@ -294,17 +295,15 @@ class _Recorder(TorchFunctionMode):
             with recorder.region():
                 yield
 
-        saved = (
-            torch_checkpoint.CheckpointFunction,
-            torch_checkpoint._checkpoint_without_reentrant_generator,
-        )
-        torch_checkpoint.CheckpointFunction = Plain  # type: ignore[assignment,misc]
-        torch_checkpoint._checkpoint_without_reentrant_generator = plain
+        # torch 2.15 looks up another name than earlier ones: …_generator_impl.
+        generators = [name for name in vars(torch_checkpoint) if name.startswith(_CHECKPOINT)]
+        replaced: dict[str, Any] = {"CheckpointFunction": Plain, **dict.fromkeys(generators, plain)}
+        saved = {name: getattr(torch_checkpoint, name) for name in replaced}
+        vars(torch_checkpoint).update(replaced)
         try:
             yield
         finally:
-            torch_checkpoint.CheckpointFunction = saved[0]  # type: ignore[misc]
-            torch_checkpoint._checkpoint_without_reentrant_generator = saved[1]
+            vars(torch_checkpoint).update(saved)
 
 
 @contextlib.contextmanager

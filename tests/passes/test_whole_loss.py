@@ -36,6 +36,10 @@ def kept(batch: Batch) -> Tensor:
     return batch[1] != -100
 
 
+def attended(x: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, **options).square().mean()
+
+
 def masked(divisor: Callable[[Tensor], Tensor]) -> Step:
     return lambda m, b: (logits(m, b).square().mean(-1) * kept(b)).sum() / divisor(kept(b))
 
@@ -86,7 +90,9 @@ EQUAL: dict[str, Step] = {
         / (kept(b).sum() + 1e-6)
     ),
     "centred by the batch": lambda m, b: ((logits(m, b).mean(-1) - b[0].mean()) ** 2).mean(),
-    "attention": lambda m, b: F.scaled_dot_product_attention(*[logits(m, b)] * 3, is_causal=True).square().mean(),
+    "attention": lambda m, b: attended(logits(m, b), is_causal=True),
+    "attention, samples as heads": lambda m, b: attended(logits(m, b)[None], is_causal=True),
+    "attention, samples as heads, with masks": lambda m, b: attended(logits(m, b)[None], attn_mask=b[0][None, ..., :3]),
     "divergence": lambda m, b: F.kl_div(logits(m, b).log_softmax(-1), b[0][..., :5].softmax(-1), reduction="batchmean"),
     "one token of each": lambda m, b: logits(m, b)[torch.arange(len(b[0])), kept(b).sum(1) % 3].square().mean(),
     "triplets": lambda m, b: F.triplet_margin_loss(*logits(m, b).unbind(1)),
@@ -172,6 +178,12 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
     "a number for each place of the batch": (
         "has a row for each, and is the same for every microbatch",
         lambda m, b: (logits(m, b).flatten(0, 1)[:, 0] * torch.arange(3 * len(b[0]))).mean(),
+    ),
+    "masks of a constant, samples as heads": (
+        "has a mask for each sample that is the same for every microbatch",
+        lambda m, b: attended(
+            logits(m, b)[None], attn_mask=torch.arange(9.0 * len(b[0])).sin().view(1, -1, 3, 3).double()
+        ),
     ),
     "the first sample": ("takes one sample", lambda m, b: logits(m, b)[0].square().mean()),
     "a total of totals": (

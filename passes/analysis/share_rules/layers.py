@@ -68,29 +68,32 @@ def _product(call: OperatorCall) -> Known:
     return made if fits else call.lost("adds what is the same for every microbatch to each sample")
 
 
-def _of_samples(call: OperatorCall) -> Known:
-    """Operators that treat each place of the first dimension by itself, whatever they do with the others."""
+def _of_samples(call: OperatorCall, dim: int = 0) -> Known:
+    """Operators that treat each place of the first (or another) dimension by itself, whatever they do with the rest."""
     first: Known = call.known(call.tensors[0])
     rows = [call.known(n) for n in call.tensors if isinstance(call.known(n), Rows)]
-    batched = isinstance(first, Rows) and first.dim == 0 and all(r == first for r in rows)
+    batched = isinstance(first, Rows) and first.dim == dim and all(r == first for r in rows)
     if batched and all(isinstance(call.known(n), Rows) or call.whole(n) for n in call.tensors):
         return first
     return without_rows(call) or call.lost("does not have the batch as its first dimension")
 
 
 def _attention(call: OperatorCall) -> Known:
+    """Samples and heads, the first two dimensions, stay apart. torch 2.15 puts a dimension before those of three."""
     mask = next((argument(call, n) for n in ("attn_mask", "attn_bias") if argument(call, n) is not None), None)
-    if (
-        mask is not None
-        and not isinstance(call.known(mask), Rows)
-        and call.shape(mask)[0] != 1
-        and len(call.shape(mask)) == 4
-        and 0 not in alike(call.known(mask), 4)
-    ):
-        return call.lost("has a mask for each sample that is the same for every microbatch")
-    query, key = call.tensors[:2]
+    query, key, value = call.tensors[:3]
+    first = call.known(query)
+    heads = isinstance(first, Rows) and first.dim == 1
+    if mask is not None and not isinstance(call.known(mask), Rows):
+        shape = call.shape(mask)
+        place = len(shape) - 4 + heads
+        if place >= 0 and shape[place] != 1 and place not in alike(call.known(mask), len(shape)):
+            return call.lost("has a mask for each sample that is the same for every microbatch")
+    if heads:
+        alone = all(call.known(n) == first and call.shape(n)[1] == call.shape(query)[1] for n in (key, value))
+        return _of_samples(call, 1) if alone else call.lost("asks samples in groups")
     rows: Known = call.known(key)
-    if call.whole(query) and 0 in alike(call.known(query), 4) and rows == Rows(0):
+    if call.whole(query) and 0 in alike(first, 4) and rows == Rows(0):
         rest = [n for n in call.tensors[1:] if n is not mask]  # a learnt query, which asks every sample alike
         return rows if all(call.known(n) == rows for n in rest) else call.lost("asks samples and what is none")
     return _of_samples(call)
