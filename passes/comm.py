@@ -161,7 +161,7 @@ class _Wiring:
             node.meta["val"] = torch.empty(1, dtype=torch.uint8, device="meta")
             node.meta[INFO] = self._record(node, gap.phase, worker)
         spec = EdgeSpec(
-            name=token.name,
+            name=self.prefix + token.name,
             kind="token",
             src=gap.src,
             src_phase=gap.phase,

@@ -172,6 +172,18 @@ def test_cuts_that_no_other_shape_allows_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_every_shape_has_tokens_of_its_own(tmp_path: Path, schedule: str) -> None:
+    cuts = {"forward_at": ["middle"] * 2, "backward_at": ["middle"] * 2}  # worker 1 has nothing to do
+    build = built(schedule, 3, sizes=SIZES[:2], **cuts).save(tmp_path / "build")
+    tokens = [edge.name for edge in build.plan.all_edges if edge.kind == "token"]
+    assert len(tokens) == len(set(tokens)) >= 2
+    data = [batch_of(*SIZES[i % 2], seed=i) for i in range(4)]
+    run = run_in_threads(tmp_path / "build", data, sgd, by_channel=True)
+    assert not run.failures, run.failures
+    assert run.losses == build.local(optimizer=sgd).run(data)
+
+
 def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
     assert build.plan.shapes == ()
