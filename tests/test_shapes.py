@@ -184,6 +184,20 @@ def test_every_shape_has_tokens_of_its_own(tmp_path: Path, schedule: str) -> Non
     assert run.losses == build.local(optimizer=sgd).run(data)
 
 
+def test_totals_read_the_constants_of_their_own_shape() -> None:
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        ids, labels = batch
+        weight = torch.tensor([1.0] * 10 + [5.0] if ids.shape[1] == 3 else [3.0] + [1.0] * 10, dtype=torch.float64)
+        return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), weight=weight)
+
+    batches = [batch_of(*size) for size in SIZES[:2]]
+    options: dict[str, Any] = {"workers": 2, "schedule": "1f1b", "microbatches": 2, "cost": "analytic"}
+    build = fxpipe.compile(model_of(), weighted, batches[0], shapes=batches[1:], **options)
+    for part, batch in zip(build.of_shapes, batches, strict=True):
+        assert part.plan.totals is not None
+        assert compare_with_eager(part, model_of(), weighted, batch).largest < 1e-12
+
+
 def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
     assert build.plan.shapes == ()

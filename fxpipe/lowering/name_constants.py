@@ -15,18 +15,24 @@ from fxpipe.task.batch import tensor_spec
 def name_constants(program: Program, prefix: str, known: Mapping[str, torch.Tensor]) -> Program:
     """A constant gets the name of an equal one that the build has, else one of its own, which begins with `prefix`.
 
+    So do the constants of the program's totals, which are the program's own.
+
     Args:
         known: the build's tensors by name.
     """
     constants = {name: t for name, t in known.items() if re.fullmatch(r"((evaluate|shape)\.\d+\.)?constant_\d+", name)}
-    rows = []
-    for row in program.buffers:
-        if row.constant:
-            tensor = program.values[row.node]
-            same = next((name for name, t in constants.items() if _equal(t, tensor)), None)
-            row = dataclasses.replace(row, names=(same or f"{prefix}.{row.names[0]}",))
-        rows.append(row)
-    return dataclasses.replace(program, buffers=tuple(rows))
+
+    def named(part: Program) -> Program:
+        rows = []
+        for row in part.buffers:
+            if row.constant:
+                tensor = part.values[row.node]
+                same = next((name for name, t in constants.items() if _equal(t, tensor)), None)
+                row = dataclasses.replace(row, names=(same or f"{prefix}.{row.names[0]}",))
+            rows.append(row)
+        return dataclasses.replace(part, buffers=tuple(rows), totals=part.totals and named(part.totals))
+
+    return named(program)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -105,17 +105,22 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     )
     known = {b.name for b in alone.plan.buffers}
     read = {b.name: b.workers for b in made.buffers}
-    buffers = tuple(
-        b if b.home is not None else dataclasses.replace(b, workers=tuple(sorted({*b.workers, *read.get(b.name, ())})))
-        for b in alone.plan.buffers
+    buffers = (
+        *(
+            b
+            if b.home is not None
+            else dataclasses.replace(b, workers=tuple(sorted({*b.workers, *read.get(b.name, ())})))
+            for b in alone.plan.buffers
+        ),
+        *(b for b in made.buffers if b.name not in known),
     )
-    more = tuple(b for b in made.buffers if b.name not in known)
-    values = {row.names[0]: program.values[row.node] for row in program.buffers}
+    values = {row.names[0]: part.values[row.node] for part in (program, program.totals) if part for row in part.buffers}
+    more = {b.name for b in buffers} - {b.name for b in plan.buffers}
     return dataclasses.replace(
         build,
-        plan=dataclasses.replace(plan, buffers=(*buffers, *more), shapes=(*plan.shapes, spec)),
+        plan=dataclasses.replace(plan, buffers=buffers, shapes=(*plan.shapes, spec)),
         files={**alone.files, **program.files},
-        tensors={**build.tensors, **{b.name: values[b.name].detach().clone() for b in more}},
+        tensors={**build.tensors, **{name: values[name].detach().clone() for name in sorted(more)}},
         passes=(*build.passes, *(f"shape {number}: {line}" for line in lines.lines)),
         warnings=tuple(dict.fromkeys((*build.warnings, *program.warnings))),
     )
