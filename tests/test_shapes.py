@@ -198,6 +198,35 @@ def test_totals_read_the_constants_of_their_own_shape() -> None:
         assert compare_with_eager(part, model_of(), weighted, batch).largest < 1e-12
 
 
+def test_cuts_before_modules_hold_whatever_comes_between() -> None:
+    class Deeper(nn.Module):
+        """Short texts take more steps outside its modules."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.one(x)
+            for _ in range(6 if x.shape[1] == 3 else 1):
+                hidden = torch.tanh(hidden)
+            return self.three(torch.tanh(self.two(hidden)))
+
+    for sizes in ((3, 6), (6, 3)):
+        first, other = (torch.randn(4, size, 4) for size in sizes)
+        plan = fxpipe.compile(
+            Deeper(),
+            lambda model, batch: model(batch).square().mean(),
+            first,
+            shapes=[other],
+            workers=3,
+            cost="analytic",
+            forward_at=["two", "three"],
+        ).plan
+        for of_shape in plan.of_shapes:
+            assert [of_shape.units[stage.forward_units[0]] for stage in of_shape.stages] == ["one", "two", "three"]
+
+
 def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
     assert build.plan.shapes == ()

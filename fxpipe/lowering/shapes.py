@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -130,7 +131,8 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
     """Where to cut a program whose units are numbered so that its workers own what those of the plan do.
 
     Each cut is before the unit of the same module as in the plan, the same call of it, moved as little as it takes
-    that gradients are made by the owners of their parameters, and buffers updated at home.
+    that gradients are made by the owners of their parameters, buffers updated at home, and weights that one worker's
+    forward reads read there.
 
     Raises:
         CutError: there are no such cuts.
@@ -147,13 +149,22 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
     like = _bounds(plan, moved.__getitem__)
     weights = _within(like.weights, made, "gradients")
     backward = weights if like.weights == like.backward else tuple(map(min, like.backward, weights))
-    forward = _within(like.forward, updated, "updates of buffers")
+    readers = {p.name: [k for k, phase in p.readers if phase == "F"] for p in plan.parameters}
+    at = {p.node: readers.get(p.names[0], []) for p in program.parameters}
+    reads = [
+        (info(user).unit, at[name][0])
+        for name, node in program.placeholders.items()
+        if len(at.get(name, ())) == 1
+        for user in node.users
+        if user.op == "call_function" and info(user).phase == "F"
+    ]
+    forward = _within(like.forward, [*updated, *reads], "reads of weights and updates of buffers")
     return dataclasses.replace(like, forward=forward, backward=backward, weights=weights)
 
 
 def _bounds(plan: Plan, moved: Callable[[int], int]) -> Cuts:
     forward, backward, weights = (
-        tuple(moved(bound) for bound in (*(bounds[0] for bounds in kind), kind[-1][1]))
+        tuple(accumulate((moved(bound) for bound in (*(bounds[0] for bounds in kind), kind[-1][1])), max))
         for kind in zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
     )
     return Cuts(forward, backward, weights)
@@ -181,7 +192,7 @@ def _same_places(old: Sequence[str], new: Sequence[str]) -> list[int]:
             at = calls[min(call, len(calls) - 1)]
         else:
             at = calls[max(len(calls) - (counts[unit] - call), 0)]
-        found.append(max(at, found[-1] if found else 0) if i else 0)
+        found.append(at if i else 0)
     return [*found, len(new)]
 
 
