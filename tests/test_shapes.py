@@ -227,6 +227,61 @@ def test_cuts_before_modules_hold_whatever_comes_between() -> None:
             assert [of_shape.units[stage.forward_units[0]] for stage in of_shape.stages] == ["one", "two", "three"]
 
 
+class Counted(nn.Module):
+    """Counts short texts; batches of all lengths read the count where `reads` says."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.ones(()))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.one(x))
+        if self.reads == "at home":
+            hidden = hidden + self.seen
+        if x.shape[1] < 5:
+            self.seen = self.seen + hidden.detach().mean() * 0 + 1
+        hidden = torch.tanh(self.two(hidden))
+        if self.reads == "elsewhere":
+            hidden = hidden + self.seen
+        if self.reads == "in backward":
+            hidden = hidden * self.seen
+        return self.three(hidden)
+
+
+def counted(reads: str) -> Build:
+    long, short = torch.ones(4, 6, 4), torch.ones(4, 3, 4)
+    return fxpipe.compile(
+        Counted(reads),
+        lambda model, batch: model(batch).square().mean(),
+        short,
+        shapes=[long],
+        evaluation=(lambda model, batch: {"seen": model.seen + model(batch).sum() * 0}, [short]),
+        workers=3,
+        schedule="async",
+        cost="analytic",
+        forward_at=["two", "three"],
+    )
+
+
+@pytest.mark.parametrize("reads", ["nowhere", "at home"])
+def test_evaluations_see_buffers_that_a_later_batch_of_another_shape_updates(tmp_path: Path, reads: str) -> None:
+    counted(reads).save(tmp_path / "build")
+    data = [torch.randn(4, tokens, 4) for tokens in (3, 6, 6, 3, 6, 6, 3)]
+    run = run_in_threads(tmp_path / "build", data, sgd, by_channel=False, evaluated=[data[0]])
+    assert not run.failures, run.failures
+    assert [metrics["seen"] for _, metrics in run.evaluations] == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("reads", "said"), [("elsewhere", "forward of worker 1 reads seen"), ("in backward", "backward of worker 1 reads")]
+)
+def test_what_only_another_shape_updates_is_read_at_its_home_and_by_forwards_alone(reads: str, said: str) -> None:
+    with pytest.raises(CutError, match=f"{said}.* batches of another shape update"):
+        counted(reads)
+
+
 def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
     assert build.plan.shapes == ()

@@ -229,6 +229,7 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
         if parameter.trained and owners.get(parameter.name) != parameter.owner:
             wrong.append(f"{parameter.name} gets its gradient on worker {parameter.owner}")
     homes = _by_name((b.names, b.home) for b in plan.buffers)
+    updated = {b.name for b in made.buffers if b.home is not None}
     for buffer in made.buffers:
         if buffer.home is not None and homes.get(buffer.name) != buffer.home:
             wrong.append(f"{buffer.name} is updated on worker {buffer.home}")
@@ -236,6 +237,10 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
         for name, old, new in (("forward", first.forward, other.forward), ("backward", first.backward, other.backward)):
             if more := [w for w in new.weights if w not in old.weights]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, too")
+            # A buffer that this shape only reads may have changed until its backward, and has a value at its home alone.
+            live = [b for b in new.buffers if homes.get(b) is not None and b not in updated]
+            if more := [b for b in live if new is other.backward or homes[b] != k]:
+                wrong.append(f"{name} of worker {k} reads {more[0]}, which batches of another shape update")
     if wrong:
         raise CutError(
             f"the step for batches of shape {number} differs in what the workers hold: " + "; ".join(wrong[:4]),

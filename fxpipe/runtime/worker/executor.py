@@ -156,7 +156,8 @@ class Executor:
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in stage.updates}
+            updates = self._stages[0].updates  # those of any shape: a later batch may update what this one does not
+            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in updates}
         self._saved[action.minibatch, action.microbatch] = saved
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
