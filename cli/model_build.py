@@ -110,6 +110,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions, constants: 
     parts += [f"--schedule {options.schedule}", f"--microbatches {options.microbatches}"]
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
     parts += [f"--constant-batch {shlex.quote(name)}" for name in constants]
+    parts += [f"--scan {options.scan}"] if options.scan > 1 else []
     parts += ["--meta"] if made.meta else []
     return " ".join(parts)
 

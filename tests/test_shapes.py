@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CutError
-from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, worst_agreement
 from fxpipe.lowering.shapes import SHAPES
 
 SIZES = ((8, 6), (8, 3), (4, 6), (4, 9))  # samples, tokens
@@ -126,6 +126,13 @@ def test_workers_apart_give_the_same_bits(
                 assert home != executor.worker or torch.equal(value.detach(), expected[name]), name
 
 
+def test_an_error_counts_though_another_shape_was_not_compared() -> None:
+    agreements = [Agreement(0.5, {}, {}), Agreement(0.0, {}, {}, not_compared="rrelu")]
+    for order in (agreements, agreements[::-1]):
+        found = worst_agreement(order)
+        assert (found.largest, found.not_compared) == (0.5, "rrelu")
+
+
 def test_weights_and_buffers_stay_where_they_are(whole: Build) -> None:
     plan = built(norm=True).plan
     for of_shape in plan.of_shapes:
@@ -198,35 +205,6 @@ def test_totals_read_the_constants_of_their_own_shape() -> None:
         assert compare_with_eager(part, model_of(), weighted, batch).largest < 1e-12
 
 
-def test_cuts_before_modules_hold_whatever_comes_between() -> None:
-    class Deeper(nn.Module):
-        """Short texts take more steps outside its modules."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.one(x)
-            for _ in range(6 if x.shape[1] == 3 else 1):
-                hidden = torch.tanh(hidden)
-            return self.three(torch.tanh(self.two(hidden)))
-
-    for sizes in ((3, 6), (6, 3)):
-        first, other = (torch.randn(4, size, 4) for size in sizes)
-        plan = fxpipe.compile(
-            Deeper(),
-            lambda model, batch: model(batch).square().mean(),
-            first,
-            shapes=[other],
-            workers=3,
-            cost="analytic",
-            forward_at=["two", "three"],
-        ).plan
-        for of_shape in plan.of_shapes:
-            assert [of_shape.units[stage.forward_units[0]] for stage in of_shape.stages] == ["one", "two", "three"]
-
-
 class Counted(nn.Module):
     """Counts short texts; batches of all lengths read the count where `reads` says."""
 
@@ -282,6 +260,35 @@ def test_what_only_another_shape_updates_is_read_at_its_home_and_by_forwards_alo
         counted(reads)
 
 
+def test_cuts_before_modules_hold_whatever_comes_between() -> None:
+    class Deeper(nn.Module):
+        """Short texts take more steps outside its modules."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.one(x)
+            for _ in range(6 if x.shape[1] == 3 else 1):
+                hidden = torch.tanh(hidden)
+            return self.three(torch.tanh(self.two(hidden)))
+
+    for sizes in ((3, 6), (6, 3)):
+        first, other = (torch.randn(4, size, 4) for size in sizes)
+        plan = fxpipe.compile(
+            Deeper(),
+            lambda model, batch: model(batch).square().mean(),
+            first,
+            shapes=[other],
+            workers=3,
+            cost="analytic",
+            forward_at=["two", "three"],
+        ).plan
+        for of_shape in plan.of_shapes:
+            assert [of_shape.units[stage.forward_units[0]] for stage in of_shape.stages] == ["one", "two", "three"]
+
+
 def test_a_build_of_one_shape_says_nothing_of_shapes() -> None:
     build = built(sizes=[SIZES[0], SIZES[0]])
     assert build.plan.shapes == ()
@@ -328,6 +335,7 @@ def test_a_last_smaller_batch_from_the_model_file_to_the_weights(tmp_path: Path)
     lines = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "lr" in line]
     assert len(steps) == 9
+    assert "--scan 3" in (tmp_path / "build" / "stage_0_1.py").read_text().splitlines()[0]
     assert fxpipe_command("inspect", tmp_path / "build").code == 0
 
 

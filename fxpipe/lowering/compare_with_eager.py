@@ -100,8 +100,10 @@ def compare_with_eager(
 
 
 def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
-    """The one of several with the largest error; one that could not be compared counts as the largest."""
-    return max(agreements, key=lambda found: (bool(found.not_compared), found.largest))
+    """The one of several with the largest error, which says so where another could not be compared."""
+    found = list(agreements)
+    worst = max(found, key=lambda agreement: agreement.largest)
+    return replace(worst, not_compared=next((a.not_compared for a in found if a.not_compared), ""))
 
 
 @dataclass(frozen=True)
