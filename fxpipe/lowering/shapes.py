@@ -237,7 +237,7 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
         for name, old, new in (("forward", first.forward, other.forward), ("backward", first.backward, other.backward)):
             if more := [w for w in new.weights if w not in old.weights]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, too")
-            # A buffer that this shape only reads may have changed until its backward, and has a value at its home alone.
+            # What this shape only reads may have changed by the time of its backward, and has a value at home alone.
             live = [b for b in new.buffers if homes.get(b) is not None and b not in updated]
             if more := [b for b in live if new is other.backward or homes[b] != k]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, which batches of another shape update")
