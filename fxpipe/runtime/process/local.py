@@ -85,7 +85,7 @@ class LocalPipeline:
         self._loss_weight = task.loss_weight
         self._minibatches = ShapedMinibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self._shapes: dict[int, int] = {}
-        for executor in self.executors:
+        for executor in self.executors if self.plan.shapes else ():
             executor.shape_of = self._shapes.__getitem__
         stages = [stage for of_shape in self.plan.of_shapes for stage in of_shape.stages]
         self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
