@@ -24,6 +24,7 @@ from fxpipe.ir.transform import run_passes
 
 CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
 KERNEL = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3, 1)
+TABLE = torch.arange(12 * 25, dtype=torch.float64).reshape(12, 5, 5).sin()
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, Batch], Tensor]
 
@@ -46,6 +47,13 @@ def masked(divisor: Callable[[Tensor], Tensor]) -> Step:
 
 def classes(m: nn.Module, b: Batch, **options: Any) -> Tensor:
     return F.cross_entropy(logits(m, b).flatten(0, 1), b[1].flatten(), **options)
+
+
+def sloped(m: nn.Module, b: Batch, value: Callable[[Tensor], Tensor]) -> Tensor:
+    """A penalty on the slope of a value at each sample that is kept."""
+    x = b[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(value(m(x)), x, create_graph=True)
+    return (slope.square().sum(-1) * kept(b)).sum() / kept(b).sum()
 
 
 def standard(x: Tensor) -> Tensor:
@@ -135,6 +143,41 @@ EQUAL: dict[str, Step] = {
         .square()
         .mean()
     ),
+    "two views, sliced": lambda m, b: (
+        (m(torch.cat([b[0], b[0] + 1]))[: len(b[0])].mean(-1) * kept(b)).sum() / kept(b).sum()
+    ),
+    "matrices": lambda m, b: (
+        torch.linalg.cholesky(logits(m, b).mT @ logits(m, b) + 5 * torch.eye(5, dtype=torch.float64)).square().mean()
+    ),
+    "classes that are there": lambda m, b: (
+        logits(m, b).mean() * torch.count_nonzero(F.one_hot(b[1][:, 0].clamp(min=0), 5).sum(0))
+    ),
+    "a whole number of a sum": lambda m, b: logits(m, b).mean() * (7 * b[0]).sum(0).long().double().sum(),
+    "classes that the model says": lambda m, b: F.cross_entropy(
+        logits(m, b).flatten(0, 1), (logits(m, b) - b[0][..., :5]).detach().flatten(0, 1).argmax(1)
+    ),
+    "classes that the model is sure of": lambda m, b: (
+        (F.cross_entropy(logits(m, b)[:, 0], logits(m, b)[:, 1].max(1).indices, reduction="none") * kept(b)[:, 0]).sum()
+        / kept(b).sum()
+    ),
+    "by bucket": lambda m, b: (logits(m, b)[..., 0] * torch.bucketize(b[0][..., 0], CLASSES - 3)).mean(),
+    "means and a penalty, stacked": lambda m, b: torch.stack([classes(m, b), m[2].bias.square().sum()]).sum(),
+    "matrices for all": lambda m, b: (logits(m, b) @ m[2].weight[:, :5].expand(len(b[0]), 5, 5)).square().mean(),
+    "slopes": lambda m, b: sloped(m, b, lambda y: F.elu(y[:, 1]).square().sum()),
+    "slopes of a likelihood": lambda m, b: sloped(
+        m, b, lambda y: F.cross_entropy(y.flatten(0, 1), b[1].flatten(), reduction="sum")
+    ),
+    "slopes of a masked mean": lambda m, b: sloped(
+        m, b, lambda y: (y.square().mean(-1) * kept(b)).sum() / kept(b).sum()
+    ),
+    "slopes of a layer": lambda m, b: sloped(
+        m, b, lambda y: F.smooth_l1_loss(F.layer_norm(y, [5], m[2].bias), b[0][..., :5], reduction="sum")
+    ),
+    "slopes of filters": lambda m, b: sloped(m, b, lambda y: F.conv1d(y, m[2].weight[None, :3, :3]).square().sum()),
+    "a table at one place": lambda m, b: (
+        ((logits(m, b)[:, 0] * m[2].weight.t()[torch.full((len(b[0]),), 3)]).mean(1) * kept(b)[:, 0]).sum()
+        / kept(b)[:, 0].sum()
+    ),
 }
 REPEATED: dict[str, Step] = {
     "a mask for each position, once for each sample": lambda m, b: (
@@ -189,6 +232,44 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
     "a total of totals": (
         "is not a sum or a mean|is not linear",
         lambda m, b: (b[0] - b[0].mean()).square().sum().sqrt() * logits(m, b).mean(),
+    ),
+    "some of two views": (
+        "slice .* takes some samples",
+        lambda m, b: m(torch.cat([b[0], b[0]]))[: len(b[0]) // 2].sum(),
+    ),
+    "filters of samples": (
+        "convolves samples with samples",
+        lambda m, b: F.conv1d(logits(m, b), logits(m, b)[..., :2]).square().mean(),
+    ),
+    "matrices of some": (
+        "multiplies samples with what is the same",
+        lambda m, b: torch.bmm(logits(m, b), TABLE[: len(b[0])]).square().mean(),
+    ),
+    "the last sample first": (
+        "reads samples by an index",
+        lambda m, b: (
+            logits(m, b)[torch.arange(len(b[0]) - 1, -1, -1), b[1][:, 0].clamp(min=0) % 3] * b[0][:, 0, :5]
+        ).mean(),
+    ),
+    "samples by samples": (
+        "reads samples by an index",
+        lambda m, b: logits(m, b)[:, 0, :1].expand(-1, 99).index_select(1, b[1][:, 0].clamp(min=0)).sum(),
+    ),
+    "frequent words": (
+        "scales gradients by how often",
+        lambda m, b: (
+            logits(m, b)[..., :1] * F.embedding(b[1].clamp(min=0), m[2].weight, scale_grad_by_freq=True)
+        ).mean(),
+    ),
+    "classes that the model says and ignores": (
+        "depend on the weights, and may ignore",
+        lambda m, b: F.cross_entropy(
+            logits(m, b)[:, 0], torch.where(kept(b)[:, 0], logits(m, b)[:, 1].argmax(1), -100)
+        ),
+    ),
+    "slopes of a mean": (
+        "divides by the size of one microbatch",
+        lambda m, b: sloped(m, b, lambda y: F.mse_loss(y, b[0][..., :5])),
     ),
     "a sum and a mean": (
         "adds a sum over the batch and what is none",

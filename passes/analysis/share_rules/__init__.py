@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.passes.analysis.share_rules import layers, shapes, sums
+from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
 from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, is_same, operator_of, unknown
 from fxpipe.passes.analysis.share_rules.sameness import same_of
 from torch import fx
@@ -12,7 +12,10 @@ from fxpipe.ir.aten import is_pointwise
 __all__ = ["OperatorCall", "is_same", "mixes_samples", "normalises", "rule_of", "same_of"]
 
 _RULES: dict[str, Rule] = {
-    name: rule for rules in (sums.RULES, shapes.RULES, layers.RULES) for rule, names in rules for name in names.split()
+    name: rule
+    for rules in (sums.RULES, shapes.RULES, layers.RULES, gradients.RULES)
+    for rule, names in rules
+    for name in names.split()
 }
 
 

@@ -51,9 +51,9 @@ def _product(call: OperatorCall) -> Known:
             return SUM
         else:
             return call.lost("multiplies samples with other samples")
-    elif isinstance(left, Rows) and left.dim != inner_left and call.whole(other):
+    elif isinstance(left, Rows) and left.dim != inner_left and call.whole(other) and _goes(call, left, other):
         made = left
-    elif isinstance(right, Rows) and right.dim != inner_right and call.whole(one):
+    elif isinstance(right, Rows) and right.dim != inner_right and call.whole(one) and _goes(call, right, one):
         made = right
     else:
         return call.lost("multiplies samples with what is the same for every microbatch")
@@ -66,6 +66,18 @@ def _product(call: OperatorCall) -> Known:
     goes = dim < 0 or goes_with(call, made, call.shape()[made.dim], share, dim, own)
     fits = share == Rows(dim, made.outer) or (call.whole(added[0]) and goes)
     return made if fits else call.lost("adds what is the same for every microbatch to each sample")
+
+
+def _goes(call: OperatorCall, rows: Rows, factor: fx.Node) -> bool:
+    """Whether a factor of matrices that are samples is a matrix for all of them, or one for each that is alike."""
+    shape = call.shape(factor)
+    return len(shape) < 3 or rows.dim > 0 or goes_with(call, rows, shape[0], call.known(factor), 0, shape)
+
+
+def _convolution(call: OperatorCall) -> Known:
+    """Its weights are the model's: those that are made of samples are for all samples."""
+    weights = [n for n in (call.get("weight"), call.get("bias")) if n is not None]
+    return _of_samples(call) if all(map(call.whole, weights)) else call.lost("convolves samples with samples")
 
 
 def _of_samples(call: OperatorCall, dim: int = 0) -> Known:
@@ -140,6 +152,8 @@ def _in_training(call: OperatorCall) -> bool:
 def _embedding(call: OperatorCall) -> Known:
     weight, indices = call.get("weight"), call.get("indices")
     known: Known = call.known(indices)
+    if call.get("scale_grad_by_freq"):
+        return call.lost("scales gradients by how often a word is in the batch (scale_grad_by_freq)")
     return known if isinstance(known, Rows) and call.whole(weight) else unknown(call)
 
 
@@ -174,15 +188,46 @@ def _counts_up(call: OperatorCall, node: fx.Node) -> bool:
     """Whether an index is 0, 1, 2 … up to the batch."""
     while node.op == "call_function" and operator_of(node) in ("view", "unsqueeze", "_to_copy", "expand"):
         node = node.all_input_nodes[0]
-    return node.op == "call_function" and operator_of(node) == "arange" and call.shape(node) == (call.found.batch,)
+    if node.op != "call_function" or operator_of(node) != "arange" or call.shape(node) != (call.found.batch,):
+        return False
+    counts = OperatorCall(call.found, node)
+    return all((argument(counts, name) or usual) == usual for name, usual in (("start", 0), ("step", 1)))
+
+
+def _looked_up(call: OperatorCall) -> Known:
+    """Each element of the first argument, in a table."""
+    element, *tables = [call.get(name) for name in _LOOKED_UP[call.name]]
+    known: Known = call.known(element) if isinstance(element, fx.Node) else SAME
+    return known if isinstance(known, Rows) and all(map(call.whole, tables)) else unknown(call)
+
+
+def _matrices(call: OperatorCall) -> Known:
+    """Of matrices in the last two dimensions, each by itself."""
+    given = {(call.known(n), len(call.shape(n))) for n in call.tensors}
+    known, count = call.known(call.tensors[0]), len(call.shape(call.tensors[0]))
+    if len(given) > 1 or not isinstance(known, Rows):
+        return unknown(call)
+    return known if known.dim < count - 2 else call.lost("works along the batch")
+
+
+_LOOKED_UP = {
+    "bucketize": ("self", "boundaries"),
+    "searchsorted": ("self", "sorted_sequence"),
+    "isin": ("elements", "test_elements"),
+}
 
 
 RULES: tuple[tuple[Rule, str], ...] = (
     (_along, "_safe_softmax _softmax _log_softmax softmax log_softmax glu cumsum cumprod logcumsumexp cummax cummin"),
     (_along, "sort topk flip roll"),
-    (_along, "argsort scatter scatter_add scatter_reduce scatter_src index_fill _fft_r2c _fft_c2r _fft_c2c renorm"),
+    (_along, "argsort scatter scatter_add scatter_reduce scatter_src index_fill _fft_r2c _fft_c2r _fft_c2c"),
+    (_along, "linalg_cross _softmax_backward_data _log_softmax_backward_data glu_backward"),
+    (_matrices, "linalg_cholesky_ex linalg_inv_ex linalg_qr linalg_solve_triangular cholesky_solve"),
+    (_matrices, "_linalg_det _linalg_slogdet _linalg_eigh _linalg_svd _linalg_solve_ex"),
+    (_looked_up, " ".join(_LOOKED_UP)),
     (_product, "mm bmm addmm baddbmm mv dot addmv"),
-    (_of_samples, "convolution max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d"),
+    (_convolution, "convolution"),
+    (_of_samples, "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d"),
     (
         _of_samples,
         "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d native_group_norm",
@@ -191,6 +236,8 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_of_samples, "_upsample_nearest_exact2d upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa"),
     (_of_samples, "pixel_shuffle pixel_unshuffle im2col col2im reflection_pad1d reflection_pad2d replication_pad1d"),
     (_of_samples, "replication_pad2d channel_shuffle _cdist_forward grid_sampler_2d grid_sampler_3d"),
+    (_of_samples, "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward _cdist_backward"),
+    (_of_samples, "_scaled_dot_product_flash_attention_for_cpu_backward"),
     (_of_samples, "_thnn_fused_lstm_cell _thnn_fused_gru_cell"),
     (_attention, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
     (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"),

@@ -174,6 +174,25 @@ def _samples(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return {0} & dims[0]
 
 
+def _index(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """Along which the indices are alike, if they are for the first dimensions of the table."""
+    if None in call.get("indices"):
+        return set()
+    shapes = [call.shape(node) for node in call.tensors[1:]]
+    count = max(map(len, shapes))
+    found = set(range(count))
+    for shape, own in zip(shapes, dims[1:], strict=True):
+        missing = count - len(shape)
+        found &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in own}
+    return found
+
+
+def _placed(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """The gradient of a select or a slice, put into zeros."""
+    at = call.get("dim") % len(call.shape())
+    return {d + (call.name == "select_backward" and d >= at) for d in dims[0]} - {at}
+
+
 def _table(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return set(dims[1])
 
@@ -228,7 +247,8 @@ _PERIODS: dict[str, Callable[[OperatorCall], dict[int, int]]] = {
 }
 _DIMS: dict[str, Dims] = {}
 for _rule, _names in (
-    (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli"),
+    (_elements, "clone _to_copy alias detach lift_fresh_copy copy native_dropout bernoulli log_sigmoid_forward"),
+    (_elements, "_prelu_kernel hardswish floor_divide complex polar"),
     (_view, "view _unsafe_view reshape _reshape_alias"),
     (_expand, "expand repeat"),
     (_permute, "permute transpose t"),
@@ -246,5 +266,7 @@ for _rule, _names in (
     (_samples, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
     (_normalised, "native_layer_norm _fused_rms_norm"),
     (_table, "embedding"),
+    (_index, "index _unsafe_index"),
+    (_placed, "select_backward slice_backward"),
 ):
     _DIMS.update(dict.fromkeys(_names.split(), _rule))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from fxpipe.passes.analysis.share import Known, Rows, after_view
 from fxpipe.passes.analysis.share_rules.call import (
+    MEAN,
     SAME,
     OperatorCall,
     Rule,
     aligned,
     alike,
+    is_same,
     permuted,
     reduced,
     unknown,
@@ -71,12 +76,15 @@ def _select(call: OperatorCall) -> Known:
     if not isinstance(known, Rows):
         return known
     dim = call.get("dim") % len(call.shape(source))
+    if call.name == "slice" and dim == known.dim:
+        begin, end, _ = slice(call.get("start"), call.get("end")).indices(call.shape(source)[dim])
+        blocks = _blocks(call, begin, end) if call.get("step") == 1 else None
+        return blocks or call.lost("takes some samples of the batch")
     if call.name == "slice":
-        whole = call.shape()[known.dim] == call.shape(source)[known.dim]
-        return known if dim != known.dim or whole else call.lost("takes some samples of the batch")
+        return known
     if dim == known.dim:
         return call.lost("takes one sample of the batch")
-    return Rows(known.dim - (dim < known.dim), known.outer) if call.name in ("select", "unbind") else known
+    return Rows(known.dim - (dim < known.dim), known.outer)
 
 
 def _index_select(call: OperatorCall) -> Known:
@@ -91,15 +99,25 @@ def _index_select(call: OperatorCall) -> Known:
     return known if call.whole(index) else call.lost("reads by a sum over the batch")
 
 
-def _split(call: OperatorCall) -> Known:
+def _split(call: OperatorCall) -> Any:
     """Pieces of each sample, or the blocks of samples that were put together."""
     source = call.tensors[0]
     known: Known = call.known(source)
     dim = call.get("dim") % len(call.shape(source))
     if not isinstance(known, Rows) or dim != known.dim:
         return known
-    sizes = {piece.shape[dim] for piece in value(call.node)}
-    return Rows(dim) if sizes == {call.shape(source)[dim] // known.outer} else call.lost("divides the batch")
+    sizes = [piece.shape[dim] for piece in value(call.node)]
+    ends = itertools.accumulate(sizes)
+    found = [_blocks(call, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return tuple(found) if all(found) else call.lost("divides the batch")
+
+
+def _blocks(call: OperatorCall, begin: int, end: int) -> Rows | None:
+    """Some places along the batch: rows of all samples again, if they are whole blocks, such as one of two views."""
+    source = call.tensors[0]
+    known = call.known(source)
+    size = call.shape(source)[known.dim] // known.outer
+    return Rows(known.dim, (end - begin) // size) if begin < end and begin % size == end % size == 0 else None
 
 
 def _cat(call: OperatorCall) -> Known:
@@ -128,6 +146,8 @@ def _cat(call: OperatorCall) -> Known:
 
 def _joined(call: OperatorCall) -> Known:
     shares = {call.known(n) for n in call.tensors if value(n).numel()}
+    if MEAN in shares and all(s is MEAN or is_same(s) for s in shares):
+        return MEAN  # what is the same in every microbatch is its own mean
     return shares.pop() if len(shares) == 1 else without_rows(call) or call.lost("joins a sum over the batch to others")
 
 

@@ -18,11 +18,13 @@ from fxpipe.passes.analysis.share_rules.call import (
     by_elements,
     made_of_totals,
     not_linear,
+    operator_of,
     reduced,
     without_rows,
 )
 from torch import fx
 
+from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import value
 
 
@@ -37,9 +39,10 @@ def _filled(call: OperatorCall) -> Known:
 
 
 def _linear(call: OperatorCall) -> Known:
-    """A call that is linear in its one tensor and works element by element."""
+    """A call that is linear in its one tensor and works element by element; a number that loses its fraction is not."""
     known = call.known(call.tensors[0])
-    return known if known in (SUM, MEAN) else by_elements(call)
+    kept = value(call.node).is_floating_point() or not value(call.tensors[0]).is_floating_point()
+    return known if known in (SUM, MEAN) and kept else by_elements(call)
 
 
 def _add(call: OperatorCall) -> Known:
@@ -123,6 +126,12 @@ def _reduction(over_batch: Share | None) -> Rule:
     return rule
 
 
+def _count(call: OperatorCall) -> Known:
+    """How many are not 0: of samples a sum, of sums none."""
+    rows = isinstance(call.known(call.tensors[0]), Rows)
+    return _reduction(SUM if rows else None)(call)
+
+
 def _loss(call: OperatorCall) -> Known:
     """An element-wise loss with a reduction of its own: 0 none, 1 mean, 2 sum."""
     rows = aligned(call, call.tensors, torch.broadcast_shapes(*(call.shape(n) for n in call.tensors)))
@@ -134,16 +143,28 @@ def _loss(call: OperatorCall) -> Known:
 def _nll(call: OperatorCall) -> Any:
     """The negative log-likelihood; its mean is over the targets' weights, which the whole minibatch must give."""
     scores, target, weight = (call.get(name) for name in ("self", "target", "weight"))
-    rows, of_target = call.known(scores), call.known(target)
-    if not isinstance(rows, Rows) or rows.dim != 0 or of_target != rows or target not in call.found.alone:
-        return without_rows(call) or call.lost("has targets that are not rows of the batch, or depend on the weights")
+    rows, of_target, reduction = call.known(scores), call.known(target), call.get("reduction")
+    if not isinstance(rows, Rows) or rows.dim != 0 or of_target != rows:
+        return without_rows(call) or call.lost("has targets that are not rows of the batch")
     if weight is not None and not (weight in call.found.alone and call.whole(weight)):
         return call.lost("weighs classes by what is not constant")
-    reduction = call.get("reduction")
-    if reduction == 1:
+    if reduction == 1 and target in call.found.alone:
         call.found.likelihoods.append(call.node)
+    elif reduction == 1 and (weight is not None or not _is_class(target) or call.get("ignore_index") >= 0):
+        return call.lost("has targets that depend on the weights, and may ignore some of them")
     return ((rows, SAME), (MEAN, SAME), (SUM, SUM))[reduction]
 
+
+def _is_class(target: fx.Node) -> bool:
+    """Whether targets are places of largest scores, so that none is negative."""
+    while target.op == "call_function" and operator_of(target) in _VIEWS:
+        target = target.all_input_nodes[0]
+    if is_getitem(target):
+        return target.args[1] == 1 and operator_of(target.all_input_nodes[0]) in ("max", "topk", "sort")
+    return target.op == "call_function" and operator_of(target) == "argmax"
+
+
+_VIEWS = ["view", "_unsafe_view", "transpose", "permute", "t", "select", "squeeze", "unsqueeze", "clone", "detach"]
 
 RULES: tuple[tuple[Rule, str], ...] = (
     (_drawn, "ones_like zeros_like full_like empty_like rand_like randn_like randint_like bernoulli normal fill"),
@@ -152,7 +173,8 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_add, "add sub rsub"),
     (_mul, "mul"),
     (_div, "div"),
-    (_reduction(SUM), "sum count_nonzero"),
+    (_reduction(SUM), "sum"),
+    (_count, "count_nonzero"),
     (_reduction(MEAN), "mean"),
     (
         _reduction(None),
@@ -163,5 +185,6 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_loss, "soft_margin_loss kl_div"),
     (_nll, "nll_loss_forward nll_loss2d_forward"),
     (by_elements, "native_dropout where masked_fill clamp pow poisson binomial _standard_gamma"),
-    (by_elements, "hardswish log_sigmoid_forward _prelu_kernel polar complex"),
+    (by_elements, "hardswish log_sigmoid_forward _prelu_kernel polar complex real imag _conj floor_divide special_i0"),
+    (by_elements, "rrelu_with_noise rrelu_with_noise_functional"),
 )
