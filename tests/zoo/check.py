@@ -52,6 +52,9 @@ class Row:
         replayed: whether the step draws random numbers though dropout is off, so that the emitted code was compared
             with eager's numbers replayed, and the local run's loss only seen to be finite.
         dropout: whether it was compared with its library's default dropout, too.
+        microbatches: of a recipe, how many it was trained in.
+        loss_error: of a recipe, the largest error of a step's loss, relative; `error` is that of the final weights.
+        unproved: of a recipe, whether compile compared it with the first batch, and proved it for no other.
     """
 
     name: str
@@ -64,6 +67,9 @@ class Row:
     error: float | None = None
     replayed: bool = False
     dropout: bool = False
+    microbatches: int | None = None
+    loss_error: float | None = None
+    unproved: bool = False
 
 
 class Failure(Exception):

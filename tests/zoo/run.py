@@ -1,4 +1,4 @@
-"""`make zoo`: checks the models of the zoo, each in a process of its own, and writes docs/coverage.md.
+"""`make zoo`: checks the zoo's models and recipes, each in a process of its own, and writes docs/coverage.md.
 
 What is done is kept in .zoo/results.jsonl: a model is checked again only if its file, fxpipe, the check or a library it
 needs has changed. Interrupted, it goes on where it stopped.
@@ -26,7 +26,7 @@ from typing import Any
 
 from check import Row
 from coverage_page import page, tables, verdict
-from families import FILE_OF, FILES, FOLDER, ZOO, ZooModel
+from families import FILE_OF, FILES, FOLDER, RECIPES, ZOO, Recipe, ZooModel
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -35,15 +35,16 @@ RESULTS = ROOT / ".zoo" / "results.jsonl"
 PAGE = ROOT / "docs" / "coverage.md"
 SECONDS = 600
 MEMORY = 16 * 2**30  # bytes of data of one check
-LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
+LIBRARIES = ("torchvision", "timm", "transformers", "diffusers", "peft", "pytorch_optimizer")
+TABLE: dict[str, ZooModel | Recipe] = {**ZOO, **RECIPES}
 
 
 def main() -> int:
     """Exit code 0 if every model asked for has passed or is refused as its entry says."""
     asked = _arguments()
-    names = [name for name in ZOO if re.search(asked.only, name)]
+    names = [name for name in TABLE if re.search(asked.only, name)]
     if not names:
-        print(f"no model's name matches {asked.only!r}; there are {', '.join(ZOO)}", file=sys.stderr)
+        print(f"no model's name matches {asked.only!r}; there are {', '.join(TABLE)}", file=sys.stderr)
         return 2
     known = known_rows()
     todo = [name for name in names if name not in known]
@@ -54,14 +55,14 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; `make zoo` goes on from here", file=sys.stderr)
         return 130
-    kinds = {name: entry.kind for name, entry in ZOO.items()}
+    kinds = {name: entry.kind for name, entry in TABLE.items()}
     rows = [known[name] for name in names]
     print(tables(rows, kinds))
-    if len(known) == len(ZOO):
-        PAGE.write_text(page([known[name] for name in ZOO], kinds, versions(LIBRARIES)), encoding="utf-8")
+    if len(known) == len(TABLE):
+        PAGE.write_text(page([known[name] for name in TABLE], kinds, versions(LIBRARIES)), encoding="utf-8")
         print(f"\nwrote {PAGE.relative_to(ROOT)}")
     else:
-        missing = len(ZOO) - len(known)
+        missing = len(TABLE) - len(known)
         print(f"\n{PAGE.relative_to(ROOT)} is left as it is: {missing} other models are not checked with this code")
     text, good = verdict(rows)
     print(text)
@@ -83,7 +84,7 @@ def check_all(names: Sequence[str], jobs: int) -> dict[str, Row]:
     """
     rows: dict[str, Row] = {}
     pool = ThreadPoolExecutor(max(1, jobs))
-    waiting = [pool.submit(check_apart, ZOO[name]) for name in names]
+    waiting = [pool.submit(check_apart, TABLE[name]) for name in names]
     try:
         for number, future in enumerate(as_completed(waiting), 1):
             row, seconds = future.result()
@@ -96,7 +97,7 @@ def check_all(names: Sequence[str], jobs: int) -> dict[str, Row]:
     return rows
 
 
-def check_apart(entry: ZooModel) -> tuple[Row, float]:
+def check_apart(entry: ZooModel | Recipe) -> tuple[Row, float]:
     """A model's row from a process of its own, and the seconds that this took."""
     if reason := entry.missing():
         return Row(entry.name, "failed", reason), 0.0
@@ -135,18 +136,25 @@ def _check(name: str, file: Path, log: Path) -> None:
     """In the model's process: leave its row in `file`, and what it says in `log`."""
     import torch
     from check import check
+    from check_recipe import Workers, check_recipe
 
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     torch.set_num_threads(1)
-    file.write_text(json.dumps(dataclasses.asdict(check(ZOO[name]))), encoding="utf-8")
+    entry = TABLE[name]
+    if isinstance(entry, Recipe):
+        with Workers(multiprocessing.get_context("fork")) as workers:
+            row = check_recipe(entry, workers)
+    else:
+        row = check(entry)
+    file.write_text(json.dumps(dataclasses.asdict(row)), encoding="utf-8")
 
 
 def _keep(row: Row) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
-    line = {"digest": digest(ZOO[row.name]), **dataclasses.asdict(row)}
+    line = {"digest": digest(TABLE[row.name]), **dataclasses.asdict(row)}
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -157,21 +165,23 @@ def known_rows() -> dict[str, Row]:
     for line in RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.is_file() else ():
         fields = json.loads(line)
         name, made_of = fields["name"], fields.pop("digest")
-        if name in ZOO and made_of == digest(ZOO[name]):
+        if name in TABLE and made_of == digest(TABLE[name]):
             found[name] = Row(**fields)
     return {name: row for name, row in found.items() if row.status != "failed"}
 
 
 @functools.cache
-def digest(entry: ZooModel) -> str:
+def digest(entry: ZooModel | Recipe) -> str:
     """Of all that a model's row depends on."""
-    return _digest([FILE_OF[entry.name]], common_digest(), versions(set(LIBRARIES) & set(entry.needs)))
+    recipes = [HERE / "check_recipe.py", *sorted(FOLDER.glob("recipe*.py"))]  # they share models and batches
+    own = recipes if isinstance(entry, Recipe) else [FILE_OF[entry.name]]
+    return _digest(own, common_digest(), versions(set(LIBRARIES) & set(entry.needs)))
 
 
 @functools.cache
 def common_digest() -> str:
     """Of fxpipe's sources, the check's and what the files of the table share."""
-    shared = [f for f in sorted(FOLDER.glob("*.py")) if f.stem not in (*FILES, "__init__")]
+    shared = [f for f in sorted(FOLDER.glob("*.py")) if f.stem not in (*FILES, "__init__") and not f.match("recipe*")]
     code = [f for folder in ("fxpipe", "passes") for f in sorted((ROOT / folder).rglob("*.py"))]
     return _digest([*code, *shared, HERE / "check.py"], "", versions(()))
 

@@ -1,7 +1,7 @@
-"""The zoo: every model by its name.
+"""The zoo: every model and every training recipe by its name.
 
-Each file beside this one holds a part of the table, `MODELS`; `core_models` holds the small set that every engine is
-tested on. Importing the table imports torch and no library of models.
+Each file beside this one holds a part of a table: `MODELS`, or `RECIPES`. `core_models` holds the small set that every
+engine is tested on. Importing the tables imports torch and no library of models.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from families.core_models import CORE
 from families.entry import ZooModel, define_torchvision_ops
+from families.recipe import Recipe
 
-__all__ = ["CORE", "FILES", "FILE_OF", "ZOO", "ZooModel", "define_torchvision_ops"]
+__all__ = ["CORE", "FILES", "FILE_OF", "RECIPES", "ZOO", "Recipe", "ZooModel", "define_torchvision_ops"]
 
 FOLDER = Path(__file__).parent
 FILES = (
@@ -31,18 +32,31 @@ FILES = (
     "expert_models",
     "state_models",
     "layout_models",
+    "recipe_texts",
+    "recipe_labels",
+    "recipe_boxes",
+    "recipe_pairs",
+    "recipe_rewards",
+    "recipe_made",
+    "recipe_loops",
+    "recipe_optimizers",
 )
 ZOO: dict[str, ZooModel] = {}
-FILE_OF: dict[str, Path] = {}  # by the model's name
+RECIPES: dict[str, Recipe] = {}
+FILE_OF: dict[str, Path] = {}  # by the name of a model or a recipe
 
 
 def _add(file: str) -> None:
-    for entry in importlib.import_module(f"families.{file}").MODELS:
-        if entry.name in ZOO:
-            raise ValueError(f"{file} and {FILE_OF[entry.name].stem} both have a model {entry.name}")
+    module = importlib.import_module(f"families.{file}")
+    for entry in (*getattr(module, "MODELS", ()), *getattr(module, "RECIPES", ())):
+        if entry.name in FILE_OF:
+            raise ValueError(f"{file} and {FILE_OF[entry.name].stem} both have {entry.name}")
         if not entry.kind:
             raise ValueError(f"{entry.name} in {file} has no kind")
-        ZOO[entry.name] = entry
+        if isinstance(entry, Recipe):
+            RECIPES[entry.name] = entry
+        else:
+            ZOO[entry.name] = entry
         FILE_OF[entry.name] = FOLDER / f"{file}.py"
 
 
