@@ -35,6 +35,7 @@ class WholeLoss(Pass):
         microbatches: how many a minibatch has.
         weighted: the hook `loss_weight` says how much each microbatch counts: a leaf of the batch multiplies its loss.
         counts: as `Microbatches.counts`.
+        untold: nodes that divide by a number of which no batch has shown whether it counts samples.
         checked: it is known that the program and the whole batch have one loss and the same gradients on one batch.
         accepted: the loss may differ from the whole batch's, as the user says.
 
@@ -51,6 +52,7 @@ class WholeLoss(Pass):
     microbatches: int
     weighted: bool = False
     counts: bool = True
+    untold: tuple[str, ...] = ()
     checked: bool = False
     accepted: bool = False
 
@@ -69,7 +71,8 @@ class WholeLoss(Pass):
             return replace(
                 program, warnings=(*program.warnings, f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {loss.why}")
             )
-        change = _Substitution(program, self.microbatches)
+        untold = [_untold(node) for node in found.counted if node.name in self.untold]
+        change = _Substitution(replace(program, warnings=(*program.warnings, *untold)), self.microbatches)
         for node in found.likelihoods:
             change.likelihood(node)
         for node, share in found.totals.items():
@@ -80,6 +83,14 @@ class WholeLoss(Pass):
         remove_dead(program.graph)
         how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
         return replace(program, loss_of_microbatches=how)
+
+
+def _untold(node: fx.Node) -> str:
+    place = f" ({info(node).source})" if info(node).source else ""
+    return (
+        f"{UNPROVED}{CHECKED}: whether {node.args[1]:g}{place} is how many samples there are, or a number that stays, "
+        "cannot be told from a batch on which it makes no difference"
+    )
 
 
 def _weighted(program: Program) -> Program:

@@ -126,9 +126,9 @@ def checked_loss(
     if options.count == 1:
         return None
     tried = options.whole_loss()
-    if has_no_values(program):
-        return tried
     assert tried is not None
+    if has_no_values(program):
+        return replace(tried, untold=tuple(node.name for node in microbatches_of(Fold()(program)).counted))
     parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})
     steady = SteadyRandomness()
     with steady:
@@ -144,6 +144,7 @@ def checked_loss(
     agreement = compare(found, eager, FLOOR_OF_SUMS)
     dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
     limit = tolerance(dtypes, program.autocast)
+    tried = replace(tried, untold=_untold(tried, program, parts, options, found.loss))
     if agreement.largest <= limit:
         return replace(tried, checked=True)
     if steady.unknown or made.differs_from_whole:
@@ -153,6 +154,28 @@ def checked_loss(
     if options.accept_microbatch_loss:
         return replace(tried, accepted=True)
     raise _differs(made, found.loss, eager, agreement, options)
+
+
+def _untold(
+    tried: WholeLoss, program: Program, parts: Sequence[Any], options: CompileOptions, loss: Tensor
+) -> tuple[str, ...]:
+    """The quotients whose divisor is taken to count samples, but which the loss would not show if they were doubled."""
+    if tried.weighted or not tried.counts:
+        return ()
+    found = []
+    for node in microbatches_of(Fold()(program)).counted:
+        doubled = _made(tried, program)
+        same = next((n for n in doubled.graph.nodes if n.name == node.name), None)
+        if same is None:  # a total has taken its place
+            continue
+        with doubled.graph.inserting_after(same):
+            twice = doubled.graph.call_function(torch.mul, (same, 2))
+        same.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
+        with SteadyRandomness():
+            again = _step(doubled, parts, options)
+        if _same(again.loss, loss):
+            found.append(node.name)
+    return tuple(found)
 
 
 def _made(whole_loss: WholeLoss, program: Program) -> Program:

@@ -42,6 +42,7 @@ def microbatches_of(
     found = Microbatches(program, batch=batch, counts=counts, changing=frozenset(updated))
     while True:
         before = len(found.totals)
+        found.counted.clear()
         found.factors.clear()
         found.likelihoods.clear()
         found.batch_norm = None

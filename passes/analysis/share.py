@@ -85,6 +85,7 @@ class Microbatches:
         totals: sums and means over the batch, by what they are, that are not only added up: the whole minibatch's value
             must take their place, and then they are the same in every microbatch.
         likelihoods: the means of negative log-likelihoods, which divide by the weights of one microbatch's targets.
+        counted: the quotients whose divisor is taken to count samples.
         factors: by a quotient or product that would be a sum, the input that makes it a mean if that is scaled.
         batch_norm: the first normalisation over the samples of a microbatch.
     """
@@ -97,6 +98,7 @@ class Microbatches:
     alone: set[fx.Node] = field(default_factory=set)
     totals: dict[fx.Node, Share] = field(default_factory=dict)
     likelihoods: list[fx.Node] = field(default_factory=list)
+    counted: list[fx.Node] = field(default_factory=list)
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
     batch_norm: fx.Node | None = None
 

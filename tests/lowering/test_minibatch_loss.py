@@ -254,6 +254,36 @@ def test_what_no_operator_draws_alike_is_not_compared() -> None:
     assert "neither proved nor checked: multinomial" in "".join(compiled(drawn, padded()).warnings)
 
 
+def nothing_at_first(seed: int, size: int = 12) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(size, 4, 6), torch.rand(size, 4) * (seed > 0)
+
+
+def some(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Divides by 4, which is as many samples as a microbatch has."""
+    return (model(batch[0]).square().mean(-1) * batch[1]).sum() / 4
+
+
+@pytest.mark.parametrize(
+    "step", [some, lambda m, b: some(m, b) + m(b[0]).square().mean()], ids=["alone", "with a mean"]
+)
+def test_a_batch_that_does_not_tell_what_a_number_counts(step: Step) -> None:
+    """Of the first batch the sum is 0, whatever it is divided by."""
+    warnings = compiled(step, nothing_at_first(0), 3).warnings
+    assert any(re.search(r"not proved for others: whether 4 .*test_minibatch_loss.py:", w) for w in warnings)
+
+
+def test_a_batch_that_tells_it() -> None:
+    build = compiled(some, nothing_at_first(1), 3)
+    assert not build.warnings
+    assert build.plan.loss_of_microbatches == "sum"
+
+
+def test_a_number_that_counts_is_told_by_the_loss() -> None:
+    step = lambda m, b: (m(b[0]).square().mean(-1) * b[1]).sum() / len(b[1]) + m(b[0]).mean()  # noqa: E731
+    assert not compiled(step, nothing_at_first(1), 3).warnings
+
+
 def classes_of_batch(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], weight=batch[2])
 

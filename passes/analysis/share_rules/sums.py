@@ -77,8 +77,10 @@ def _div(call: OperatorCall) -> Known:
         return by_elements(call)
     rounding = "rounding_mode" in {a.name for a in call.node.target._schema.arguments} and call.get("rounding_mode")  # type: ignore[union-attr]
     if not rounding and not isinstance(by, fx.Node):
-        counts = share is SUM and call.found.counts and _counts(call, over, by)
-        return MEAN if counts else share
+        if share is SUM and call.found.counts and _counts(call, over, by):
+            call.found.counted.append(call.node)
+            return MEAN
+        return share
     if not rounding and over not in call.found.alone and call.whole(by):
         return _scaled(call, over, by)
     return without_rows(call) or call.lost("divides by a sum over the batch that depends on the weights")

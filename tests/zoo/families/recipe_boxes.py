@@ -184,7 +184,7 @@ RECIPES = (
     _boxes("centred_boxes", centred, spotted),
     _boxes("matched_boxes", matched, objects),
     _boxes("overlapping_boxes", overlapping, spotted,
-           differs=("clamp .* is not linear in a sum", OF_THE_BATCH)),
+           differs=("clamp .* is not linear", OF_THE_BATCH)),
     _maps("ignored_pixels", segmented),
     _maps("weighed_pixels", weighed_edges),
     _maps("dice_of_images", functools.partial(dice, dims=(2, 3))),

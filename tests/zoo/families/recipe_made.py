@@ -282,7 +282,7 @@ RECIPES = (
     _of("vq_vae_following", called, _noise(), lambda: Quantised(follows=True),
         differs=("which every microbatch changes", LATER)),
     _of("sparse_code", sparse, _noise(), lambda: nn.ModuleDict({"encode": layers(9), "decode": layers(FEATURES, 9)}),
-        differs=("not linear in a", OF_THE_BATCH)),
+        differs=("reciprocal .* is not linear", OF_THE_BATCH)),
     _of("masked_autoencoder", hidden, _noise(lambda step: number(kept(step, FEATURES))), lambda: layers(FEATURES)),
     _of("diffusion", denoised, _noise(), Denoiser, random=True),
     _of("weighed_noise", weighed_noise, _noise(_normal(FEATURES), _times), Denoiser),
