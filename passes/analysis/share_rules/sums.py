@@ -162,7 +162,7 @@ def _is_class(target: fx.Node) -> bool:
     while target.op == "call_function" and operator_of(target) in _VIEWS:
         target = target.all_input_nodes[0]
     if is_getitem(target):
-        return target.args[1] == 1 and operator_of(target.all_input_nodes[0]) in ("max", "topk", "sort")
+        return bool(target.args[1] == 1) and operator_of(target.all_input_nodes[0]) in ("max", "topk", "sort")
     return target.op == "call_function" and operator_of(target) == "argmax"
 
 
