@@ -19,9 +19,11 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.errors import BatchError, CutError
+from fxpipe.errors import BatchError, BuildError, CutError
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, worst_agreement
 from fxpipe.lowering.shapes import SHAPES
+from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import digest_of
 
 SIZES = ((8, 6), (8, 3), (4, 6), (4, 9))  # samples, tokens
 
@@ -141,6 +143,18 @@ def test_weights_and_buffers_stay_where_they_are(whole: Build) -> None:
             assert set(stage.forward.weights) <= set(first.forward.weights)
             assert set(stage.forward.updates) == set(first.forward.updates)
     assert len({len(of_shape.units) for of_shape in plan.of_shapes}) == 3  # by the number of tokens
+
+
+@pytest.mark.parametrize("field", ["weights", "gradients", "loss"])
+def test_a_plan_whose_shapes_hold_different_things_is_refused(whole: Build, tmp_path: Path, field: str) -> None:
+    whole.save(tmp_path / "build")
+    body = json.loads((tmp_path / "build" / "plan.json").read_text())
+    del body["digest"]
+    part = body["shapes"][0]["stages"][0]["backward" if field == "gradients" else "forward"]
+    part[field] = True if field == "loss" else [*part[field], "head.weight"]
+    (tmp_path / "build" / "plan.json").write_text(json.dumps({**body, "digest": digest_of(body)}))
+    with pytest.raises(BuildError, match="for batches of the first shape"):
+        read_plan(tmp_path / "build")
 
 
 def test_a_shape_that_was_not_captured_is_named(whole: Build) -> None:

@@ -41,8 +41,9 @@ def check(plan: Plan) -> None:
             for start, end in (stage.forward_units, stage.backward_units, stage.weight_units):
                 if not 0 <= start <= end <= len(shape.units):
                     raise Malformed(f"there are no units {start} to {end}", place)
-            for part in (stage.forward, stage.backward):
+            for part, first in zip((stage.forward, stage.backward), _parts_of(plan, i), strict=True):
                 _check_names(plan, part, shape.edges, shape.batch, place)
+                _check_held(part, first, place)
         if shape.totals is not None:
             if len(shape.totals.stages) != 1:
                 raise Malformed(f"there are {len(shape.totals.stages)} files", f", {at}.totals.stages")
@@ -79,6 +80,23 @@ def _check_names(plan: Plan, part: PartSpec, edges: Iterable[EdgeSpec], batch: I
         for name in found:
             if name not in known:
                 raise Malformed(f"there is no {what} {name[:80]!r}", place)
+
+
+def _parts_of(plan: Plan, worker: int) -> tuple[PartSpec, PartSpec]:
+    return plan.stages[worker].forward, plan.stages[worker].backward
+
+
+def _check_held(part: PartSpec, first: PartSpec, place: str) -> None:
+    """Whether a part for any shape reads and makes only what that for the first shape does: a worker holds no more."""
+    for found, held, what in (
+        (part.weights, first.weights, "be read"),
+        (part.gradients, first.gradients, "get a gradient"),
+        (part.updates, first.updates, "be updated"),
+    ):
+        if more := set(found) - set(held):
+            raise Malformed(f"{min(more)[:80]!r} cannot {what} here: it is not for batches of the first shape", place)
+    if part.loss != first.loss:
+        raise Malformed("the loss is elsewhere than for batches of the first shape", place)
 
 
 def _stage_counts(plan: Plan) -> Iterator[tuple[str, int]]:
