@@ -29,7 +29,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.stages.compare import FLOOR_OF_SUMS
-from fxpipe.task.batch import split
+from fxpipe.task.batch import describe, split
 from fxpipe.tracing.capture import Loss
 
 WORKERS, MICROBATCHES, ASYNC_STEPS = 4, 2, 5
@@ -108,7 +108,7 @@ def check(entry: ZooModel) -> Row:
         model, loss, batch = entry.make()
         quiet(model)
         start = time.perf_counter()
-        program = fxpipe.capture(model, loss, split(batch, MICROBATCHES)[0])
+        program = captured(entry, model, loss, batch)
         row = dataclasses.replace(row, capture=time.perf_counter() - start, nodes=sum(1 for _ in program))
         if entry.refused:
             raise Failure("captured, though its entry says that it is refused")
@@ -140,6 +140,12 @@ def check(entry: ZooModel) -> Row:
     except Exception as error:  # whatever it is, it is this model's row
         return dataclasses.replace(row, reason=f"{doing}: {type(error).__name__}: {error}")
     return dataclasses.replace(row, status="passed")
+
+
+def captured(entry: ZooModel, model: nn.Module, loss: Loss, batch: Any) -> Program:
+    """The step on the first microbatch, every tensor cut along its first dimension."""
+    part = split(batch, MICROBATCHES, {leaf.name: leaf.dim for leaf in describe(batch)[0]})[0]
+    return fxpipe.capture(model, loss, part, constant_batch=entry.constant_batch)
 
 
 def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
@@ -230,7 +236,7 @@ def _asynchronous(build: Build, entry: ZooModel) -> None:
 def _with_dropout(entry: ZooModel) -> float:
     """The emitted code against eager with the same masks, as the library's defaults drop out."""
     model, loss, batch = entry.make()
-    program = fxpipe.capture(model, loss, split(batch, MICROBATCHES)[0])
+    program = captured(entry, model, loss, batch)
     build = _lowered(program, both_cuts(program)[0])
     if not _draws(build):
         raise Failure("the step draws no random numbers")

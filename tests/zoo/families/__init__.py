@@ -29,6 +29,7 @@ FILES = (
     "vision_models",
     "audio_models",
     "multimodal_models",
+    "grid_models",
     "expert_models",
     "state_models",
     "layout_models",

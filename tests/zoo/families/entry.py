@@ -35,6 +35,7 @@ class ZooModel:
         needs: packages that `make` imports.
         kind: its heading in the table.
         random: checked with its dropout left on, too.
+        constant_batch: the tensors of its batch whose values the step reads.
         refused: what the CaptureError's text must match where no graph can hold the step, and why none can.
     """
 
@@ -46,6 +47,7 @@ class ZooModel:
     needs: tuple[str, ...] = ()
     kind: str = ""
     random: bool = False
+    constant_batch: tuple[str, ...] = ()
     refused: tuple[str, str] | None = None
 
     def missing(self) -> str | None:

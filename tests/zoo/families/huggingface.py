@@ -33,6 +33,7 @@ def transformers_model(
     config: Callable[[], Any] | None = None,
     loss: Loss = own_loss,
     random: bool = False,
+    constant_batch: tuple[str, ...] = (),
     refused: tuple[str, str] | None = None,
     base: dict[str, Any] = SMALL,
     **sizes: Any,
@@ -55,7 +56,15 @@ def transformers_model(
         return model
 
     return ZooModel(
-        name, make, loss, batch, needs=TRANSFORMERS, kind=f"transformers: {kind}", random=random, refused=refused
+        name,
+        make,
+        loss,
+        batch,
+        needs=TRANSFORMERS,
+        kind=f"transformers: {kind}",
+        random=random,
+        constant_batch=constant_batch,
+        refused=refused,
     )
 
 
