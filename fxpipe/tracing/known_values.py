@@ -111,8 +111,13 @@ class KnownValues:
         for tensor in _tensors(written):
             self._forget(tensor)
         numbers = self._numbers(args), self._numbers(kwargs)
+        before = [(tensor, _held(tensor)) for tensor in _tensors((args, kwargs)) if id(tensor) in self._known]
         try:
-            return traced(args, kwargs, numbers)
+            made = traced(args, kwargs, numbers)
+            for tensor, held in before:
+                if _held(tensor) is not held:  # written by a call whose name does not say so, such as batch_norm
+                    self._forget(tensor)
+            return made
         except UNKNOWN:
             if len(list(_tensors(numbers))) == len(list(_tensors((args, kwargs)))):
                 raise
@@ -148,6 +153,15 @@ class KnownValues:
             return _computed(torch.Tensor.item, [known.value], {})
 
         return _mapped(value, number)
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """What a traced tensor holds now: another object once it was written into."""
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    held: torch.Tensor = torch._from_functional_tensor(tensor.elem)
+    return held
 
 
 def _computed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
