@@ -21,6 +21,7 @@ aten = torch.ops.aten
 UNPROVED = "that the microbatches give the whole batch's loss is "
 CHECKED = "checked on the first batch, and not proved for others"
 UNCHECKED = "neither proved nor checked"
+UNTRIED = "loss_weight(batch) was not tried on microbatches that count differently"
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,12 @@ class WholeLoss(Pass):
 
     Fields:
         microbatches: how many a minibatch has.
-        weighted: the hook `loss_weight` says how much each microbatch counts: a leaf of the batch multiplies its loss.
+        weighted: where the loss cannot be derived, the hook `loss_weight` says how much each microbatch counts: a leaf
+            of the batch multiplies its loss.
         counts: as `Microbatches.counts`.
         untold: nodes that divide by a number of which no batch has shown whether it counts samples.
-        checked: it is known that the program and the whole batch have one loss and the same gradients on one batch.
+        checked: it is known that the program and the whole batch have one loss and the same gradients on one batch,
+            whose microbatches count differently if they are weighed.
         accepted: the loss may differ from the whole batch's, as the user says.
 
     Before:                                     After (2 microbatches):
@@ -62,10 +65,11 @@ class WholeLoss(Pass):
         if found.batch_norm is not None:
             norm = info(found.batch_norm)
             program = replace(program, batch_norm=norm.module or norm.source or found.batch_norm.name)
-        if self.weighted:
-            return _weighted(program)
         loss = found.loss
         if isinstance(loss, Lost):
+            if self.weighted:
+                said = () if self.checked else (f"{UNPROVED}{UNCHECKED}: {UNTRIED}",)
+                return replace(_weighted(program), warnings=(*program.warnings, *said))
             if self.accepted:
                 return replace(program, differs_from_whole=f"it was accepted that {loss.why}")
             return replace(

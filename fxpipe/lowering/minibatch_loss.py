@@ -135,7 +135,7 @@ def checked_loss(
         eager = _whole(program, model, loss, batch, options.count)
         made = _made(tried, program)
         found = _step(made, parts, options)
-        if not tried.weighted and not _same(found.loss, eager.loss):
+        if not _same(found.loss, eager.loss):
             other = replace(tried, counts=False)
             remade = _made(other, program)
             again = _step(remade, parts, options)
@@ -146,11 +146,12 @@ def checked_loss(
     limit = tolerance(dtypes, program.autocast)
     tried = replace(tried, untold=_untold(tried, program, parts, options, found.loss))
     if agreement.largest <= limit:
-        return replace(tried, checked=True)
+        return replace(tried, checked=_count_differently(parts, program, options))
     if steady.unknown or made.differs_from_whole:
         return tried
-    if made.batch_norm and not _unproved(made) and _same(found.loss, eager.loss, max(GROWN, limit)):
-        return tried
+    proved = _is_weighed(made) or not _unproved(made)
+    if made.batch_norm and proved and _same(found.loss, eager.loss, max(GROWN, limit)):
+        return replace(tried, checked=_count_differently(parts, program, options))
     if options.accept_microbatch_loss:
         return replace(tried, accepted=True)
     raise _differs(made, found.loss, eager, agreement, options)
@@ -160,7 +161,7 @@ def _untold(
     tried: WholeLoss, program: Program, parts: Sequence[Any], options: CompileOptions, loss: Tensor
 ) -> tuple[str, ...]:
     """The quotients whose divisor is taken to count samples, but which the loss would not show if they were doubled."""
-    if tried.weighted or not tried.counts:
+    if not tried.counts:
         return ()
     found = []
     for node in microbatches_of(Fold()(program)).counted:
@@ -230,6 +231,18 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> St
     return minibatch.step({})
 
 
+def _count_differently(parts: Sequence[Any], program: Program, options: CompileOptions) -> bool:
+    """Whether comparing these microbatches tells right weights from wrong ones; so it does without the hook."""
+    if options.loss_weight is None:
+        return True
+    weights = torch.stack(weights_of(options.loss_weight, parts, 0, program.device))
+    return not _same(weights.min(), weights.max())
+
+
+def _is_weighed(program: Program) -> bool:
+    return any(b.leaf.name == LOSS_WEIGHT for b in program.batch)
+
+
 def _unproved(program: Program) -> list[str]:
     """Why it is not derived that the microbatches give the whole batch's loss; empty if it is."""
     return [w.partition(": ")[2] for w in program.warnings if w.startswith(UNPROVED)]
@@ -246,7 +259,7 @@ def _differs(program: Program, found: Tensor, eager: Step, agreement: Agreement,
     if _same(found, eager.loss):
         numbers += f", and the gradient of {name} differs by {error:.1e}"
     why = _unproved(program)
-    if options.loss_weight is not None:
+    if _is_weighed(program):
         why = ["each microbatch's loss is weighed by loss_weight(batch)"]
     return BatchError(
         "; ".join([numbers, *why]),

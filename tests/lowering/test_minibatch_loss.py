@@ -150,7 +150,25 @@ def test_what_is_no_weight(weigh: Any, message: str) -> None:
 
 def test_a_wrong_weight_is_found() -> None:
     with pytest.raises(BatchError, match="weighed by loss_weight"):
-        compiled(tokens, padded(), loss_weight=lambda batch: 1)
+        compiled(by_largest, padded(), loss_weight=lambda batch: 1)
+
+
+def test_a_weight_is_not_used_where_the_loss_is_derived() -> None:
+    """It may be there for evaluation alone; a first batch whose microbatches count alike would not tell."""
+    even, uneven = (torch.randn(12, 4, 6), torch.ones(12, 4).long()), padded()
+    build = compiled(tokens, even, loss_weight=lambda batch: batch[1][0].float().square().sum())
+    assert not build.plan.loss_weight
+    assert not build.warnings
+    losses, _ = eager(tokens, [even, uneven])
+    assert build.local(optimizer=sgd).run([even, uneven]) == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_weight_that_no_microbatch_has_tried_is_told() -> None:
+    weigh = lambda batch: (batch[1] >= 0).sum()  # noqa: E731
+    even = (torch.randn(6, 4, 6), torch.ones(6, 4).long())
+    warned = compiled(by_largest, even, loss_weight=weigh).warnings
+    assert "loss_weight(batch) was not tried on microbatches that count differently" in "".join(warned)
+    assert not compiled(by_largest, padded(), loss_weight=weigh).warnings
 
 
 def contrastive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -232,7 +250,7 @@ def test_with_batch_norm_a_hook_weighs_microbatches_and_a_number_is_what_it_is()
     agreement = compare_with_eager(build, normed(), by_largest, padded(), loss_weight=weigh)
     assert (agreement.largest < 1e-5, agreement.not_compared) == (True, "")
     with pytest.raises(BatchError, match="weighed by loss_weight"):
-        compiled(tokens, padded(), model=normed(), loss_weight=lambda batch: 1)
+        compiled(by_largest, padded(), model=normed(), loss_weight=lambda batch: 1)
     by_four = lambda m, b: m(b[0]).square().mean(-1).sum() / 4  # noqa: E731
     assert compiled(by_four, padded(), model=normed()).plan.loss_of_microbatches == "sum"
     by_samples = lambda m, b: m(b[0]).square().mean(-1).sum() / len(b[0])  # noqa: E731

@@ -393,11 +393,15 @@ def test_samples_in_another_dimension() -> None:
 def test_weighted_microbatches() -> None:
     """The loss and the gradient that backward begins with are multiplied by a leaf of the batch."""
     made, whole = model(), batch()
-    program = lowered(made, classes, whole, 3, weighted=True)
+    step = lambda m, b: (logits(m, b).mean(-1) * kept(b)).sum() / kept(b).flatten().double().norm(p=1)  # noqa: E731
+    program = lowered(made, step, whole, 3, weighted=True)
     assert program.batch[-1].leaf.name == "loss_weight"
+    assert program.warnings[-1].endswith("loss_weight(batch) was not tried on microbatches that count differently")
+    assert not lowered(made, step, whole, 3, weighted=True, checked=True).warnings
     found = program.run(batch={"loss_weight": torch.tensor(0.5)})
-    plain = fxpipe.capture(made, classes, parts(whole, 3)[0]).run()
+    plain = fxpipe.capture(made, step, parts(whole, 3)[0]).run()
     assert distance(found, tuple(0.5 * t for t in plain)) < 1e-6
+    assert [b.leaf.name for b in lowered(made, classes, whole, 3, weighted=True).batch][-1] == "total.0"
 
 
 def test_batch_norm_is_named() -> None:
