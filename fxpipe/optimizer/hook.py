@@ -17,8 +17,9 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
     A rate that is a tensor is the optimizer's own from then on: a scheduler writes into it.
 
     Raises:
-        OptimizerRefused: it is no optimizer, holds other parameters, or needs a closure.
+        OptimizerRefused: it is no optimizer, holds other parameters, needs a closure, or hooks into gradients.
     """
+    before = [_hooks(parameter) for _, parameter in named]
     try:
         made = make(list(named))
     except Exception as error:
@@ -32,12 +33,24 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
             hint="return one optimizer; parameters that need other options can be other groups of it",
         )
     _refuse_foreign_parameters(made, named)
+    hooked = [name for (name, p), count in zip(named, before, strict=True) if _hooks(p) != count]
+    if hooked:
+        raise OptimizerRefused(
+            f"optimizer() puts a hook on the gradient of {hooked[0]}, and no hook of it runs in a pipeline: stages "
+            "compute gradients without autograd",
+            hint="change gradients in step(), or by register_hook in model(), where they are captured",
+        )
     if not any(group["params"] for group in made.param_groups):
         return None
     for options in (made.defaults, *made.param_groups):
         if isinstance(options.get("lr"), Tensor):
             options["lr"] = options["lr"].detach().clone()
     return made
+
+
+def _hooks(parameter: nn.Parameter) -> int:
+    """How many hooks autograd would call with its gradient."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def _chose_none(error: BaseException | None) -> bool:

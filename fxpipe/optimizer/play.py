@@ -17,12 +17,14 @@ from fxpipe.optimizer.small_copies import shrunk
 from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.one_optimizer import OptimizerRefused
 
 ELEMENTS = 64
 """Of a copy, at most."""
 
-LOUD = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 0.01)
-"""How large the gradients of the steps are: long even for what adapts its rate, then a spike for what clips."""
+LOUD = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 0.01, 10.0, 0.1, 0.001, 0.0001)
+"""How large the gradients of the steps are: long even for what adapts its rate, then a spike for what clips, then each
+power of ten: what skips a step where any gradient is too large must meet one that is so for some workers alone."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,29 @@ class Copies:
             weights.append(_values(copies))
         kinds = tuple(type(optimizer).__name__ for optimizer in made)
         options = before, _options(copies, made)
+        self._check_zero_grad(copies, made)
         if draws is None:
             return Played(kinds, weights, options)
         share = any(len(drawers.intersection(made)) > 1 for drawers in draws.drawers.values())
         return Played(kinds, weights, options, drew, draws.eps, share)
+
+    def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse optimizers that carry gradients over: a run gives every step those of its minibatch alone."""
+        for parameter, gradient in zip(copies, self._own(self._gradients[0]), strict=True):
+            parameter.grad = gradient
+        for optimizer in made:
+            with suppress(Exception):  # a run does not call it
+                optimizer.zero_grad()
+                held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                if any(bool(gradient.any()) for gradient in held):
+                    break
+        else:
+            return
+        raise OptimizerRefused(
+            f"{type(optimizer).__name__}.zero_grad() keeps gradients for the next step, and a pipeline gives every step "
+            "the gradients of its minibatch alone",
+            hint="keep what is carried over in the optimizer's state, and add it in step()",
+        )
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
         with suppress(Exception):

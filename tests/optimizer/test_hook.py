@@ -59,6 +59,19 @@ def test_other_parameters_are_refused() -> None:
         make_optimizer(lambda given: torch.optim.SGD([other, *(p for _, p in given)], lr=0.1), named())
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_an_optimizer_that_hooks_into_gradients_is_refused(register: str) -> None:
+    def hooked(given: Any) -> torch.optim.Optimizer:
+        getattr(given[1][1], register)(lambda _: None)
+        return torch.optim.SGD([p for _, p in given], lr=0.1)
+
+    with pytest.raises(OptimizerRefused, match=r"puts a hook on the gradient of lora\.weight"):
+        make_optimizer(hooked, named())
+    already = named()
+    getattr(already[0][1], register)(lambda _: None)
+    assert make_optimizer(only("weight"), already) is not None
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     with pytest.raises(OptimizerRefused, match=r"LBFGS\.step\(\) needs a closure") as caught:
         make_optimizer(lambda given: torch.optim.LBFGS([p for _, p in given]), named())

@@ -130,7 +130,31 @@ def by_count(named: Named) -> Optimizer:
     return SGD([{"params": [p], "lr": 0.1 * (i + 1) / len(named)} for i, (_, p) in enumerate(named)], lr=0.1)
 
 
+class SkipsSpikes(SGD):
+    """No step where any gradient is larger than it ought to be."""
+
+    def __init__(self, parameters: list[Tensor], most: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.most = most
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(p.grad is None or p.grad.abs().max() <= self.most for g in self.param_groups for p in g["params"]):
+            super().step()
+
+
+class CarriesOver(SGD):
+    """Half of a gradient is there again in the next step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            p.grad.mul_(0.5)
+
+
 LOOKS = {
+    "skips, over 1000": (lambda n: SkipsSpikes(weights(n), 1000.0), "something of all parameters at once"),
+    "skips, over 3": (lambda n: SkipsSpikes(weights(n), 3.0), "something of all parameters at once"),
+    "skips, over 0.1": (lambda n: SkipsSpikes(weights(n), 0.1), "something of all parameters at once"),
+    "skips, over 0.01": (lambda n: SkipsSpikes(weights(n), 0.01), "something of all parameters at once"),
     "norm": (lambda n: ClipsInside(weights(n), most=1.0), "a norm: to clip"),
     "spikes": (lambda n: ClipsInside(weights(n), most=3000.0), "a norm: to clip"),
     "mean": (lambda n: MeanOfSquares(weights(n)), "something of all parameters at once"),
@@ -156,6 +180,11 @@ def test_what_looks_at_all_parameters_is_refused(name: str) -> None:
     assert check_per_worker(plan(1), make) is None
 
 
+def test_what_carries_gradients_over_is_refused() -> None:
+    with pytest.raises(OptimizerRefused, match=r"CarriesOver.zero_grad\(\) keeps gradients for the next step"):
+        check_per_worker(plan(), lambda n: CarriesOver(weights(n), lr=0.1))
+
+
 def test_a_schedulers_rates_by_place_are_refused() -> None:
     def falling(optimizer: Optimizer) -> LambdaLR:
         def of(place: int) -> Any:
@@ -174,7 +203,7 @@ def test_a_schedulers_rates_by_place_are_refused() -> None:
 def test_how_far_apart_is_said() -> None:
     with pytest.raises(TaskError) as caught:
         check_per_worker(plan(), by_count)
-    assert "in 10 steps weights come up to" in caught.value.what
+    assert f"in {len(LOUD)} steps weights come up to" in caught.value.what
     assert ", of worker " in caught.value.what
     assert "with one, " in caught.value.what
 
