@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError, first_line
-from fxpipe.optimizer.play import LOUD, Copies, EqualDraws, Played
+from fxpipe.optimizer.play import Copies, EqualDraws, Played
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
@@ -173,10 +173,13 @@ def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
     if found.share <= min(max(100 * divided.eps, SAME), COARSE):
         return SHARED.format(kind=kind) if divided.share_generator else None
     row = copies.rows[found.parameter]
+    steps = len(together.weights) - 1
     much = f"{found.share:.2g} times" if found.share >= 1 else f"{100 * found.share:.2g}% of"
+    if found.share > 1e6:
+        much = "many times"
     what = (
         f"{kind} trains otherwise with one for each worker, over its own parameters, than with one over all: in "
-        f"{len(LOUD)} steps weights come up to {much} their way apart ({row.name}, of worker {row.owner})"
+        f"{steps} steps weights come up to {much} their way apart ({row.name}, of worker {row.owner})"
     )
     clue, cure = _why(together, divided, found.parameter)
     what += clue

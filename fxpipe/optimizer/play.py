@@ -22,9 +22,12 @@ from fxpipe.task.one_optimizer import OptimizerRefused
 ELEMENTS = 64
 """Of a copy, at most."""
 
-LOUD = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 0.01, 10.0, 0.1, 0.001, 0.0001)
-"""How large the gradients of the steps are: long even for what adapts its rate, then a spike for what clips, then each
-power of ten: what skips a step where any gradient is too large must meet one that is so for some workers alone."""
+LOUD = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 0.01)
+"""How large the gradients of the steps are: long even for what adapts its rate, then a spike for what clips."""
+
+QUIET, SPREAD = 1e-4, 1e5
+"""Of a step before these: how large its gradients are, and how many times as large the first worker's. What skips a
+step where any gradient is too large then skips it for this worker alone; later, others have come too far to show it."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,8 @@ class Copies:
         else:
             return
         raise OptimizerRefused(
-            f"{type(optimizer).__name__}.zero_grad() keeps gradients for the next step, and a pipeline gives every step "
-            "the gradients of its minibatch alone",
+            f"{type(optimizer).__name__}.zero_grad() keeps gradients for the next step, and a pipeline gives every "
+            "step the gradients of its minibatch alone",
             hint="keep what is carried over in the optimizer's state, and add it in step()",
         )
 
@@ -152,7 +155,9 @@ class Copies:
         own = 10 ** torch.rand(len(self.rows), generator=self._generator, dtype=torch.float64)
         louder = [scale * 8.0 ** (row.owner % 3) for scale, row in zip(own.tolist(), self.rows, strict=True)]
         ways = [scale * way for scale, way in zip(louder, self._random(), strict=True)]
-        found = []
+        first = self.rows[0].owner if self.rows else 0
+        quiet = [QUIET * (SPREAD if row.owner == first else 1.0) for row in self.rows]
+        found = [[scale * way for scale, way in zip(quiet, self._random(), strict=True)]]
         for loud in LOUD:
             rows = zip(ways, louder, self._random(), strict=True)
             found.append([loud * (way + 0.3 * scale * noise) for way, scale, noise in rows])
