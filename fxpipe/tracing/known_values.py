@@ -159,7 +159,7 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
     """What a traced tensor holds now: another object once it was written into."""
     if not isinstance(tensor, FunctionalTensor):
         return tensor
-    torch._sync(tensor)
+    torch._sync(tensor)  # type: ignore[attr-defined]
     held: torch.Tensor = torch._from_functional_tensor(tensor.elem)
     return held
 
