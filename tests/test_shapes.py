@@ -363,3 +363,24 @@ def test_the_model_is_left_as_it_was() -> None:
     before = copy.deepcopy(model.state_dict())
     fxpipe.compile(model, loss, batch_of(4, 3), shapes=[batch_of(2, 3)], workers=2, cost="analytic")
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_shape_that_leaves_out_a_module_warns_of_nothing() -> None:
+    """Its parameters keep their values in such steps, as in eager PyTorch, and are trained by the others."""
+
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.long, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(self.long(x).tanh() if x.shape[1] > 4 else x)
+
+    def square(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    batches = [torch.randn(4, 6, 4), torch.randn(4, 3, 4)]
+    build = fxpipe.compile(Optional(), square, batches[0], shapes=batches, workers=2, cost="analytic")
+    assert len(build.plan.shapes) == 1
+    assert not build.warnings

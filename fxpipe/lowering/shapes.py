@@ -29,6 +29,7 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
 from fxpipe.task.batch import describe, dump, shape_key
 from fxpipe.tracing.capture import Loss
+from fxpipe.tracing.joint import NO_GRADIENT
 
 SHAPES = 8
 """How many shapes of batches a build has at most, each with stages of its own."""
@@ -123,7 +124,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
         files={**alone.files, **program.files},
         tensors={**build.tensors, **{name: values[name].detach().clone() for name in sorted(more)}},
         passes=(*build.passes, *(f"shape {number}: {line}" for line in lines.lines)),
-        warnings=tuple(dict.fromkeys((*build.warnings, *program.warnings))),
+        warnings=tuple(dict.fromkeys((*build.warnings, *(w for w in program.warnings if NO_GRADIENT not in w)))),
     )
 
 

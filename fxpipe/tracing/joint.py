@@ -34,6 +34,7 @@ from fxpipe.tracing import origin, user_lines
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import within_backward
 
+NO_GRADIENT = "gets no gradient"
 _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that order side effects
 
 
@@ -108,7 +109,7 @@ class Reader:
             elif i < self.tensors.parameters:
                 trained = any(o.kind == "gradient" and o.target == node_name for o in outputs)
                 if self.tensors.values[i].requires_grad and not trained and self.metrics is None:
-                    self.warnings.append(f"parameter {names[0]} gets no gradient: it keeps its value")
+                    self.warnings.append(f"parameter {names[0]} {NO_GRADIENT}: it keeps its value")
                 parameters.append(Parameter(node_name, names, trained))
             else:
                 if i >= self.tensors.registered and self.tensors.values[i].requires_grad:

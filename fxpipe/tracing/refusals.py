@@ -62,6 +62,12 @@ SHAPE = Refusal(
     "keep the full shape and mask, torch.where(mask, x, 0) for x[mask], or make the tensor in train_data()",
     "data-shapes",
 )
+CTC = Refusal(
+    "the step depends on the values of a tensor: F.ctc_loss keeps for its backward a tensor whose shape depends on values, "
+    "the lengths, even where they are constants",
+    "there is no cure for torch's own; a loop over time with torch.logaddexp computes the same of plain operators",
+    "data-shapes",
+)
 NUMPY = Refusal("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")
 MEMORY = Refusal(
     "the step hands the memory of a tensor to code that torch cannot look into (an extension, a kernel, ctypes)",
@@ -213,7 +219,7 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
     frames = list(_frames(error))
     codes = [frame.tb_frame.f_code for frame in frames]
     if "DynamicOutputShape" in said:
-        return SHAPE
+        return CTC if "_ctc_loss" in said else SHAPE
     if any(code.co_name == "_detect_is_causal_mask" for code in codes):
         return CAUSAL
     if any(_IN_NESTED.search(code.co_filename) for code in codes):
