@@ -32,6 +32,9 @@ MOST = 400
 SAME = 1e-6
 """The share of its own way by which a weight may differ. Copies are in double precision, where rounding is far less."""
 
+ADAPTED = 1e-3
+"""The same for a group's numbers, such as Prodigy's d: far more than rounding."""
+
 COARSE = 0.05
 """The same where the optimizer itself computes in a coarse dtype, as Muon does: never more than this."""
 
@@ -93,9 +96,10 @@ def check_per_worker(
             )
         if not together.kinds or len({row.owner for row in rows}) < 2:
             return None
-        if compare(together, _divided(copies)).share <= SAME:
-            return None
-        return _second_look(copies, together.kinds[0], accepted)
+        divided = _divided(copies)
+        if compare(together, divided).share > SAME:
+            return _second_look(copies, together.kinds[0], accepted)
+        return _adapting(copies, together, divided, accepted)
 
 
 def compare(together: Played, divided: Played) -> Divergence:
@@ -191,14 +195,47 @@ def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
     raise TaskError(what, where=WHERE, hint=f"{cure}; {accept}")
 
 
+def _adapting(copies: Copies, together: Played, divided: Played, accepted: bool) -> str | None:
+    """No weight has come apart yet: is there a number that the optimizer makes of all parameters at once?
+
+    At a small rate a few steps of Prodigy show nothing else.
+    """
+    numbers = zip(copies.rows, together.options[1], divided.options[1], strict=True)
+    differing = ((row, found) for row, one, own in numbers if (found := _differing(one, own, ADAPTED)))
+    row, found = next(differing, (None, None))
+    if row is None or found is None:
+        return None
+    name, one, own = found
+    what = (
+        f"{together.kinds[0]} adapts {name} to all parameters at once: after {len(together.weights) - 1} steps it is "
+        f"{one:.6g} with one optimizer over all, {own:.6g} with each worker's own ({row.name}, of worker {row.owner})"
+    )
+    if accepted:
+        return f"{what}; this was accepted"
+    raise TaskError(
+        what,
+        where=WHERE,
+        hint="take an optimizer that looks at each parameter alone; or, to train so nevertheless, compile with "
+        "--accept-optimizer-per-worker",
+    )
+
+
+def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tuple[str, float, float] | None:
+    """The first of a group's numbers that differs by more than a share of itself, and both."""
+    for name in one:
+        if name in own and abs(one[name] - own[name]) > limit * max(abs(one[name]), abs(own[name])):
+            return name, one[name], own[name]
+    return None
+
+
 def _why(together: Played, divided: Played, parameter: int) -> tuple[str, str]:
     """What more can be said of a difference, and how to make it go."""
     for first, options in zip((True, False), zip(together.options, divided.options, strict=True), strict=True):
-        one, own = (of_all[parameter] for of_all in options)
-        name = next((n for n in one if n in own and abs(one[n] - own[n]) > SAME * max(abs(one[n]), abs(own[n]))), None)
-        if name is None:
+        found = _differing(options[0][parameter], options[1][parameter], SAME)
+        if found is None:
             continue
-        clue = f"; its {name} is {one[name]:.6g} with one, {own[name]:.6g} with its worker's own"
+        name, one, own = found
+        clue = f"; its {name} is {one:.6g} with one, {own:.6g} with its worker's own"
         if first:
             return clue, (
                 f"make {name} from the parameter's name and from constants, not from its place in the list or from how "

@@ -63,8 +63,8 @@ SHAPE = Refusal(
     "data-shapes",
 )
 CTC = Refusal(
-    "the step depends on the values of a tensor: F.ctc_loss keeps for its backward a tensor whose shape depends on values, "
-    "the lengths, even where they are constants",
+    "the step depends on the values of a tensor: F.ctc_loss keeps for its backward a tensor whose shape depends on "
+    "values, the lengths, even where they are constants",
     "there is no cure for torch's own; a loop over time with torch.logaddexp computes the same of plain operators",
     "data-shapes",
 )

@@ -179,6 +179,22 @@ def test_what_looks_at_all_parameters_is_refused(name: str) -> None:
     assert check_per_worker(plan(1), make) is None
 
 
+def test_a_number_of_all_parameters_is_refused_though_no_weight_has_moved_by_it_yet() -> None:
+    class Waits(SGD):
+        """It measures, and would use what it has measured later."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["d"] = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+            super().step()
+
+    with pytest.raises(TaskError, match=r"Waits adapts d to all parameters at once: after \d+ steps it is .* own \("):
+        check_per_worker(plan(), lambda n: Waits(weights(n), lr=0.1))
+    accepted = check_per_worker(plan(), lambda n: Waits(weights(n), lr=0.1), accepted=True)
+    assert accepted is not None
+    assert accepted.endswith("this was accepted")
+
+
 def test_what_carries_gradients_over_is_refused() -> None:
     with pytest.raises(OptimizerRefused, match=r"CarriesOver.zero_grad\(\) keeps gradients for the next step"):
         check_per_worker(plan(), lambda n: CarriesOver(weights(n), lr=0.1))

@@ -126,4 +126,6 @@ RECIPES = (
     *(_others(name, refused=(ALL, TOGETHER)) for name in ("adagc", "adai", "adams", "avagrad")),
     *(_others(name, {"lr": 1.0}, refused=(ALL, "it adapts one distance to all parameters"))
         for name in ("prodigy", "dadaptadam", "dadaptlion")),
+    _of("pytorch_optimizer", "prodigy_slow", _pytorch_optimizer("prodigy", lr=1e-2), ("pytorch_optimizer",),
+        refused=("adapts d.* to all parameters at once", "it adapts one distance to all parameters")),
 )  # fmt: skip
