@@ -271,6 +271,10 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         "divides by the size of one microbatch",
         lambda m, b: sloped(m, b, lambda y: F.mse_loss(y, b[0][..., :5])),
     ),
+    "distances between samples": (
+        "compares samples with each other",
+        lambda m, b: (-torch.cdist(logits(m, b)[:, 0], b[0][:, 0, :5])).exp().mean(),
+    ),
     "a sum and a mean": (
         "adds a sum over the batch and what is none",
         lambda m, b: logits(m, b).square().sum() + logits(m, b).square().mean(),

@@ -90,6 +90,14 @@ def _of_samples(call: OperatorCall, dim: int = 0) -> Known:
     return without_rows(call) or call.lost("does not have the batch as its first dimension")
 
 
+def _distances(call: OperatorCall) -> Known:
+    """From each row of one matrix to each of another: a sample's own if the other is whole, or if samples are apart."""
+    points = call.tensors[:2] if call.name == "_cdist_forward" else call.tensors[1:3]
+    if all(isinstance(call.known(n), Rows) and len(call.shape(n)) == 2 for n in points):
+        return call.lost("compares samples with each other")
+    return _of_samples(call)
+
+
 def _attention(call: OperatorCall) -> Known:
     """Samples and heads, the first two dimensions, stay apart. torch 2.15 puts a dimension before those of three."""
     mask = next((argument(call, n) for n in ("attn_mask", "attn_bias") if argument(call, n) is not None), None)
@@ -235,8 +243,9 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_of_samples, "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d"),
     (_of_samples, "_upsample_nearest_exact2d upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa"),
     (_of_samples, "pixel_shuffle pixel_unshuffle im2col col2im reflection_pad1d reflection_pad2d replication_pad1d"),
-    (_of_samples, "replication_pad2d channel_shuffle _cdist_forward grid_sampler_2d grid_sampler_3d"),
-    (_of_samples, "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward _cdist_backward"),
+    (_of_samples, "replication_pad2d channel_shuffle grid_sampler_2d grid_sampler_3d"),
+    (_of_samples, "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward"),
+    (_distances, "_cdist_forward _cdist_backward"),
     (_of_samples, "_scaled_dot_product_flash_attention_for_cpu_backward"),
     (_of_samples, "_thnn_fused_lstm_cell _thnn_fused_gru_cell"),
     (_attention, "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
