@@ -21,7 +21,7 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, BuildError, CutError
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, worst_agreement
-from fxpipe.lowering.shapes import SHAPES
+from fxpipe.lowering.first_of_each import SHAPES
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.spec import digest_of
 

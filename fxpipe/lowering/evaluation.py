@@ -19,16 +19,14 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, Plan
 from fxpipe.random_state import random_state_kept
-from fxpipe.task.batch import describe, dump, moved, shape_key, tensor_spec
+from fxpipe.task.batch import moved, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
 from fxpipe.tracing.refusals import DATA_DEPENDENT
-
-SHAPES = 8
-"""How many shapes of batches are cut into stages, each on its own."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +78,16 @@ def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> l
     Raises:
         BatchError: there is none, there are too many shapes, or a batch is no pytree of tensors.
     """
-    found: dict[Any, Any] = {}
-    for batch in batches:
-        leaves, _, spec = describe(batch, constant_batch)
-        found.setdefault(shape_key(dump(spec), leaves), batch)
+    found: list[Any] = []
+    for batch in first_of_each(batches, constant_batch):
+        found.append(batch)
         if len(found) > SHAPES:
             raise BatchError(
                 f"eval_data() gives batches of more than {SHAPES} shapes", hint="pad them, or use drop_last=True"
             )
     if not found:
         raise BatchError("eval_data() gave no batch")
-    return list(found.values())
+    return found
 
 
 def _reason(error: FxpipeError) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CutError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.name_constants import name_constants
@@ -27,12 +28,8 @@ from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import Plan, ShapeSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
-from fxpipe.task.batch import describe, dump, shape_key
 from fxpipe.tracing.capture import Loss
 from fxpipe.tracing.joint import NO_GRADIENT
-
-SHAPES = 8
-"""How many shapes of batches a build has at most, each with stages of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +47,16 @@ def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[
         BatchError: there are too many shapes.
     """
 
-    def key(batch: Any) -> Any:
-        leaves, _, spec = describe(batch, constant_batch)
-        return shape_key(dump(spec), leaves)
-
-    found = {key(first): first}
-    for batch in batches:
-        found.setdefault(key(batch), batch)
+    found: list[Any] = []
+    for batch in first_of_each(chain([first], batches), constant_batch):
+        found.append(batch)
         if len(found) > SHAPES:
             raise BatchError(
                 f"the training data have batches of more than {SHAPES} shapes",
                 hint="pad them to a few lengths, or drop the last, smaller batch (drop_last=True)",
                 page="batch-shapes",
             )
-    return list(found.values())[1:]
+    return found[1:]
 
 
 def capture_shape(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> CapturedShape:

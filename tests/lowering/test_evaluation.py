@@ -24,7 +24,8 @@ from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
 from fxpipe.inspection.subject import read_subject
 from fxpipe.ir.law import verify
 from fxpipe.ir.program import Output, info
-from fxpipe.lowering.evaluation import SHAPES, Metrics, capture_evaluations, one_of_each
+from fxpipe.lowering.evaluation import Metrics, capture_evaluations, one_of_each
+from fxpipe.lowering.first_of_each import SHAPES
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.wires.moves import moves
 from fxpipe.tracing.capture import capture_evaluation
