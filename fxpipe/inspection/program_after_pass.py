@@ -134,10 +134,7 @@ def _model_of(plan: Plan, folder: Path, pass_name: str) -> Path:
 def _options_of(plan: Plan, folder: Path) -> CompileOptions:
     """The options that make the same stages again."""
     mode, recompute = _chosen(folder)
-    forward, backward, weights = (
-        (*(bounds[0] for bounds in kind), kind[-1][1])
-        for kind in zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
-    )
+    cuts = dataclasses.replace(Cuts.of(plan), recompute=recompute)
     return CompileOptions(
         workers=plan.workers,
         microbatches=plan.microbatches,
@@ -146,8 +143,8 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
         schedule=plan.schedule,
         policy=plan.policy,
         autocast=plan.autocast,
-        cuts=Cuts(forward, backward, weights, recompute),
-        split_backward=mode == "three-way" or (mode is None and weights != backward),
+        cuts=cuts,
+        split_backward=mode == "three-way" or (mode is None and cuts.weights != cuts.backward),
         cost="analytic",  # times decide nothing if the cuts are given, and the text has none
         command=_command(folder, plan),
     )

@@ -6,7 +6,7 @@ Every worker owns the same parameters and updates the same buffers whatever the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -131,16 +131,17 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
     Raises:
         CutError: there are no such cuts.
     """
+    cuts = Cuts.of(plan)
     if program.units == plan.units:
-        return _bounds(plan, lambda position: position)
-    moved = _same_places(plan.units, program.units)
+        return cuts
+    places = _same_places(plan.units, program.units)
     owners = {p.name: p.owner for p in plan.parameters}
     homes = {b.name: b.home for b in plan.buffers if b.home is not None}
     parameters = {p.node: p.names[0] for p in program.parameters}
     buffers = {b.node: b.names[0] for b in program.buffers}
     made = [(info(n).unit, owners[parameters[p]]) for p, n in program.gradients().items() if n.op == "call_function"]
     updated = [(info(n).unit, homes[buffers[b]]) for b, n in program.updates().items() if n.op == "call_function"]
-    like = _bounds(plan, moved.__getitem__)
+    like = Cuts(_moved(cuts.forward, places), _moved(cuts.backward, places), _moved(cuts.weights, places))
     weights = _within(like.weights, made, "gradients")
     backward = weights if like.weights == like.backward else tuple(map(min, like.backward, weights))
     readers = {p.name: [k for k, phase in p.readers if phase == "F"] for p in plan.parameters}
@@ -156,12 +157,9 @@ def cuts_like(plan: Plan, program: Program) -> Cuts:
     return dataclasses.replace(like, forward=forward, backward=backward, weights=weights)
 
 
-def _bounds(plan: Plan, moved: Callable[[int], int]) -> Cuts:
-    forward, backward, weights = (
-        tuple(accumulate((moved(bound) for bound in (*(bounds[0] for bounds in kind), kind[-1][1])), max))
-        for kind in zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
-    )
-    return Cuts(forward, backward, weights)
+def _moved(bounds: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    """The bounds where their places are now, none before an earlier one."""
+    return tuple(accumulate((places[bound] for bound in bounds), max))
 
 
 def _same_places(old: Sequence[str], new: Sequence[str]) -> list[int]:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from fxpipe.errors import CutError
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import Phase, Plan
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,13 @@ class Cuts:
                     f"units {first} to {end - 1} cannot be recomputed on worker {worker}: there are {self.workers} "
                     f"workers and {count} units"
                 )
+
+    @classmethod
+    def of(cls, plan: Plan) -> Cuts:
+        """Those of a plan, which does not say what is recomputed."""
+        kinds = zip(*((s.forward_units, s.backward_units, s.weight_units) for s in plan.stages), strict=True)
+        forward, backward, weights = ((*(first for first, _ in kind), kind[-1][1]) for kind in kinds)
+        return cls(forward, backward, weights)
 
     @property
     def workers(self) -> int:
