@@ -271,6 +271,7 @@ def _state_notes(
     trained = tuple(t for t in held if t.requires_grad)
     watch = origin.TracedStep()
     watch.repeats = effects = Effects()
+    effects.know_constants(fake)
 
     def run() -> None:
         batch, known = example.batch(given)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fxpipe.tracing.repeatability import Call, Place, Repeats
+from fxpipe.tracing.repeatability import Call, Place, Repeats, checksum
 from fxpipe.tracing.user_lines import is_within_users
 
 _MARK = "_fxpipe_effect"
@@ -49,7 +49,7 @@ class Effects(Repeats):
 
     Attributes:
         departs: how the last run departs from the first; None if it does not.
-        hooks: whether a run has registered hooks for gradients of tensors.
+        hooks: whether a run has asked for gradients of tensors, for its hooks or to keep them.
     """
 
     long = sys.maxsize
@@ -64,6 +64,19 @@ class Effects(Repeats):
         self._changed: Any = None  # what the current call changes in place
         self._backward = sys.maxsize  # the first call of the backward
 
+    def know_constants(self, mode: FakeTensorMode) -> None:
+        """From now on, what the mode makes of a tensor with values goes by them: no call tells those of
+        `torch.from_numpy(array)`."""
+        converter: Any = mode.fake_tensor_converter
+        convert = converter.from_real_tensor
+
+        def marked(mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+            made: FakeTensor = convert(mode, tensor, *args, **kwargs)
+            setattr(made, _MARK, ("constant", checksum(tensor)))
+            return made
+
+        converter.from_real_tensor = marked
+
     def begin(self, given: Sequence[torch.Tensor]) -> None:
         super().begin(given)
         self._stale = {}
@@ -72,7 +85,7 @@ class Effects(Repeats):
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], where: Callable[[], str | None]) -> Call:
         self._reading = []
-        self.hooks |= name == "register_hook"
+        self.hooks |= name in ("register_hook", "retain_grad")
         self._changed = args[0] if args and _IN_PLACE.search(name) else None
         return super().call(name, args, kwargs, where)
 

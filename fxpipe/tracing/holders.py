@@ -5,8 +5,11 @@ Every holder is read as a dictionary and written from one, so that what watches 
 
 from __future__ import annotations
 
+import array
+import contextvars
 import itertools
 import operator
+import os
 import pickle
 import random
 import types
@@ -17,6 +20,7 @@ from typing import Any, Protocol
 CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
 KINDS = (list, deque, dict, set)
 LARGE = 10_000  # a container with more elements is a vocabulary, not a cache
+MANY_BYTES = 1 << 20  # an array of more is data
 PLAIN = (bool, int, float, complex, str, bytes)
 _NOTHING = object()
 
@@ -74,16 +78,25 @@ class Attributes:
 
 
 class Globals:
-    """Some names of a module, which functions read or assign."""
+    """Some names of a module, which functions read or assign.
 
-    def __init__(self, module: dict[str, Any], prefix: str = "") -> None:
-        self.module, self.names, self.name = module, set[str](), prefix
+    Args:
+        own: the module is the user's; of another one, functions, classes and modules are no state.
+    """
+
+    def __init__(self, module: dict[str, Any], prefix: str = "", own: bool = True) -> None:
+        self.module, self.names, self.name, self.own = module, set[str](), prefix, own
 
     def read(self) -> Content:
-        return {name: self.module[name] for name in self.names if name in self.module}
+        return self.of(self.names)
+
+    def of(self, names: Collection[str]) -> Content:
+        """What it holds under these names."""
+        found = {name: self.module[name] for name in names if name in self.module}
+        return found if self.own else {name: value for name, value in found.items() if not _is_code(value)}
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        for name in self.names - content.keys():
+        for name in self.read().keys() - content.keys():
             self.module.pop(name, None)
         self.module.update(content)
 
@@ -171,15 +184,54 @@ class Single:
 
 
 class Array(Single):
-    """The values of a small numpy array, as bytes."""
+    """The values of a small array, as bytes: of numpy's, an array.array, a bytearray."""
 
     def read(self) -> Content:
-        return {"": self.thing.tobytes()}
+        return {"": bytes(self.thing) if isinstance(self.thing, bytearray) else self.thing.tobytes()}
 
     def write(self, content: Mapping[Any, Any]) -> None:
-        values = type(self.thing)(self.thing.shape, self.thing.dtype, content[""])
-        if self.thing.flags.writeable:
-            self.thing[...] = values
+        if isinstance(self.thing, bytearray):
+            self.thing[:] = content[""]
+        elif isinstance(self.thing, array.array):
+            self.thing[:] = array.array(self.thing.typecode, content[""])
+        elif self.thing.flags.writeable:
+            self.thing[...] = type(self.thing)(self.thing.shape, self.thing.dtype, content[""])
+
+
+class Variable(Single):
+    """A contextvars.ContextVar. One without a value goes back to its default: Python cannot take a value away."""
+
+    def __init__(self, thing: contextvars.ContextVar[Any], name: str) -> None:
+        super().__init__(thing, name)
+        try:
+            self.first = {"": thing.get()}
+        except LookupError:
+            self.first = {}
+
+    def read(self) -> Content:
+        return self.first if (value := self.thing.get(_NOTHING)) is _NOTHING else {"": value}
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        if content:
+            self.thing.set(content[""])
+
+
+class Environment:
+    """The variables of the process's environment."""
+
+    name = "os.environ"
+
+    def read(self) -> Content:
+        return dict(os.environ)
+
+    def write(self, content: Mapping[Any, Any]) -> None:
+        now = self.read()
+        for key in now.keys() - content.keys():
+            del os.environ[key]
+        os.environ.update({key: value for key, value in content.items() if now.get(key) != value})
+
+    def call(self, key: Any) -> str:
+        return f"{self.name}[{key!r}]"
 
 
 class Generator(Single):
@@ -235,6 +287,10 @@ class Memory(Single):
 
     def write(self, content: Mapping[Any, Any]) -> None:
         self.thing.cache_clear()
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, types.ModuleType)
 
 
 def _slots(cls: type) -> Iterator[str]:

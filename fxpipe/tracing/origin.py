@@ -24,6 +24,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError
+from fxpipe.tracing import unseen
 from fxpipe.tracing.known_values import UNKNOWN, KnownValues
 from fxpipe.tracing.repeatability import Repeats
 from fxpipe.tracing.torch_versions import TESTED
@@ -32,8 +33,6 @@ from fxpipe.tracing.user_lines import outwards, place, stacked, user_frame
 KEY = "fxpipe_origin"
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
-_SEEDING = ("manual_seed", "set_rng_state")  # torch.random.fork_rng calls the last
-_SCALING = ("scale", "unscale_", "step", "update")
 
 
 class Origin(NamedTuple):
@@ -109,7 +108,7 @@ def recording(
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
     try:
-        with recorder, recorder.checkpoints(), recorder.known.lists(), _unseen_refused():
+        with recorder, recorder.checkpoints(), recorder.known.lists(), unseen.refused():
             yield
         if recorder.watch.unknown is not None:
             raise recorder.watch.unknown
@@ -304,51 +303,6 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             vars(torch_checkpoint).update(saved)
-
-
-@contextlib.contextmanager
-def _unseen_refused() -> Iterator[None]:
-    """Refuse calls that tracing would drop or freeze silently: torch.manual_seed and its like, a GradScaler's."""
-
-    def seeding(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(*args: Any) -> Any:
-            raise CaptureError(
-                f"the step calls torch.{name}, which no graph can hold",
-                where=stacked(outwards(sys._getframe(1))),
-                hint="leave it out: each run seeds torch's generator; what must be the same at every step belongs in a "
-                "buffer",
-                page="randomness",
-            )
-
-        return refuse
-
-    def scaling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not scaler.is_enabled():
-                return function(scaler, *args, **kwargs)
-            raise CaptureError(
-                f"the step calls GradScaler.{name}: a GradScaler looks at gradients, and a step that is captured has "
-                "none yet",
-                where=stacked(outwards(sys._getframe(1))),
-                hint="return the loss itself, and take bfloat16, which needs no scale: --autocast bf16",
-                page="backward",
-            )
-
-        return refuse
-
-    saved: list[tuple[Any, str, Callable[..., Any]]] = []
-    for refusing, names, owners in (
-        (seeding, _SEEDING, (torch, torch.random)),
-        (scaling, _SCALING, (torch.amp.GradScaler,)),
-    ):
-        for owner, name in itertools.product(owners, names):
-            saved.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, refusing(name, getattr(owner, name)))
-    try:
-        yield
-    finally:
-        for owner, name, function in saved:
-            setattr(owner, name, function)
 
 
 def version_hint() -> str:

@@ -1,16 +1,19 @@
 """Which Python objects a step can reach: from its code and the model's modules, as far as they are the user's own.
 
-A function reaches what its code names: globals, variables of enclosing functions, default arguments. An object reaches
-its attributes and the code of its class. Code of torch, of Python and of installed packages is not looked into; their
-objects are. The walk is breadth first and ends after `MOST` holders.
+A function reaches what its code names: globals, variables of enclosing functions, default arguments, what it sets on
+modules. An object reaches its attributes and the code of its class. Code of torch, of Python and of installed packages
+is not looked into; their objects are. The walk is breadth first and ends after `MOST` holders.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import collections
+import contextvars
 import enum
 import functools
+import queue
 import random
 import sys
 import threading
@@ -47,6 +50,7 @@ _SPACES = (
     collections.UserList,
     collections.ChainMap,
     threading.local,
+    queue.Queue,
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
     weakref.WeakSet,
@@ -63,6 +67,7 @@ def reached(model: nn.Module, roots: Iterable[Any]) -> list[Holder]:
     walk.draws(random.random, "random")
     if "numpy" in sys.modules:
         walk.draws(sys.modules["numpy"].random.rand, "numpy.random")
+    walk.found.append(holders.Environment())
     paths = dict(model.named_modules())
     for path, module in paths.items():
         walk.seen[id(module)] = module
@@ -133,8 +138,13 @@ class _Walk:
         elif isinstance(value, type):
             self.cls(value)
         elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-            if value.size <= holders.LARGE and not value.dtype.hasobject:
+            if value.nbytes <= holders.MANY_BYTES and not value.dtype.hasobject:
                 self.found.append(holders.Array(value, name))
+        elif kind in (bytearray, array.array):
+            if len(memoryview(value)) <= holders.MANY_BYTES:
+                self.found.append(holders.Array(value, name))
+        elif kind is contextvars.ContextVar:
+            self.hold(holders.Variable(value, name))
         elif isinstance(value, random.Random) or (kind.__module__, kind.__name__) in _NUMPY_GENERATORS:
             self.found.append(holders.Generator(value, name))
         elif kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
@@ -165,21 +175,29 @@ class _Walk:
         if function.__dict__:
             self.hold(holders.Attributes(function, name))
         mentioned = set(_mentioned(code))
+        if mentioned & {"globals", "vars"}:
+            mentioned |= function.__globals__.keys()
         self.use(function.__globals__, mentioned)
-        for variable in mentioned & function.__globals__.keys():
-            module = function.__globals__[variable]
-            if isinstance(module, types.ModuleType) and user_lines.is_own(getattr(module, "__file__", None)):
-                self.use(module.__dict__, mentioned & module.__dict__.keys(), f"{variable}.")
 
-    def use(self, module: dict[str, Any], names: set[str], prefix: str = "") -> None:
-        """Functions mention names of a module."""
-        if id(module) not in self.names:
-            self.names[id(module)] = holders.Globals(module, prefix)
-            self.found.append(self.names[id(module)])
-        new = names - self.names[id(module)].names
-        self.names[id(module)].names |= new
-        for name in sorted(new & module.keys()):
-            self.meet(module[name], prefix + name)
+    def use(self, module: dict[str, Any], names: set[str]) -> None:
+        """A function mentions these names, of its own module or of others that it has under one of them."""
+        spaces: list[tuple[dict[str, Any], str, bool]] = [(module, "", True)]
+        met = {id(module)}
+        for space, prefix, own in spaces:
+            if id(space) not in self.names:
+                self.names[id(space)] = holders.Globals(space, prefix, own)
+                self.found.append(self.names[id(space)])
+            known = self.names[id(space)]
+            new = names - known.names
+            known.names |= new
+            for name, value in sorted(known.of(new).items()):
+                self.meet(value, known.call(name))
+            for name in sorted(names & space.keys()):
+                inner = space[name]
+                if isinstance(inner, types.ModuleType) and id(inner.__dict__) not in met:
+                    met.add(id(inner.__dict__))
+                    file = getattr(inner, "__file__", None)
+                    spaces.append((inner.__dict__, f"{prefix}{name}.", user_lines.is_own(file)))
 
     def cls(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -207,7 +225,10 @@ def has_state(value: Any) -> bool:
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
+    """The names in a function's code, and the texts that could be names, as in `globals()["steps"]`."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _mentioned(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant

@@ -102,7 +102,7 @@ class Repeats:
         except _Stale:
             raise CaptureError(
                 "the step uses a tensor that an earlier call of the step computed and kept where fxpipe does not "
-                "look: in a package's own globals, a ContextVar",
+                "look: in a package's own globals, a SimpleQueue",
                 where=where(),
                 hint="keep it in a buffer of the model (register_buffer); or fill a cache of constants before capture, "
                 "by calling the model once in model()",
@@ -189,7 +189,7 @@ class Repeats:
             return ("made", number)
         if is_outside(tensor):
             self._outside.append(tensor)
-        return ("constant", _sum(tensor)) if _is_readable(tensor) else ("tensor", tensor.dtype)
+        return ("constant", checksum(tensor)) if _is_readable(tensor) else ("tensor", tensor.dtype)
 
 
 class _Stale(Exception):
@@ -218,7 +218,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     )
 
 
-def _sum(tensor: torch.Tensor) -> str:
+def checksum(tensor: torch.Tensor) -> str:
     """A checksum of a tensor's first bytes, read from memory, so that no torch mode sees it."""
     held = int(tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size())
     return hex(zlib.crc32(ctypes.string_at(tensor.data_ptr(), min(held, _READ))))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import functools
 import itertools
+import os
+import queue
 import random
+import string
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -79,10 +84,67 @@ def behind_a_weak_reference(thing: Thing) -> Change:
     return counted(up)
 
 
+def in_the_environment() -> int:
+    os.environ["FXPIPE_TEST_STEPS"] = str(int(os.environ.get("FXPIPE_TEST_STEPS", 0)) + 1)
+    return int(os.environ["FXPIPE_TEST_STEPS"])
+
+
+def by_name() -> int:
+    globals()["STEPS"] += 1
+    return int(globals()["STEPS"])
+
+
+def on_a_module() -> int:
+    string.steps = getattr(string, "steps", 0) + 1  # type: ignore[attr-defined]
+    return int(string.steps)  # type: ignore[attr-defined]
+
+
+def of_a_context() -> int:
+    VARIABLE.set(VARIABLE.get() + 1)
+    return VARIABLE.get()
+
+
+def in_an_array(values: Any) -> Callable[[], int]:
+    def up() -> int:
+        values[0] += 1
+        return int(values[0])
+
+    return up
+
+
+def from_numpy(values: Any) -> Change:
+    """No call that capture sees tells the values."""
+
+    def change(net: Net, x: Tensor) -> Tensor:
+        values[:] += 1
+        return x * torch.from_numpy(values)
+
+    return change
+
+
+def gradient_of_an_earlier_call(net: Net, x: Tensor) -> Tensor:
+    y = x * 1
+    if net.hidden is not None and net.hidden.grad is not None:
+        y = y + net.hidden.grad.mean()
+    y.retain_grad()
+    net.hidden = y
+    return y
+
+
 def growing(container: Any, grow: Callable[[Any], Any]) -> Change:
     def up() -> int:
         grow(container)
         return len(container)
+
+    return counted(up)
+
+
+def growing_queue() -> Change:
+    container: queue.Queue[int] = queue.Queue()
+
+    def up() -> int:
+        container.put(1)
+        return container.qsize()
 
     return counted(up)
 
@@ -104,6 +166,8 @@ def without_gradients_at_first(net: Net, x: Tensor) -> Tensor:
         return x * 2
 
 
+STEPS = 0
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("steps", default=0)
 OWN, OLD, NEW, THING = random.Random(1), np.random.RandomState(1), np.random.default_rng(1), Thing()
 
 REFUSED: dict[str, tuple[Change, str]] = {
@@ -124,6 +188,16 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "thread": (of_a_thread(), r"changes own\.steps \(0 → 10\),"),
     "weak": (behind_a_weak_reference(THING), r"changes seen\.steps \(nothing → 10\),"),
+    "environment": (counted(in_the_environment), r"changes os\.environ\['FXPIPE_TEST_STEPS'\] \(nothing → '6'\),"),
+    "by name": (counted(by_name), r"changes STEPS \(0 → 10\),"),
+    "on a module": (counted(on_a_module), r"changes string\.steps \(nothing → 10\),"),
+    "context": (counted(of_a_context), r"changes VARIABLE \(0 → 10\),"),
+    "bytes": (counted(in_an_array(bytearray(1))), "changes values,"),
+    "array": (counted(in_an_array(array.array("i", [0]))), "changes values,"),
+    "large array": (counted(in_an_array(np.zeros(100_000))), "changes values,"),
+    "from numpy": (from_numpy(np.zeros(WIDTH, np.float32)), "changes values,"),
+    "gradient": (gradient_of_an_earlier_call, "changes hidden,"),
+    "queue": (growing_queue(), r"changes container\.unfinished_tasks \(0 → 10\), container\.queue"),
     "set": (growing(set(), lambda s: s.add(len(s))), r"changes container \(0 → 6 elements\),"),
     "dict": (growing({}, lambda d: d.setdefault(len(d))), r"changes container \(0 → 6 elements\),"),
     "one noise": (one_noise(), "changes noise,"),

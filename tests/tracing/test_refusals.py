@@ -8,8 +8,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -228,13 +228,42 @@ def generator(x: Tensor) -> Tensor:
     return x + torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-TABLE: ContextVar[Tensor | None] = ContextVar("table", default=None)
+TABLE: SimpleQueue[Tensor] = SimpleQueue()
 
 
 def cached(x: Tensor) -> Tensor:
-    if TABLE.get() is None:
-        TABLE.set(torch.linspace(0, 1, WIDTH))
-    return x * TABLE.get()
+    table = torch.linspace(0, 1, WIDTH) if TABLE.empty() else TABLE.get()
+    TABLE.put(table)
+    return x * table
+
+
+OWN = torch.default_generator
+
+
+def seeded_generator(x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(0)
+    return x + torch.randn(WIDTH)
+
+
+def seeded_generator_elsewhere(x: Tensor) -> Tensor:
+    OWN.manual_seed(0)
+    return x + torch.randn(WIDTH)
+
+
+def same_twice(x: Tensor) -> Tensor:
+    state = torch.default_generator.get_state()
+    x = x + torch.randn(WIDTH)
+    torch.default_generator.set_state(state)
+    return x - torch.randn(WIDTH)
+
+
+def by_the_seed(x: Tensor) -> Tensor:
+    return x * (1 + torch.initial_seed() % 2)
+
+
+def packed(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+        return x.exp()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +278,9 @@ def cached(x: Tensor) -> Tensor:
         *((c, "numpy") for c in (round_trip, as_array)),
         *((c, "higher-order") for c in (condition, flexible)),
         *((c, "tensor-kinds") for c in (as_sparse, nested, jagged)),
-        *((c, "randomness") for c in (seeded, drawn_apart, generator)),
+        *((c, "randomness") for c in (seeded, drawn_apart, generator, by_the_seed)),
+        *((c, "randomness") for c in (seeded_generator, same_twice)),
+        (packed, "backward"),
         (elsewhere, "devices"),
         (memory, "operators"),
         (cached, "kept-tensors"),
@@ -263,6 +294,15 @@ def test_a_refusal_names_line_cause_cure_and_page(change: Change, page: str) -> 
     assert line_in(error.where) in lines_of(getattr(change, "__wrapped__", change))
     assert error.hint
     assert str(error).endswith(f"\n  more: fxpipe explain {page}")
+
+
+def test_a_generator_that_is_held_is_looked_at() -> None:
+    before = OWN.get_state()
+    error = refused(seeded_generator_elsewhere)
+    assert "calls a method of torch.default_generator" in str(error)
+    assert error.page == "randomness"
+    assert torch.equal(OWN.get_state(), before)
+    assert torch.default_generator is torch.random.default_generator is OWN
 
 
 def test_a_backward_of_ones_own_is_looked_at() -> None:
