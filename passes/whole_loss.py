@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.analysis.share_rules.whole_batch import Backward, changed_numbers
+from fxpipe.passes.analysis.whole_call import Place
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
@@ -36,8 +38,6 @@ class WholeLoss(Pass):
         microbatches: how many a minibatch has.
         weighted: where the loss cannot be derived, the hook `loss_weight` says how much each microbatch counts: a leaf
             of the batch multiplies its loss.
-        counts: as `Microbatches.counts`.
-        untold: nodes that divide by a number of which no batch has shown whether it counts samples.
         checked: it is known that the program and the whole batch have one loss and the same gradients on one batch,
             whose microbatches count differently if they are weighed.
         accepted: the loss may differ from the whole batch's, as the user says.
@@ -54,14 +54,12 @@ class WholeLoss(Pass):
 
     microbatches: int
     weighted: bool = False
-    counts: bool = True
-    untold: tuple[str, ...] = ()
     checked: bool = False
     accepted: bool = False
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
-        found = microbatches_of(program, counts=self.counts)
+        found = microbatches_of(program)
         if found.batch_norm is not None:
             norm = info(found.batch_norm)
             program = replace(program, batch_norm=norm.module or norm.source or found.batch_norm.name)
@@ -75,8 +73,8 @@ class WholeLoss(Pass):
             return replace(
                 program, warnings=(*program.warnings, f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {loss.why}")
             )
-        untold = [_untold(node) for node in found.counted if node.name in self.untold]
-        change = _Substitution(replace(program, warnings=(*program.warnings, *untold)), self.microbatches)
+        _take_numbers(program, found.numbers)
+        change = _Substitution(program, self.microbatches)
         for node in found.likelihoods:
             change.likelihood(node)
         for node, share in found.totals.items():
@@ -89,12 +87,24 @@ class WholeLoss(Pass):
         return replace(program, loss_of_microbatches=how)
 
 
-def _untold(node: fx.Node) -> str:
-    place = f" ({info(node).source})" if info(node).source else ""
-    return (
-        f"{UNPROVED}{CHECKED}: whether {node.args[1]:g}{place} is how many samples there are, or a number that stays, "
-        "cannot be told from a batch on which it makes no difference"
-    )
+def _take_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Place, Any]]) -> None:
+    """Let calls take the numbers that they must take for the whole minibatch, and their backward calls what follows."""
+    backward = Backward(program)
+    for node, given in numbers.items():
+        calls, whole = backward.of(node), changed_numbers(node)
+        assert calls is not None
+        scaled = {whole[place]: number for place, number in given.items()}
+        for call in calls:
+            _update(call, {p: scaled.get(number, number) for p, number in changed_numbers(call).items()})
+        _update(node, given)
+
+
+def _update(node: fx.Node, numbers: Mapping[Place, Any]) -> None:
+    for place, number in numbers.items():
+        if isinstance(place, int):
+            node.update_arg(place, number)
+        else:
+            node.update_kwarg(place, number)
 
 
 def _weighted(program: Program) -> Program:

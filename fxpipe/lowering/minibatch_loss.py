@@ -19,6 +19,7 @@ from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.lowering.step_costs import has_no_values
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
+from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
@@ -49,21 +50,37 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
     if options.count == 1:
         return capture(model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch)
     ways = [options.dims(batch)] if options.microbatch_dims is not None else _ways(describe(batch)[0])
+    whole: Program | str | None = None
     first: Program | None = None
+    best: Program | None = None
     failed: FxpipeError | None = None
     for dims in ways:
         try:
-            program = first or _captured(model, loss, batch, options, dims)
-            if not _is_proved(program, dims):
-                first = program
+            if first is not None and not _is_proved(first, dims):
                 continue
-            return program if program is not first else _captured(model, loss, batch, options, dims)
+            program = _captured(model, loss, batch, options, dims)
+            first = first or program
+            whole = whole or _captured_whole(model, loss, batch, options)
+            program = beside(program, whole)
+            if _is_proved(program, dims):
+                return program
+            best = best or program
         except FxpipeError as error:
             failed = failed or error
-    if first is None:
+    if best is None:
         assert failed is not None
         raise failed
-    return first
+    return best
+
+
+def _captured_whole(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program | str:
+    """The step on the whole batch, or why there is none."""
+    try:
+        return capture(
+            model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch, state_notes=False
+        )
+    except FxpipeError as error:
+        return f"the step on the whole batch is refused: {error}"
 
 
 def _captured(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, dims: Dims) -> Program:
@@ -128,23 +145,16 @@ def checked_loss(
     tried = options.whole_loss()
     assert tried is not None
     if has_no_values(program):
-        return replace(tried, untold=tuple(node.name for node in microbatches_of(Fold()(program)).counted))
+        return tried
     parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})
     steady = SteadyRandomness()
     with steady:
         eager = _whole(program, model, loss, batch, options.count)
         made = _made(tried, program)
         found = _step(made, parts, options)
-        if not _same(found.loss, eager.loss):
-            other = replace(tried, counts=False)
-            remade = _made(other, program)
-            again = _step(remade, parts, options)
-            if _same(again.loss, eager.loss, GROWN if made.batch_norm else SMALL):
-                tried, made, found = other, remade, again
     agreement = compare(found, eager, FLOOR_OF_SUMS)
     dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
     limit = tolerance(dtypes, program.autocast)
-    tried = replace(tried, untold=_untold(tried, program, parts, options, found.loss))
     if agreement.largest <= limit:
         return replace(tried, checked=_count_differently(parts, program, options))
     if steady.unknown or made.differs_from_whole:
@@ -155,28 +165,6 @@ def checked_loss(
     if options.accept_microbatch_loss:
         return replace(tried, accepted=True)
     raise _differs(made, found.loss, eager, agreement, options)
-
-
-def _untold(
-    tried: WholeLoss, program: Program, parts: Sequence[Any], options: CompileOptions, loss: Tensor
-) -> tuple[str, ...]:
-    """The quotients whose divisor is taken to count samples, but which the loss would not show if they were doubled."""
-    if not tried.counts:
-        return ()
-    found = []
-    for node in microbatches_of(Fold()(program)).counted:
-        doubled = _made(tried, program)
-        same = next((n for n in doubled.graph.nodes if n.name == node.name), None)
-        if same is None:  # a total has taken its place
-            continue
-        with doubled.graph.inserting_after(same):
-            twice = doubled.graph.call_function(torch.mul, (same, 2))
-        same.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
-        with SteadyRandomness():
-            again = _step(doubled, parts, options)
-        if _same(again.loss, loss):
-            found.append(node.name)
-    return tuple(found)
 
 
 def _made(whole_loss: WholeLoss, program: Program) -> Program:

@@ -59,6 +59,7 @@ def capture(
     *,
     autocast: str | None = None,
     constant_batch: Sequence[str] = (),
+    state_notes: bool = True,
 ) -> Program:
     """The joint graph of `loss(model, batch)` and its gradients, at level CAPTURED.
 
@@ -70,6 +71,7 @@ def capture(
         autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
         constant_batch: the tensors of the batch whose values the step may read, as numbers, shapes and branches: by
             their names, `batch['grid']`, or their keys. Every later batch must have the same.
+        state_notes: whether to find out what the step's changes of Python state do to its later calls.
 
     Raises:
         CaptureError: with the user's line, when the step cannot be one graph.
@@ -89,7 +91,7 @@ def capture(
         tensors = HeldTensors(model, updated, (loss,))
         traced = _trace(model, loss, example, tensors, device, autocast)
     program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, autocast)
-    notes = _state_notes(model, loss, example, tensors, device, autocast) if tensors.changes else []
+    notes = _state_notes(model, loss, example, tensors, device, autocast) if state_notes and tensors.changes else []
     return replace(program, warnings=(*program.warnings, *notes))
 
 

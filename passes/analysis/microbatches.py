@@ -10,23 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
-from fxpipe.passes.analysis.share_rules import OperatorCall, is_same, mixes_samples, normalises, rule_of, same_of
+from fxpipe.passes.analysis.share_rules import (
+    Backward,
+    OperatorCall,
+    counts_samples,
+    held_against_whole,
+    is_same,
+    mixes_samples,
+    normalises,
+    rule_of,
+    same_of,
+)
+from fxpipe.passes.analysis.whole_call import whole_shape
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.ir.program import Program, info
 
 
-def microbatches_of(
-    program: Program, dims: Mapping[str, int | None] | None = None, *, counts: bool = True
-) -> Microbatches:
+def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = None) -> Microbatches:
     """Derive what each forward value is; linear in the graph, for each value that must be known of the whole batch.
 
     Args:
-        program: at level FOLDED, captured on one microbatch.
+        program: at level FOLDED, captured on one microbatch. If `beside` (`whole_call.py`) has put it next to the step
+            on the whole batch, all that is derived is held against that.
         dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
             default what the leaves themselves say.
-        counts: as `Microbatches.counts`.
     """
     placeholders = program.placeholders
     leaves = {placeholders[b.node]: b.leaf for b in program.batch if b.node}
@@ -39,10 +48,13 @@ def microbatches_of(
     batch = min(sizes.values(), default=1)
     updated = program.updates()
     constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
-    found = Microbatches(program, batch=batch, counts=counts, changing=frozenset(updated))
+    found = Microbatches(program, batch=batch, changing=frozenset(updated))
+    found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
+    backward = Backward(program)
     while True:
         before = len(found.totals)
-        found.counted.clear()
+        found.numbers.clear()
+        found.kept.clear()
         found.factors.clear()
         found.likelihoods.clear()
         found.batch_norm = None
@@ -53,11 +65,19 @@ def microbatches_of(
                 found.known[node] = Share.SAME if dim is None else Rows(dim)
             else:
                 found.known[node] = Lost(f"{leaves[node].name} has {sizes[node]} rows for {batch} samples", node.name)
+            found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node], backward)
         for node in program:
             if info(node).phase == "F":
                 _derive(found, node)
+                found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node], backward)
         if len(found.totals) == before:
             return found
+
+
+def _parts(node: fx.Node, dim: int | None, size: int) -> int:
+    """How many times as large the leaf is in the whole batch; 0 if it is not known."""
+    shape = whole_shape(node)
+    return 0 if shape is None or dim is None else shape[dim] // size
 
 
 def _derive(found: Microbatches, node: fx.Node) -> None:
@@ -71,8 +91,10 @@ def _derive(found: Microbatches, node: fx.Node) -> None:
         known = found.known[inputs[0]]
         found.known[node] = known[node.args[1]] if isinstance(known, tuple) else known  # type: ignore[index]
         return
-    lost = next((found.known[n] for n in inputs if isinstance(found.known[n], Lost)), None)
     call = OperatorCall(found, node)
+    lost = next(
+        (found.known[n] for n in inputs if isinstance(found.known[n], Lost) and not counts_samples(call, n)), None
+    )
     if found.batch_norm is None and mixes_samples(call):
         found.batch_norm = node
     changing = next((n for n in inputs if n.name in found.changing), None)

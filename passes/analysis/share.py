@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -77,28 +77,30 @@ class Microbatches:
 
     Attributes:
         batch: how many samples the microbatch has.
-        counts: whether a number that divides a sum counts samples, where it could: a graph holds numbers alone, and
-            does not tell `x.sum() / len(x)` from `x.sum() / 8`.
+        parts: how many times as large the whole batch is; 0 if the program does not say (`whole_call.py`).
         changing: the placeholders of buffers that the step updates.
         known: what each forward value is; a tuple for an operator whose results differ.
         alone: the nodes that are computed from the batch and from constants: no gradient goes through them.
         totals: sums and means over the batch, by what they are, that are not only added up: the whole minibatch's value
             must take their place, and then they are the same in every microbatch.
         likelihoods: the means of negative log-likelihoods, which divide by the weights of one microbatch's targets.
-        counted: the quotients whose divisor is taken to count samples.
+        numbers: by a call that takes numbers which depend on how many samples there are: which it must take for the
+            whole minibatch, by their place.
+        kept: calls whose number depends on it, too, and is right as it is: it makes a mean of a sum.
         factors: by a quotient or product that would be a sum, the input that makes it a mean if that is scaled.
         batch_norm: the first normalisation over the samples of a microbatch.
     """
 
     program: Program
     batch: int
-    counts: bool = True
+    parts: int = 0
     changing: frozenset[str] = frozenset()
     known: dict[fx.Node, Any] = field(default_factory=dict)
     alone: set[fx.Node] = field(default_factory=set)
     totals: dict[fx.Node, Share] = field(default_factory=dict)
     likelihoods: list[fx.Node] = field(default_factory=list)
-    counted: list[fx.Node] = field(default_factory=list)
+    numbers: dict[fx.Node, dict[int | str, Any]] = field(default_factory=dict)
+    kept: set[fx.Node] = field(default_factory=set)
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
     batch_norm: fx.Node | None = None
 
@@ -111,12 +113,32 @@ class Microbatches:
         return found
 
 
-def after_view(rows: Rows, before: Sequence[int], after: Sequence[int], batch: int) -> Rows | None:
+def fits(known: Known, own: Sequence[int], whole: Sequence[int], parts: int) -> bool:
+    """Whether a value of which this is known can have that shape on the whole batch."""
+    if known is Share.UNIFORM or isinstance(known, Lost):
+        return True
+    if len(own) != len(whole):
+        return False
+    if isinstance(known, Rows):
+        return list(whole) == [n * parts if d == known.dim else n for d, n in enumerate(own)]
+    if not isinstance(known, Alike):
+        return list(own) == list(whole)
+    periods = dict(known.periods)
+    return all(
+        mine == theirs or d in known.dims or (d in periods and theirs % periods[d] == 0)
+        for d, (mine, theirs) in enumerate(zip(own, whole, strict=True))
+    )
+
+
+def after_view(
+    rows: Rows, before: Sequence[int], after: Sequence[int], batch: int, may_be: Callable[[Rows], bool]
+) -> Rows | None:
     """The rows of a tensor that is seen in another shape; None if the batch is divided.
 
     Args:
         before, after: the shapes.
         batch: how many samples a microbatch has.
+        may_be: whether the result's shape on the whole batch allows it.
     """
     outer = prod(before[: rows.dim]) * rows.outer
     inner = prod(before) // max(outer * batch, 1)
@@ -125,8 +147,8 @@ def after_view(rows: Rows, before: Sequence[int], after: Sequence[int], batch: i
         above, below = prod(after[:dim]), prod(after[dim + 1 :])
         if not above or not below or outer % above or inner % below:
             continue
-        if size == outer // above * batch * (inner // below):
-            found.append(Rows(dim, outer // above))
+        if size == outer // above * batch * (inner // below) and may_be(made := Rows(dim, outer // above)):
+            found.append(made)
     # More than one fits if some are of size 1: take what is the batch alone.
     alone = [r for r in found if after[r.dim] == batch and r.outer == 1]
     return next(iter(alone or found), None)

@@ -11,6 +11,7 @@ import torch
 from covering import covering
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.whole_loss import WholeLoss
 from program_text import text
@@ -219,11 +220,11 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
     ),
     "half of two views": ("divides the batch", lambda m, b: logits(m, b).split(len(b[0]) // 2)[0].mean()),
     "a number for each place of the batch": (
-        "has a row for each, and is the same for every microbatch",
+        "depends on how many samples there are",
         lambda m, b: (logits(m, b).flatten(0, 1)[:, 0] * torch.arange(3 * len(b[0]))).mean(),
     ),
     "masks of a constant, samples as heads": (
-        "has a mask for each sample that is the same for every microbatch",
+        "depends on how many samples there are",
         lambda m, b: attended(
             logits(m, b)[None], attn_mask=torch.arange(9.0 * len(b[0])).sin().view(1, -1, 3, 3).double()
         ),
@@ -242,11 +243,11 @@ DIFFERENT: dict[str, tuple[str, Step]] = {
         lambda m, b: F.conv1d(logits(m, b), logits(m, b)[..., :2]).square().mean(),
     ),
     "matrices of some": (
-        "multiplies samples with what is the same",
+        "depends on how many samples there are",
         lambda m, b: torch.bmm(logits(m, b), TABLE[: len(b[0])]).square().mean(),
     ),
     "the last sample first": (
-        "reads samples by an index",
+        "depends on how many samples there are",
         lambda m, b: (
             logits(m, b)[torch.arange(len(b[0]) - 1, -1, -1), b[1][:, 0].clamp(min=0) % 3] * b[0][:, 0, :5]
         ).mean(),
@@ -325,18 +326,21 @@ def distance(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=floor)) for a, b in zip(found, expected, strict=True))
 
 
+def captured(made: nn.Module, step: Step, whole: Batch, count: int) -> Program:
+    """On one microbatch, beside the step on the whole batch."""
+    return beside(fxpipe.capture(made, step, parts(whole, count)[0]), fxpipe.capture(made, step, whole))
+
+
 def lowered(made: nn.Module, step: Step, whole: Batch, count: int, **options: Any) -> Program:
-    return run_passes(fxpipe.capture(made, step, parts(whole, count)[0]), [Fold(), WholeLoss(count, **options)])
+    return run_passes(captured(made, step, whole, count), [Fold(), WholeLoss(count, **options)])
 
 
 @pytest.mark.parametrize(("name", "count"), covering(EQUAL, [2, 3, 12], strength=1))
 def test_microbatches_make_the_whole_batch(name: str, count: int) -> None:
     step, made, whole = EQUAL[name], model(), batch()
-    expected = whole_batch(made, step, whole)
-    folded = run_passes(fxpipe.capture(made, step, parts(whole, count)[0]), [Fold()])
-    tried = [run_passes(folded, [WholeLoss(count, counts=counts)]) for counts in (True, False)]
-    assert not [p for p in tried if p.warnings]
-    assert min(distance(minibatch(program, whole, count), expected) for program in tried) < 1e-6
+    program = lowered(made, step, whole, count)
+    assert not program.warnings
+    assert distance(minibatch(program, whole, count), whole_batch(made, step, whole)) < 1e-6
 
 
 @pytest.mark.parametrize("name", REPEATED)
@@ -382,8 +386,8 @@ def test_what_the_loss_is(step: Step, share: Share) -> None:
 
 
 def test_a_number_that_counts_no_samples() -> None:
-    program = run_passes(fxpipe.capture(model(), lambda m, b: m(b[0]).sum() / 2, batch(2)), [Fold()])
-    assert microbatches_of(program, counts=False).loss is Share.SUM
+    program = captured(model(), lambda m, b: m(b[0]).sum() / 2, batch(4), 2)
+    assert microbatches_of(run_passes(program, [Fold()])).loss is Share.SUM
 
 
 def test_samples_in_another_dimension() -> None:

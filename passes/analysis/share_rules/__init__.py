@@ -5,11 +5,22 @@ from __future__ import annotations
 from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
 from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, is_same, operator_of, unknown
 from fxpipe.passes.analysis.share_rules.sameness import same_of
+from fxpipe.passes.analysis.share_rules.whole_batch import Backward, held_against_whole
 from torch import fx
 
 from fxpipe.ir.aten import is_pointwise
 
-__all__ = ["OperatorCall", "is_same", "mixes_samples", "normalises", "rule_of", "same_of"]
+__all__ = [
+    "Backward",
+    "OperatorCall",
+    "counts_samples",
+    "held_against_whole",
+    "is_same",
+    "mixes_samples",
+    "normalises",
+    "rule_of",
+    "same_of",
+]
 
 _RULES: dict[str, Rule] = {
     name: rule
@@ -27,6 +38,11 @@ def normalises(call: OperatorCall) -> bool:
 def mixes_samples(call: OperatorCall) -> bool:
     """Whether it is a batch norm that normalises over the samples of a microbatch."""
     return normalises(call) and layers.mixes_samples(call)
+
+
+def counts_samples(call: OperatorCall, node: fx.Node) -> bool:
+    """Whether an input is an index that reads each sample's own row: 0, 1, 2 … up to the batch."""
+    return _RULES.get(call.name) is layers.index and layers.counts_up(call, node)
 
 
 def rule_of(node: fx.Node) -> Rule:

@@ -174,25 +174,28 @@ def _gather(call: OperatorCall) -> Known:
     return _along(call)
 
 
-def _index(call: OperatorCall) -> Known:
+def index(call: OperatorCall) -> Known:
     """x[i, j]: a table read by samples, or one entry of each sample, `x[arange(batch), j]`."""
     source, indices = call.get("self"), list(call.get("indices"))
     given = [i for i in indices if i is not None]
     known = call.known(source)
     shape = torch.broadcast_shapes(*(call.shape(i) for i in given))
+    lost = [k for i in given if isinstance(k := call.known(i), Lost)]  # `arange` counts the samples of a microbatch
+    if lost and (known != Rows(0) or lost != [call.known(given[0])] or given[0] is not indices[0]):
+        return lost[0]
     if call.whole(source) and None not in indices:
         return aligned(call, given, shape) or SAME
-    if known == Rows(0) and indices[0] is not None and None not in indices and _counts_up(call, indices[0]):
+    if known == Rows(0) and indices[0] is not None and None not in indices and counts_up(call, indices[0]):
         rest = aligned(call, given[1:], shape) if len(given) > 1 else Rows(0)
         return Rows(0) if rest in (Rows(0), None) else call.lost("reads other samples")
-    places = [i for i, index in enumerate(indices) if index is not None]
+    places = [i for i, given_there in enumerate(indices) if given_there is not None]
     together = places == list(range(places[0], places[-1] + 1))
     if isinstance(known, Rows) and known.dim not in places and together and all(map(call.whole, given)):
         return Rows(known.dim + (len(shape) - len(places) if known.dim > places[-1] else 0), known.outer)
     return call.lost("reads samples by an index")
 
 
-def _counts_up(call: OperatorCall, node: fx.Node) -> bool:
+def counts_up(call: OperatorCall, node: fx.Node) -> bool:
     """Whether an index is 0, 1, 2 … up to the batch."""
     while node.op == "call_function" and operator_of(node) in ("view", "unsqueeze", "_to_copy", "expand"):
         node = node.all_input_nodes[0]
@@ -255,5 +258,5 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update_functional"),
     (_embedding, "embedding"),
     (_gather, "gather"),
-    (_index, "index _unsafe_index"),
+    (index, "index _unsafe_index"),
 )

@@ -86,7 +86,7 @@ def _elements(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
         shape = call.shape(node)
         missing = count - len(shape)
         found &= {d for d in range(count) if d < missing or shape[d - missing] == 1 or d - missing in own}
-    return {d for d in found if call.shape()[d] > 1}
+    return found
 
 
 def _first(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from fxpipe.passes.analysis.share import Known, Rows, after_view
+from fxpipe.passes.analysis.share import Known, Rows, after_view, fits
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
     SAME,
@@ -19,6 +19,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     unknown,
     without_rows,
 )
+from fxpipe.passes.analysis.whole_call import whole_shape
 
 from fxpipe.ir.program import value
 
@@ -28,7 +29,9 @@ def _view(call: OperatorCall) -> Known:
     known: Known = call.known(source)
     if not isinstance(known, Rows):
         return known
-    made = after_view(known, call.shape(source), call.shape(), call.found.batch)
+    shape, whole = call.shape(), whole_shape(call.node)
+    may_be = lambda rows: whole is None or fits(rows, shape, whole, call.found.parts)  # noqa: E731
+    made = after_view(known, call.shape(source), shape, call.found.batch, may_be)
     return made or call.lost("divides the batch over several dimensions")
 
 

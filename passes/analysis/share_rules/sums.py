@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isclose
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     reduced,
     without_rows,
 )
+from fxpipe.passes.analysis.whole_call import arguments_of, changed_arguments
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem
@@ -63,7 +65,7 @@ def _mul(call: OperatorCall) -> Known:
     if any(isinstance(s, Rows) for s in shares):
         return by_elements(call)
     if len(tensors) == 1:
-        return _linear(call)
+        return _by_number(call, tensors[0]) or _linear(call)
     for linear, factor in (tensors, tensors[::-1]):
         if call.known(linear) in (SUM, MEAN) and linear not in call.found.alone and call.whole(factor):
             return _scaled(call, linear, factor)
@@ -77,10 +79,7 @@ def _div(call: OperatorCall) -> Known:
         return by_elements(call)
     rounding = "rounding_mode" in {a.name for a in call.node.target._schema.arguments} and call.get("rounding_mode")  # type: ignore[union-attr]
     if not rounding and not isinstance(by, fx.Node):
-        if share is SUM and call.found.counts and _counts(call, over, by):
-            call.found.counted.append(call.node)
-            return MEAN
-        return share
+        return _by_number(call, over) or share
     if not rounding and over not in call.found.alone and call.whole(by):
         return _scaled(call, over, by)
     return without_rows(call) or call.lost("divides by a sum over the batch that depends on the weights")
@@ -95,8 +94,26 @@ def _scaled(call: OperatorCall, linear: fx.Node, factor: fx.Node) -> Known:
     return share
 
 
+def _by_number(call: OperatorCall, over: fx.Node) -> Known | None:
+    """A sum times or over a number: a mean if the number depends on how many samples there are; None for others."""
+    place, number = next((p, a) for p, a in arguments_of(call.node).items() if isinstance(a, (int, float)))
+    divides = call.name == "div"
+    if call.known(over) is not SUM:
+        return None
+    if not call.found.parts:
+        return MEAN if divides and _counts(call, over, number) else None
+    whole = changed_arguments(call.node).get(place)
+    if not whole:
+        return None
+    if number and isclose(whole / number if divides else number / whole, call.found.parts):
+        call.found.kept.add(call.node)
+    else:
+        call.found.numbers[call.node] = {place: whole / call.found.parts if divides else whole * call.found.parts}
+    return MEAN
+
+
 def _counts(call: OperatorCall, node: fx.Node, number: Any) -> bool:
-    """Whether a number could be how many samples, or elements of samples, were added up."""
+    """Whether a number could be how many samples, or elements of samples, were added up: `x.sum() / 8` does not say."""
     while node.op == "call_function" and not isinstance(call.known(node.all_input_nodes[0]), Rows):
         node = node.all_input_nodes[0]
     if node.op != "call_function":

@@ -1,0 +1,179 @@
+"""What a rule derives of a call, held against the call in the step on the whole batch (`whole_call.py`).
+
+Its shapes must be those that the rule says. Numbers that are others there depend on how many samples there are: the
+call gets the whole batch's, forward and backward.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+from fxpipe.passes.analysis.share import Known, Lost, Rows, fits
+from fxpipe.passes.analysis.share_rules.call import SAME, SUM, OperatorCall, alike, is_same
+from fxpipe.passes.analysis.whole_call import (
+    Place,
+    WholeCall,
+    changed_arguments,
+    computes_nothing,
+    shapes_of,
+    whole_call,
+    whole_shape,
+)
+from torch import fx
+
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.program import Program, info, value
+
+
+class Backward:
+    """Which calls a forward call's numbers appear in again, in backward."""
+
+    def __init__(self, program: Program) -> None:
+        placeholders = program.placeholders
+        self.depends = {placeholders[p.node] for p in program.parameters if p.trained}
+        self.forward: dict[Any, list[fx.Node]] = {}
+        self.backward: dict[Any, list[fx.Node]] = {}
+        for node in program:
+            number = node.meta.get("seq_nr")
+            if computes_nothing(node):
+                if any(n in self.depends for n in node.all_input_nodes):
+                    self.depends.add(node)
+            elif info(node).phase == "B":
+                self.backward.setdefault(number, []).append(node)
+            elif any(n in self.depends for n in node.all_input_nodes):
+                self.depends.add(node)
+                if not is_getitem(node):
+                    self.forward.setdefault(number, []).append(node)
+
+    def of(self, node: fx.Node) -> list[fx.Node] | None:
+        """The backward calls of a forward call; None if it shares them with another, or they are not known."""
+        if node not in self.depends:
+            return []
+        number = node.meta.get("seq_nr")
+        calls = self.backward.get(number, [])
+        if not all(isinstance(whole_call(n), WholeCall) for n in calls):
+            return None
+        if len(self.forward[number]) > 1 and any(changed_numbers(n) for n in calls):
+            return None
+        return calls
+
+
+def changed_numbers(node: fx.Node) -> dict[Place, Any]:
+    """The numbers that are others in the step on the whole batch, as they are there; sizes are none."""
+    return {p: a for p, a in changed_arguments(node).items() if _type_of(node, p) in ("number", "float", "Tensor")}
+
+
+def _type_of(node: fx.Node, place: Place) -> str:
+    """The type of an argument by the operator's schema, where numbers may stand for tensors."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return ""
+    known = schema.arguments[place] if isinstance(place, int) else next(a for a in schema.arguments if a.name == place)
+    kind = str(known.type)
+    return kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
+
+
+def held_against_whole(call: OperatorCall, known: Any, backward: Backward) -> Any:
+    """What is known of a call's result, in the light of the call in the step on the whole batch."""
+    whole = whole_call(call.node)
+    if whole is None or isinstance(known, Lost):
+        return known
+    if isinstance(whole, str):
+        return Lost(whole, call.node.name)
+    if call.node.op == "call_function" and (why := _of_arguments(call, backward)):
+        return call.lost(why)
+    if is_same(known) and call.node not in call.found.totals and (consumed := _consumed(call, whole)):
+        return consumed
+    own = shapes_of(value(call.node))
+    shares = known if isinstance(known, tuple) else (known,) * len(own)
+    wrong = next(
+        (
+            share
+            for share, mine, theirs in zip_longest(shares, own, whole.shapes)
+            if mine is not None and not fits(share, mine, theirs or (), call.found.parts)
+        ),
+        None,
+    )
+    if wrong is None:
+        return known
+    call.found.numbers.pop(call.node, None)
+    if is_same(wrong):
+        return call.lost("depends on how many samples there are, and is the same for every microbatch")
+    return call.lost("has not as many rows on the whole batch as in all microbatches")
+
+
+def _of_arguments(call: OperatorCall, backward: Backward) -> str:
+    """Note the numbers that a call must take for the whole batch; or say why it cannot."""
+    node = call.node
+    changed = changed_arguments(node)
+    numbers = changed_numbers(node)
+    for place, whole in changed.items():
+        if place not in numbers and not _only_sizes(call, place, whole):
+            return "takes a number that depends on how many samples there are"
+    if node in call.found.kept:
+        return ""
+    if numbers:
+        call.found.numbers.setdefault(node, numbers)
+    if node in call.found.numbers and backward.of(node) is None:
+        return "takes a number that depends on how many samples there are, and its gradient cannot be told apart"
+    return ""
+
+
+def _only_sizes(call: OperatorCall, place: Place, whole: Any) -> bool:
+    """Whether an argument is another one on the whole batch because its tensors are larger there."""
+    kind = _type_of(call.node, place)
+    if call.name == "slice":
+        return _same_slice(call)
+    if call.name == "split" and place == 1:
+        return True
+    if kind == "List[int]":
+        return call.name in _SIZED
+    return call.name.startswith("native_group_norm") and place in (3, 5)
+
+
+def _same_slice(call: OperatorCall) -> bool:
+    """Whether a slice takes the same places of every sample, or the same blocks of samples."""
+    source = call.tensors[0]
+    own, whole = call.shape(source), whole_shape(source)
+    dim = call.get("dim") % len(own)
+    if whole is None or len(whole) != len(own):
+        return False
+    theirs = changed_arguments(call.node)
+    start, end = (theirs.get(place, call.get(name)) for place, name in ((2, "start"), (3, "end")))
+    mine, its = slice(call.get("start"), call.get("end")).indices(own[dim]), slice(start, end).indices(whole[dim])
+    known = call.known(source)
+    if isinstance(known, Rows) and known.dim == dim:
+        return its[:2] == (mine[0] * call.found.parts, mine[1] * call.found.parts)
+    return its == mine or dim in alike(known, len(own))
+
+
+def _consumed(call: OperatorCall, whole: WholeCall) -> Known | None:
+    """What becomes of values that are the same for all samples, and have a row for each, in sums over the rows."""
+    growing = [n for n in call.tensors if (shape := whole_shape(n)) is not None and shape != call.shape(n)]
+    if not growing or whole.shapes != shapes_of(value(call.node)) or call.name in _PICKS:
+        return None
+    if call.name == "sum":
+        ratio = prod(whole_shape(growing[0]) or ()) / max(prod(call.shape(growing[0])), 1)
+        return (
+            SUM if ratio == call.found.parts else call.lost("adds up over what depends on how many samples there are")
+        )
+    if call.name in _ALIKE and all(_alike_along_growth(call, n) for n in growing):
+        return SAME
+    return call.lost("goes over what has a row for each sample")
+
+
+def _alike_along_growth(call: OperatorCall, node: fx.Node) -> bool:
+    shape, whole = call.shape(node), whole_shape(node) or ()
+    grown = {d for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b}
+    return grown <= alike(call.known(node), len(shape))
+
+
+_SIZED = {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "repeat", "ones", "zeros", "full", "empty", "rand",
+    "randn", "randint", "empty_strided", "as_strided", "new_ones", "new_zeros", "new_full", "new_empty",
+    "new_empty_strided", "split", "split_with_sizes", "select_backward", "slice_backward",
+}  # fmt: skip
+_PICKS = {"select", "slice", "index_select", "index", "_unsafe_index", "gather", "unbind"}
+_ALIKE = {"mean", "amax", "amin", "max", "min", "any", "all"}

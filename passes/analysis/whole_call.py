@@ -1,0 +1,251 @@
+"""What each call of a microbatch's step is in the step on the whole batch: its numbers and its shapes there.
+
+A graph holds sizes as numbers: `x.sum() / len(x)` and `x.sum() / 8` are one graph, and `x[:4]` of four samples is no
+call at all. So the step is captured on the whole batch, too, and `beside` puts the two graphs next to each other, call
+by call: a number that is another one there depends on how many samples there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.program import Program, info, value
+
+aten = torch.ops.aten
+WHOLE = "whole"
+"""The key in `node.meta` of a `WholeCall`, or of the reason, in words, why the step on the whole batch has none."""
+
+Place = int | str
+"""Where an argument of a call is: its position, or its name."""
+
+
+@dataclass(frozen=True)
+class WholeCall:
+    """A call, or an input, of the step on the whole batch.
+
+    Attributes:
+        shapes: of its value, or of each value of a tuple; None where that is no tensor.
+        arguments: what it is called with where that is no tensor: numbers, lists of numbers.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    arguments: dict[Place, Any]
+
+
+def whole_call(node: fx.Node) -> WholeCall | str | None:
+    """What `beside` found for a node: None if it was not asked, or for a call that computes nothing."""
+    found: WholeCall | str | None = node.meta.get(WHOLE)
+    return found
+
+
+def shapes_of(shown: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of a value, or of each value of a tuple."""
+    several = shown if isinstance(shown, (tuple, list)) else (shown,)
+    return tuple(tuple(v.shape) if isinstance(v, Tensor) else None for v in several)
+
+
+def arguments_of(node: fx.Node) -> dict[Place, Any]:
+    """What a call is called with where that is no tensor."""
+    given: dict[Place, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+    return {place: a for place, a in given.items() if not _has_nodes(a)}
+
+
+def changed_arguments(node: fx.Node) -> dict[Place, Any]:
+    """The arguments that are others in the step on the whole batch, as they are there."""
+    call = whole_call(node)
+    if not isinstance(call, WholeCall):
+        return {}
+    own = arguments_of(node)
+    return {place: a for place, a in call.arguments.items() if place in own and not _equal(own[place], a)}
+
+
+def beside(program: Program, whole: Program | str) -> Program:
+    """The program, each of whose forward calls knows what it is in the step on the whole batch.
+
+    Calls are taken in their order; those that compute nothing are passed over. Of constants, such as
+    `torch.tensor(len(x))`, the program gets the whole batch's values. A backward call knows it where its forward call
+    has the same ones.
+
+    Args:
+        program: captured on a microbatch.
+        whole: the same step, captured on the whole batch; or why it cannot be.
+    """
+    program = program.copy()
+    if isinstance(whole, str):
+        for node in program.placeholders.values():
+            node.meta[WHOLE] = whole
+        return program
+    pairs, values = _inputs(program, whole)
+    mine = [n for n in program if info(n).phase == "F"]
+    theirs = [n for n in whole if info(n).phase == "F"]
+    _pair(mine, theirs, pairs)
+    loss, its = program.loss_node, whole.loss_node
+    assert loss is not None
+    assert its is not None
+    if _partner(loss, pairs) is not _computed(its):
+        loss.meta[WHOLE] = "the step on the whole batch has another loss"
+    _backward(program, whole, pairs)
+    return replace(program, values={**program.values, **values})
+
+
+def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> None:
+    """Find the partners of calls, in their order, until one has none."""
+    i = j = 0
+    while i < len(mine):
+        one, other = mine[i], theirs[j] if j < len(theirs) else None
+        if other is not None and _alike(one, other, pairs):
+            pairs[one] = other
+            one.meta[WHOLE] = _call(other)
+            i, j = i + 1, j + 1
+        elif computes_nothing(one):
+            i += 1
+        elif other is not None and computes_nothing(other):
+            j += 1
+        else:
+            place = f" ({info(one).source})" if info(one).source else ""
+            for node in mine[i:]:
+                node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
+            return
+
+
+def _inputs(program: Program, whole: Program) -> tuple[dict[fx.Node, fx.Node], dict[str, Tensor]]:
+    """Which placeholder is which, and the constants whose values differ."""
+    theirs, nodes, other_nodes = _by_role(whole), program.placeholders, whole.placeholders
+    pairs, values = {}, {}
+    for role, name in _by_role(program).items():
+        node, other = nodes[name], other_nodes.get(theirs.get(role, ""))
+        if other is None:
+            node.meta[WHOLE] = "the step on the whole batch does without it"
+            continue
+        pairs[node] = other
+        node.meta[WHOLE] = _call(other)
+        if role[0] == "constant" and not _same_value(program.values[name], whole.values[other.name]):
+            values[name] = whole.values[other.name]
+            if values[name].shape != program.values[name].shape or values[name].dtype != program.values[name].dtype:
+                del values[name]
+                node.meta[WHOLE] = "a constant of the step is another one on the whole batch"
+    return pairs, values
+
+
+def _by_role(program: Program) -> dict[tuple[str, str], str]:
+    """The names of placeholders by what they are: a tensor of the model, of the batch, or a constant by its number."""
+    found = {("model", p.names[0]): p.node for p in program.parameters}
+    found |= {("model", b.names[0]): b.node for b in program.buffers if not b.constant}
+    found |= {("batch", b.leaf.name): b.node for b in program.batch if b.node}
+    constants = [b.node for b in program.buffers if b.constant]
+    return found | {("constant", str(i)): node for i, node in enumerate(constants)}
+
+
+def _same_value(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
+        return one.shape == other.shape and one.dtype == other.dtype and one.is_meta == other.is_meta
+    if one.device == other.device and one.data_ptr() == other.data_ptr():
+        return True
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) if one.dtype != torch.bool else one.equal(other)
+
+
+def _call(node: fx.Node) -> WholeCall:
+    return WholeCall(shapes_of(value(node)), arguments_of(node))
+
+
+_VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+_NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
+
+
+def computes_nothing(node: fx.Node) -> bool:
+    """Whether a call gives what it gets: it copies, or gives it the shape that it has."""
+    if node.target in _NOTHING:
+        return True
+    if node.target in (aten.view.default, aten.expand.default, *_VIEWS):
+        return bool(value(node).shape == value(node.all_input_nodes[0]).shape)
+    return False
+
+
+def whole_shape(node: fx.Node) -> tuple[int, ...] | None:
+    """The shape of a value in the step on the whole batch, if that is known."""
+    while whole_call(node) is None and node.op == "call_function" and computes_nothing(node):
+        node = node.all_input_nodes[0]
+    call = whole_call(node)
+    return call.shapes[0] if isinstance(call, WholeCall) else None
+
+
+def _computed(node: fx.Node) -> fx.Node:
+    """The value that calls which compute nothing give."""
+    while node.op == "call_function" and computes_nothing(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _partner(node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """The computed value that a value is in the step on the whole batch."""
+    while node not in pairs and node.op == "call_function" and computes_nothing(node):
+        node = node.all_input_nodes[0]
+    return _computed(pairs[node]) if node in pairs else None
+
+
+def _operator(node: fx.Node) -> Any:
+    return _VIEWS.get(node.target, node.target)  # type: ignore[call-overload]
+
+
+def _alike(one: fx.Node, other: fx.Node, pairs: dict[fx.Node, fx.Node]) -> bool:
+    """Whether two calls are one, but for numbers."""
+    if _operator(one) is not _operator(other) or set(one.kwargs) != set(other.kwargs):
+        return False
+    if is_getitem(one) and one.args[1] != other.args[1]:
+        return False
+    mine, theirs = list(_flat((one.args, one.kwargs))), list(_flat((other.args, other.kwargs)))
+    return len(mine) == len(theirs) and all(
+        isinstance(b, fx.Node) and _partner(a, pairs) is _computed(b)
+        if isinstance(a, fx.Node)
+        else not isinstance(b, fx.Node) and (a is None) == (b is None)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _flat(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, dict):
+        for key in sorted(argument):
+            yield from _flat(argument[key])
+    elif isinstance(argument, (tuple, list)):
+        for a in argument:
+            yield from _flat(a)
+    else:
+        yield argument
+
+
+def _has_nodes(argument: Any) -> bool:
+    return any(isinstance(a, fx.Node) for a in _flat(argument))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _backward(program: Program, whole: Program, pairs: dict[fx.Node, fx.Node]) -> None:
+    """Let backward calls know what they are, where the backward of a forward call has the same ones."""
+    mine, theirs = _by_number(program), _by_number(whole)
+    numbers: dict[Any, set[Any]] = defaultdict(set)
+    for one, other in pairs.items():
+        numbers[one.meta.get("seq_nr")].add(other.meta.get("seq_nr"))
+    for number, found in numbers.items():
+        calls = mine.get(number, [])
+        others = theirs.get(next(iter(found)), []) if len(found) == 1 else []
+        if [_operator(n) for n in calls] == [_operator(n) for n in others]:
+            for one, other in zip(calls, others, strict=True):
+                one.meta[WHOLE] = _call(other)
+
+
+def _by_number(program: Program) -> dict[Any, list[fx.Node]]:
+    """The backward calls of each forward call, by autograd's number."""
+    found = defaultdict(list)
+    for node in program:
+        if info(node).phase == "B" and node.meta.get("seq_nr") is not None and not computes_nothing(node):
+            found[node.meta["seq_nr"]].append(node)
+    return found
