@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from fxpipe.passes.analysis.changed_buffers import changed_buffers
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
 from fxpipe.passes.analysis.share_rules.whole_batch import Backward, changed_numbers
-from fxpipe.passes.analysis.whole_call import Place
+from fxpipe.passes.analysis.whole_call import Place, WholeCall, whole_call
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
+from fxpipe.errors import listed
 from fxpipe.ir.program import CORRECTS, INFO, BatchInput, Level, NodeInfo, Output, Program, info, value
 from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
@@ -63,6 +65,8 @@ class WholeLoss(Pass):
         if found.batch_norm is not None:
             norm = info(found.batch_norm)
             program = replace(program, batch_norm=norm.module or norm.source or found.batch_norm.name)
+        if changed := changed_buffers(found):
+            program = replace(program, warnings=(*program.warnings, _often(changed, self.microbatches)))
         loss = found.loss
         if isinstance(loss, Lost):
             if self.weighted:
@@ -73,7 +77,7 @@ class WholeLoss(Pass):
             return replace(
                 program, warnings=(*program.warnings, f"{UNPROVED}{CHECKED if self.checked else UNCHECKED}: {loss.why}")
             )
-        _take_numbers(program, found.numbers)
+        program = _with_whole_numbers(program, found.numbers)
         change = _Substitution(program, self.microbatches)
         for node in found.likelihoods:
             change.likelihood(node)
@@ -87,8 +91,19 @@ class WholeLoss(Pass):
         return replace(program, loss_of_microbatches=how)
 
 
-def _take_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Place, Any]]) -> None:
-    """Let calls take the numbers that they must take for the whole minibatch, and their backward calls what follows."""
+def _often(buffers: Sequence[str], microbatches: int) -> str:
+    them = "it" if len(buffers) == 1 else "them"
+    return (
+        f"every microbatch changes {listed(buffers, 4)}, {microbatches} times in a step: eager PyTorch changes {them} "
+        "once, by the whole batch"
+    )
+
+
+def _with_whole_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Place, Any]]) -> Program:
+    """Let calls take the numbers that they must take for the whole minibatch, and their backward calls what follows.
+
+    So do constants that are computed of such numbers.
+    """
     backward = Backward(program)
     for node, given in numbers.items():
         calls, whole = backward.of(node), changed_numbers(node)
@@ -97,6 +112,9 @@ def _take_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Place, Any
         for call in calls:
             _update(call, {p: scaled.get(number, number) for p, number in changed_numbers(call).items()})
         _update(node, given)
+    calls = {name: whole_call(node) for name, node in program.placeholders.items()}
+    values = {n: c.value for n, c in calls.items() if isinstance(c, WholeCall) and c.value is not None}
+    return replace(program, values={**program.values, **values}, whole_numbers=bool(numbers or values))
 
 
 def _update(node: fx.Node, numbers: Mapping[Place, Any]) -> None:

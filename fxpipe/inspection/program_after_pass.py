@@ -99,9 +99,6 @@ def after(
     model, example = made.make(task)
     options = options.for_task(task, example)
     program = capture_microbatch(model, task.loss, example, options)
-    whole_loss = options.whole_loss()
-    if plan is not None and whole_loss is not None:
-        whole_loss = dataclasses.replace(whole_loss, counts=plan.loss_of_microbatches == "mean")
     if pass_name == CAPTURE:
         return print_program(program)
     names = pass_names()
@@ -109,7 +106,7 @@ def after(
         options = dataclasses.replace(options, cost="analytic")  # nothing is chosen yet
     say("running the passes")
     watched = _Watched(pass_name, to_the_end=plan is not None)
-    build = watched.lower(program, options, whole_loss)
+    build = watched.lower(program, options)
     if plan is not None and build is not None and (others := _changed(plan, build)):
         warn(
             f"the passes now write {', '.join(others)} differently than for {target}: torch is another version, or "

@@ -128,6 +128,7 @@ class Program:
         stages: SPLIT: what each worker executes; EMITTED: with its file.
         loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
         differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
+        whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has.
         batch_norm: where the first batch norm is that normalises each microbatch by itself; '' if there is none.
         totals: computes of a microbatch what is added up over the minibatch, for leaves of the batch that the user's
             batches do not have (`fxpipe/passes/whole_loss.py`).
@@ -151,6 +152,7 @@ class Program:
     warnings: tuple[str, ...] = ()
     loss_of_microbatches: Literal["mean", "sum"] = "mean"
     differs_from_whole: str = ""
+    whole_numbers: bool = False
     batch_norm: str = ""
     totals: Program | None = None
 

@@ -88,13 +88,14 @@ def compare_with_eager(
     with steady:
         eager = eager_step(plan, model, loss, batch, seed, whole=True)
         whole = compare(_emitted(build, batch, seed, loss_weight), eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR)
-    if plan.made:  # the loss of a microbatch is not the user's function of it
+    changed = bool(plan.made or plan.whole_numbers)  # the loss of a microbatch is not the user's function of it
+    if changed:
         by_parts = replace(by_parts, loss=0.0, gradients={})
     if steady.unknown:
         why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
-        return replace(by_parts, not_compared=why) if plan.made else by_parts
+        return replace(by_parts, not_compared=why) if changed else by_parts
     gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
-    if plan.batch_norm and not plan.made:  # rounding grows through it, and other kernels serve other sizes
+    if plan.batch_norm and not changed:  # rounding grows through it, and other kernels serve other sizes
         gradients = by_parts.gradients
     return Agreement(max(whole.loss, by_parts.loss), gradients, by_parts.buffers)
 

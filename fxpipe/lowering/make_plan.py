@@ -60,6 +60,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         weights_digest="",
         loss_of_microbatches=program.loss_of_microbatches,
         differs_from_whole=program.differs_from_whole,
+        whole_numbers=program.whole_numbers,
         batch_norm=program.batch_norm,
         loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),

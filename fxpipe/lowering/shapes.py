@@ -96,6 +96,7 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
         edges=made.edges,
         stages=made.stages,
         differs_from_whole=made.differs_from_whole,
+        whole_numbers=made.whole_numbers,
         totals=alone.plan.totals,
     )
     known = {b.name for b in alone.plan.buffers}

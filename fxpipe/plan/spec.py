@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FORMAT = 6
+FORMAT = 7
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
@@ -199,6 +199,7 @@ class ShapeSpec:
     edges: tuple[EdgeSpec, ...]
     stages: tuple[StageSpec, ...]
     differs_from_whole: str = ""
+    whole_numbers: bool = False
     totals: EvaluationSpec | None = None
 
 
@@ -213,6 +214,8 @@ class Plan:
             the serialised pytree of what the user gives.
         loss_of_microbatches: whether a minibatch's loss and gradients are the mean of the microbatches', or their sum.
         differs_from_whole: why the loss of a minibatch is not meant to be that of the whole batch; '' if it is.
+        whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has: the loss of
+            one is then not the user's function of it.
         batch_norm: where the first batch norm is that normalises each microbatch by itself; '' if there is none.
         loss_weight: whether the loss of each microbatch is weighed by the hook `loss_weight(batch)`: a leaf of that
             name holds the weight over the mean weight of the minibatch's microbatches.
@@ -251,6 +254,7 @@ class Plan:
     meta: bool = False
     loss_of_microbatches: Literal["mean", "sum"] = "mean"
     differs_from_whole: str = ""
+    whole_numbers: bool = False
     batch_norm: str = ""
     loss_weight: bool = False
     totals: EvaluationSpec | None = None

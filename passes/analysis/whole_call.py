@@ -33,10 +33,12 @@ class WholeCall:
     Attributes:
         shapes: of its value, or of each value of a tuple; None where that is no tensor.
         arguments: what it is called with where that is no tensor: numbers, lists of numbers.
+        value: of a constant that has another value there.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     arguments: dict[Place, Any]
+    value: Tensor | None = None
 
 
 def whole_call(node: fx.Node) -> WholeCall | str | None:
@@ -69,9 +71,8 @@ def changed_arguments(node: fx.Node) -> dict[Place, Any]:
 def beside(program: Program, whole: Program | str) -> Program:
     """The program, each of whose forward calls knows what it is in the step on the whole batch.
 
-    Calls are taken in their order; those that compute nothing are passed over. Of constants, such as
-    `torch.tensor(len(x))`, the program gets the whole batch's values. A backward call knows it where its forward call
-    has the same ones.
+    Calls are taken in their order; those that compute nothing are passed over. A backward call knows it where its
+    forward call has the same ones.
 
     Args:
         program: captured on a microbatch.
@@ -82,7 +83,7 @@ def beside(program: Program, whole: Program | str) -> Program:
         for node in program.placeholders.values():
             node.meta[WHOLE] = whole
         return program
-    pairs, values = _inputs(program, whole)
+    pairs = _inputs(program, whole)
     mine = [n for n in program if info(n).phase == "F"]
     theirs = [n for n in whole if info(n).phase == "F"]
     _pair(mine, theirs, pairs)
@@ -92,7 +93,7 @@ def beside(program: Program, whole: Program | str) -> Program:
     if _partner(loss, pairs) is not _computed(its):
         loss.meta[WHOLE] = "the step on the whole batch has another loss"
     _backward(program, whole, pairs)
-    return replace(program, values={**program.values, **values})
+    return program
 
 
 def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> None:
@@ -115,23 +116,22 @@ def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Nod
             return
 
 
-def _inputs(program: Program, whole: Program) -> tuple[dict[fx.Node, fx.Node], dict[str, Tensor]]:
-    """Which placeholder is which, and the constants whose values differ."""
+def _inputs(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
+    """Which placeholder is which."""
     theirs, nodes, other_nodes = _by_role(whole), program.placeholders, whole.placeholders
-    pairs, values = {}, {}
+    pairs = {}
     for role, name in _by_role(program).items():
         node, other = nodes[name], other_nodes.get(theirs.get(role, ""))
         if other is None:
             node.meta[WHOLE] = "the step on the whole batch does without it"
             continue
         pairs[node] = other
-        node.meta[WHOLE] = _call(other)
-        if role[0] == "constant" and not _same_value(program.values[name], whole.values[other.name]):
-            values[name] = whole.values[other.name]
-            if values[name].shape != program.values[name].shape or values[name].dtype != program.values[name].dtype:
-                del values[name]
-                node.meta[WHOLE] = "a constant of the step is another one on the whole batch"
-    return pairs, values
+        node.meta[WHOLE] = call = _call(other)
+        if value(node).dtype != value(other).dtype:
+            node.meta[WHOLE] = "it has another dtype on the whole batch"
+        elif role[0] == "constant" and not _same_value(program.values[name], whole.values[other.name]):
+            node.meta[WHOLE] = replace(call, value=whole.values[other.name])
+    return pairs
 
 
 def _by_role(program: Program) -> dict[tuple[str, str], str]:
@@ -144,11 +144,9 @@ def _by_role(program: Program) -> dict[tuple[str, str], str]:
 
 
 def _same_value(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
-        return one.shape == other.shape and one.dtype == other.dtype and one.is_meta == other.is_meta
-    if one.device == other.device and one.data_ptr() == other.data_ptr():
-        return True
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) if one.dtype != torch.bool else one.equal(other)
+    if one.shape != other.shape or one.is_meta or other.is_meta:
+        return True  # their shapes tell, or they have no values
+    return one.data_ptr() == other.data_ptr() or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _call(node: fx.Node) -> WholeCall:
