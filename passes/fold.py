@@ -14,6 +14,10 @@ from fxpipe.ir.transform import Pass
 
 aten = torch.ops.aten
 
+# A lazy conjugation or negation is a mark on a tensor, which gets lost where the tensor travels. Doing the same again
+# would then set the mark instead of taking it away, which some operators, such as view_as_real, do not take.
+_COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+
 
 @dataclass(frozen=True)
 class Fold(Pass):
@@ -26,7 +30,8 @@ class Fold(Pass):
         g = aten.mm.default(dy, aten.t.default(wt))
 
     The transposed transpose matters: autograd reads the forward's view of a weight in backward, and a backward must
-    derive everything from the weights its own policy gives it.
+    derive everything from the weights its own policy gives it. A conjugation that undoes another, past a view, is
+    computed.
     """
 
     name: ClassVar[str] = "fold"
@@ -44,6 +49,8 @@ class Fold(Pass):
                 _stride_over_base(node)
             elif node.target is aten.native_batch_norm_backward.default:
                 _forget_running_statistics(node)
+            elif node.target in _COMPUTED and not _is_lazy(value(node)):
+                node.target = _COMPUTED[node.target]
         remove_dead(program.graph)
         return program
 
@@ -60,6 +67,10 @@ def _stride_over_base(node: fx.Node) -> None:
     if isinstance(value(base), torch.Tensor):
         node.args = (base, *node.args[1:3], offset)
         node.kwargs = {}
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _forget_running_statistics(node: fx.Node) -> None:

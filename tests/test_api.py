@@ -70,6 +70,15 @@ def test_a_misspelt_option_is_named(tmp_path: Path) -> None:
         build.save(tmp_path / "build").join(lambda: case.batches(2), epoch=1)
 
 
+def test_a_dtype_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4, dtype=torch.complex128)
+    batch = torch.randn(2, 4, dtype=torch.complex128)
+    build = fxpipe.compile(model, lambda model, x: model(x).abs().mean(), batch, workers=1, cost="analytic")
+    with pytest.raises(BuildError, match=r"cannot hold weight, bias \(complex128\)"):
+        build.save(tmp_path / "build")
+    assert not (tmp_path / "build").exists()
+
+
 def test_an_unsaved_build_cannot_be_joined() -> None:
     case = CASES["function"]
     build = fxpipe.compile(case.make(), case.loss, case.batches(1)[0], cost="analytic")

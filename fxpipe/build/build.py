@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from fxpipe.costs.node_costs_file import NODE_COSTS
-from fxpipe.errors import BuildError, first_line
+from fxpipe.errors import BuildError, first_line, listed
 from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.optimizer.per_worker import check_per_worker
@@ -101,10 +101,12 @@ class Build:
             model_file: the user's file, remembered relative to the build.
 
         Raises:
-            BuildError: the folder holds something else, or cannot be written. Nothing is left half-written.
+            BuildError: the folder holds something else, or cannot be written, or the file of the weights cannot hold
+                their dtypes. Nothing is left half-written.
         """
         folder = Path(folder)
         check_target(folder)
+        _check_dtypes(self.tensors)
         plan = self.plan
         if model_file is not None:
             relative = os.path.relpath(Path(model_file).resolve(), folder.resolve())
@@ -298,6 +300,23 @@ def _source(path: Path) -> str:
 def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options given in Python, with every `Path` as text, as a run has them."""
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
+
+
+def _check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
+    names: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.dtype, []).append(name)
+    unfit = []
+    for dtype, of_dtype in names.items():
+        try:
+            save({"empty": torch.empty(0, dtype=dtype)})
+        except (KeyError, SafetensorError):
+            unfit.append(f"{listed(of_dtype)} ({str(dtype).removeprefix('torch.')})")
+    if unfit:
+        raise BuildError(
+            f"a safetensors file cannot hold {' and '.join(unfit)}",
+            hint="take complex64 for complex128, or keep real and imaginary parts and join them with torch.complex",
+        )
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

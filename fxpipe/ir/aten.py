@@ -27,6 +27,7 @@ _CHEAP = {
 
 
 _NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_UNDO_THEMSELVES = {aten.t.default, aten._conj.default, aten._neg_view.default}
 
 # Norms whose statistics (their second and third value) have float32 where low-precision input meets float32 weights.
 _NORMS = {
@@ -60,13 +61,13 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def repeats(node: fx.Node) -> fx.Node | None:
-    """The earlier value that a call only repeats: it does nothing, or transposes a transpose; None for others."""
+    """The earlier value that a call only repeats: it does nothing, or undoes the call before; None for others."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
     if node.target in _NOTHING:
         return source
-    if node.target is aten.t.default and source.target is aten.t.default:
+    if node.target in _UNDO_THEMSELVES and source.target is node.target:
         return source.all_input_nodes[0]
     return None
 

@@ -51,6 +51,16 @@ def _number(made: torch.Tensor, value: float) -> torch.Tensor:
     return torch.full_like(made, value)
 
 
+def _normal(made: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Mean and deviation may be tensors."""
+    return torch.zeros_like(made) + given.get("mean", 0.0) + 0.5 * given.get("std", 1.0)
+
+
+def _indices(made: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """The first ones, each once where they must differ."""
+    return (torch.arange(made.shape[-1], device=made.device) % given["self"].shape[-1]).expand_as(made)
+
+
 _STEADY: dict[str, Any] = {
     "native_dropout": _dropout,
     "bernoulli": lambda made, given: torch.ones_like(made),
@@ -59,9 +69,17 @@ _STEADY: dict[str, Any] = {
     "uniform": lambda made, given: _number(made, (given.get("from", 0.0) + given.get("to", 1.0)) / 2),
     "randn": lambda made, given: _number(made, 0.5),
     "randn_like": lambda made, given: _number(made, 0.5),
-    "normal_functional": lambda made, given: _number(made, given.get("mean", 0.0) + 0.5 * given.get("std", 1.0)),
+    "normal": _normal,
+    "normal_functional": _normal,
+    "log_normal": lambda made, given: _normal(made, {"mean": 1.0, "std": 2.0} | given).exp(),
+    "cauchy": lambda made, given: _number(made, given.get("median", 0.0) + given.get("sigma", 1.0)),
+    "geometric": lambda made, given: _number(made, 1 + math.floor(-math.log(2) / math.log1p(-given["p"]))),
+    "binomial": lambda made, given: (given["count"] * given["prob"]).floor(),
+    "multinomial": _indices,
+    "_standard_gamma": lambda made, given: given["self"],
+    "_sample_dirichlet": lambda made, given: given["self"] / given["self"].sum(-1, keepdim=True),
     "exponential": lambda made, given: _number(made, math.log(2) / given.get("lambd", 1.0)),
-    "poisson": lambda made, given: given["input"],
+    "poisson": lambda made, given: given["self"],
     "randint": lambda made, given: _number(made, given.get("low", 0)),
     "randint_like": lambda made, given: _number(made, given.get("low", 0)),
     "random": lambda made, given: _number(made, given.get("from", 0) or 0),

@@ -108,6 +108,21 @@ class Fourier(nn.Module):
         return self.layers[1](z) + torch.view_as_real(torch.complex(z, y)).sum(-1) * torch.angle(self.phase)
 
 
+class Conjugated(nn.Module):
+    """Real and imaginary parts of conjugates and of views of them: marks on tensors that travel as plain memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.layers[0](x), x).conj()
+        y = torch.tanh(self.layers[1](z.imag))
+        turned = z.unsqueeze(1).transpose(0, 1)
+        y = y + turned.imag[0] + z.real
+        return self.layers[2](y) + turned[0].real * z.resolve_conj().imag
+
+
 class ComplexLayers(nn.Module):
     """Layers with complex weights: products, a complex tanh, rotary embedding by complex numbers."""
 
@@ -163,6 +178,7 @@ FEATURES = [
     Feature("inner-autocast", InnerAutocast, slow=True),
     Feature("fourier", Fourier),
     Feature("complex-layers", ComplexLayers),
+    Feature("conjugated", Conjugated),
     Feature("promotion", Promotion),
     Feature("double", double_model, squared, doubles, alone=True, slow=True),
     Feature("bfloat16", brain_model, squared, brains, alone=True),
