@@ -112,8 +112,8 @@ def _with_whole_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Plac
         for call in calls:
             _update(call, {p: scaled.get(number, number) for p, number in changed_numbers(call).items()})
         _update(node, given)
-    calls = {name: whole_call(node) for name, node in program.placeholders.items()}
-    values = {n: c.value for n, c in calls.items() if isinstance(c, WholeCall) and c.value is not None}
+    there = {name: whole_call(node) for name, node in program.placeholders.items()}
+    values = {n: c.value for n, c in there.items() if isinstance(c, WholeCall) and c.value is not None}
     return replace(program, values={**program.values, **values}, whole_numbers=bool(numbers or values))
 
 

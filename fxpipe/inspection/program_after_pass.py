@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.ir.program import Program
     from fxpipe.ir.transform import Applied
-    from fxpipe.passes.whole_loss import WholeLoss
 
 CAPTURE = "capture"
 """The name for the program before the first pass."""
@@ -165,7 +164,7 @@ class _Watched:
         self.text = ""
         self.seen: list[str] = [CAPTURE]
 
-    def lower(self, program: Program, options: CompileOptions, whole_loss: WholeLoss | None) -> Build | None:
+    def lower(self, program: Program, options: CompileOptions) -> Build | None:
         """Lower the program; `text` is then the program after the pass.
 
         Returns:
@@ -177,7 +176,7 @@ class _Watched:
         from fxpipe.lowering.lower import lower
 
         try:
-            build = lower(program, options, whole_loss=whole_loss, observers=(self._observe,))
+            build = lower(program, options, observers=(self._observe,))
         except _Reached:
             return None
         if not self.text:

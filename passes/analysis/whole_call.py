@@ -55,7 +55,8 @@ def shapes_of(shown: Any) -> tuple[tuple[int, ...] | None, ...]:
 
 def arguments_of(node: fx.Node) -> dict[Place, Any]:
     """What a call is called with where that is no tensor."""
-    given: dict[Place, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+    given: dict[Place, Any] = dict(enumerate(node.args))
+    given.update(node.kwargs)
     return {place: a for place, a in given.items() if not _has_nodes(a)}
 
 
