@@ -115,6 +115,7 @@ class HeldTensors:
         Other holders of the model's tensors (an object, a closure) keep them: `stand_ins` says what to use instead.
         """
         self.stand_ins = {key: self._stand_in(tensor, given[row]) for key, (tensor, row) in self._row_of.items()}
+        attributes = {key: self._attributes(tensor) for key, (tensor, _) in self._row_of.items()}
         filled: set[int] = set()
         try:
             with self.python.preserved(draws=False):  # so that two calls draw otherwise
@@ -125,6 +126,7 @@ class HeldTensors:
                 before = self.python.snapshot()
                 yield
                 self._refuse_new()
+                self._refuse_attributes(attributes)
                 self.changes = self.python.changes(before)
         finally:
             self.stand_ins = {}
@@ -254,6 +256,24 @@ class HeldTensors:
                 f"the step makes parameters: {', '.join(new[:8])}",
                 hint="make them in __init__, or run the model once on a batch inside model()",
             )
+
+    def _attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """What the stand-in of a tensor has in `__dict__`, now that it has what the user has set on the tensor."""
+        own = vars(self.stand_ins[id(tensor)])
+        own.update({name: value for name, value in vars(tensor).items() if name not in own})
+        return dict(own)
+
+    def _refuse_attributes(self, before: dict[int, dict[str, Any]]) -> None:
+        """Refuse what the step sets on the model's tensors themselves: their stand-ins have it, and lose it."""
+        for key, (tensor, row) in self._row_of.items():
+            for name, value in vars(self.stand_ins[key]).items():
+                users = name in vars(tensor) or (name not in before[key] and not name.startswith("_"))
+                if users and before[key].get(name, self) is not value:
+                    raise CaptureError(
+                        f"the step sets {name} on {self.names[row][0]}, and nothing keeps what is set on a tensor",
+                        hint="set it on the module",
+                        page="python-state",
+                    )
 
     def _refuse_without_values(self) -> None:
         """Check that all parameters or none are on the meta device, and no buffers."""

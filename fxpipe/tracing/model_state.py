@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.tracing.holders import Attributes, Content, Generator, Holder, Members
 from fxpipe.tracing.reach import has_state, reached
 
-_INTERNAL = frozenset(nn.Module().__dict__)  # of a module; its hooks are among them
+_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}  # of a module; its hooks are among them
 _SIZED = (list, tuple, dict, set, deque)
 _MISSING = object()
 WHOLE = object()
@@ -107,6 +107,8 @@ def _changes(holder: Holder, old: Content) -> Iterator[Change]:
     resized = isinstance(holder, Members) and len(new) != len(old)
     if resized:
         yield Change(holder, WHOLE, "size", len(old), len(new))
+    elif isinstance(holder, Members) and list(new) != list(old) and new.keys() == old.keys():
+        yield Change(holder, WHOLE, "object", old, new)  # in another order
     for key in [*old, *(key for key in new if key not in old)]:
         was, now = old.get(key, _MISSING), new.get(key, _MISSING)
         if was is now or (module and key in _INTERNAL) or (resized and (was is _MISSING or now is _MISSING)):

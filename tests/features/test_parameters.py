@@ -190,6 +190,20 @@ class Expanded(nn.Module):
         return torch.tanh(x @ self.transposed) * self.column
 
 
+class Marked(nn.Linear):
+    """What is set on a parameter, or on a buffer, says how it is read."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.weight.turned = True  # type: ignore[attr-defined]
+        self.scale.power = 2  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if getattr(self.weight, "turned", False) else self.weight
+        return F.linear(x, weight, self.bias) * self.scale ** getattr(self.scale, "power", 1)
+
+
 FEATURES = [
     Feature("frozen", Frozen),
     Feature("unused", Unused),
@@ -203,6 +217,7 @@ FEATURES = [
     Feature("part-of-a-parameter", PartOfAParameter),
     Feature("set-to-none", SetToNone),
     Feature("strided-memory", Expanded),
+    Feature("marked", Marked),
 ]
 
 

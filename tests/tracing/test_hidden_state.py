@@ -139,6 +139,23 @@ def growing(container: Any, grow: Callable[[Any], Any]) -> Change:
     return counted(up)
 
 
+def another_mode(net: Net, x: Tensor) -> Tensor:
+    x = torch.nn.functional.dropout(x, 0.5, net.last.training)
+    net.last.eval()
+    return x
+
+
+def in_turn(table: collections.OrderedDict[str, float]) -> Change:
+    """Neither the keys nor the values change."""
+
+    def change(net: Net, x: Tensor) -> Tensor:
+        key = next(iter(table))
+        table.move_to_end(key)
+        return x * table[key]
+
+    return change
+
+
 def growing_queue() -> Change:
     container: queue.Queue[int] = queue.Queue()
 
@@ -197,6 +214,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "large array": (counted(in_an_array(np.zeros(100_000))), "changes values,"),
     "from numpy": (from_numpy(np.zeros(WIDTH, np.float32)), "changes values,"),
     "gradient": (gradient_of_an_earlier_call, "changes hidden,"),
+    "mode": (another_mode, r"changes last\.training \(True → False\),"),
+    "order": (in_turn(collections.OrderedDict(a=1.0, b=2.0)), "changes table,"),
     "queue": (growing_queue(), r"changes container\.unfinished_tasks \(0 → 10\), container\.queue"),
     "set": (growing(set(), lambda s: s.add(len(s))), r"changes container \(0 → 6 elements\),"),
     "dict": (growing({}, lambda d: d.setdefault(len(d))), r"changes container \(0 → 6 elements\),"),
@@ -295,6 +314,19 @@ def test_the_backward_is_tried_too(change: Change, name: str) -> None:
     with pytest.raises(CaptureError, match=f"the step changes {name}, and its later calls"):
         fxpipe.capture(Net(change), loss, data())
     assert (Counts.steps, Stops.steps, LAST) == (0, 0, {}), "capture leaves no trace"
+
+
+@pytest.mark.parametrize("name", ["steps", "seen"])
+def test_what_is_set_on_a_parameter_is_refused(name: str) -> None:
+    def marked(net: Net, x: Tensor) -> Tensor:
+        setattr(net.first.weight, name, getattr(net.first.weight, name, 0) + 1)
+        return x
+
+    net = Net(marked)
+    net.first.weight.steps = 5  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match=f"sets {name} on first.weight, and nothing keeps"):
+        fxpipe.capture(net, loss, data())
+    assert vars(net.first.weight) == {"steps": 5}
 
 
 def test_a_parameters_hook_is_code_of_the_step() -> None:
