@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.changed_buffers import changed_buffers
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
-from fxpipe.passes.analysis.share_rules.whole_batch import Backward, changed_numbers
-from fxpipe.passes.analysis.whole_call import Place, WholeCall, whole_call
+from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
@@ -85,6 +85,9 @@ class WholeLoss(Pass):
             change.total(node, share)
         for node, factor in found.factors.items():
             change.factor(node, factor)
+        for divided in found.divided.values():
+            for node, reader in divided:
+                change.divide(node, reader)
         program = change.program()
         remove_dead(program.graph)
         how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
@@ -104,11 +107,11 @@ def _with_whole_numbers(program: Program, numbers: Mapping[fx.Node, Mapping[Plac
 
     So do constants that are computed of such numbers.
     """
-    backward = Backward(program)
+    backward = BackwardCalls(program)
     for node, given in numbers.items():
         calls, whole = backward.of(node), changed_numbers(node)
         assert calls is not None
-        scaled = {whole[place]: number for place, number in given.items()}
+        scaled = {whole[place]: number for place, number in given.items() if place in whole}
         for call in calls:
             _update(call, {p: scaled.get(number, number) for p, number in changed_numbers(call).items()})
         _update(node, given)
@@ -155,6 +158,10 @@ def _read_instead(node: fx.Node, made: fx.Node) -> None:
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
+def _is_of(node: fx.Node, number: Any) -> bool:
+    return info(node).phase == "B" and node.meta.get("seq_nr") == number
+
+
 class _Substitution:
     """A program in change: the totals that it takes from outside by and by, and the program that computes them."""
 
@@ -190,6 +197,19 @@ class _Substitution:
             if user is node or backward:
                 user.replace_input_with(factor, scaled)
 
+    def divide(self, node: fx.Node, reader: fx.Node) -> None:
+        """Divide a value that one call reads by the number of microbatches, and the gradient that comes back to it."""
+        current = self.replaced.get(node, node)
+        scaled = self._call(current.next, aten.div.Scalar, (current, self.microbatches), like=node)
+        scaled.meta[CORRECTS] = True
+        reader.replace_input_with(current, scaled)
+        number = node.meta.get("seq_nr")
+        for call in [n for n in self.graph.nodes if n.op == "call_function" and _is_of(n, number)]:
+            for gradient in [n for n in call.all_input_nodes if n.op == "call_function" and info(n).phase == "B"]:
+                if gradient.meta.get("seq_nr") != number:
+                    made = self._call(call, aten.div.Scalar, (gradient, self.microbatches))
+                    call.replace_input_with(gradient, made)
+
     def likelihood(self, node: fx.Node) -> None:
         """A mean over the targets' weights becomes a sum over the whole minibatch's weights."""
         scores, target, weight, _, ignored = node.args
@@ -206,6 +226,7 @@ class _Substitution:
             made = self._call(after, aten.div.Tensor, (result, each), like=result)
             made.meta[CORRECTS] = True
             _read_instead(result, made)
+            self.replaced[result] = made
         for result in weights:
             result.replace_all_uses_with(each)
 

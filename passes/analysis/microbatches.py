@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
 from fxpipe.passes.analysis.share_rules import (
-    Backward,
     OperatorCall,
     counts_samples,
     held_against_whole,
@@ -48,13 +48,13 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
     batch = min(sizes.values(), default=1)
     updated = program.updates()
     constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
-    found = Microbatches(program, batch=batch, changing=frozenset(updated))
+    found = Microbatches(program, batch=batch, backward=BackwardCalls(program), changing=frozenset(updated))
     found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
-    backward = Backward(program)
     while True:
         before = len(found.totals)
         found.numbers.clear()
         found.kept.clear()
+        found.divided.clear()
         found.factors.clear()
         found.likelihoods.clear()
         found.batch_norm = None
@@ -65,11 +65,11 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
                 found.known[node] = Share.SAME if dim is None else Rows(dim)
             else:
                 found.known[node] = Lost(f"{leaves[node].name} has {sizes[node]} rows for {batch} samples", node.name)
-            found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node], backward)
+            found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         for node in program:
             if info(node).phase == "F":
                 _derive(found, node)
-                found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node], backward)
+                found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         if len(found.totals) == before:
             return found
 

@@ -8,6 +8,7 @@ from enum import Enum
 from math import prod
 from typing import Any
 
+from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from torch import fx
 
 from fxpipe.ir.program import Program
@@ -77,6 +78,7 @@ class Microbatches:
 
     Attributes:
         batch: how many samples the microbatch has.
+        backward: which backward calls belong to which forward call.
         parts: how many times as large the whole batch is; 0 if the program does not say (`whole_call.py`).
         changing: the placeholders of buffers that the step updates.
         known: what each forward value is; a tuple for an operator whose results differ.
@@ -88,11 +90,14 @@ class Microbatches:
             whole minibatch, by their place.
         kept: calls whose number depends on it, too, and is right as it is: it makes a mean of a sum.
         factors: by a quotient or product that would be a sum, the input that makes it a mean if that is scaled.
+        divided: by an addition of a sum and what is none, the values that are sums, too, once they are divided by the
+            number of microbatches, each with the call that reads it.
         batch_norm: the first normalisation over the samples of a microbatch.
     """
 
     program: Program
     batch: int
+    backward: BackwardCalls
     parts: int = 0
     changing: frozenset[str] = frozenset()
     known: dict[fx.Node, Any] = field(default_factory=dict)
@@ -102,6 +107,7 @@ class Microbatches:
     numbers: dict[fx.Node, dict[int | str, Any]] = field(default_factory=dict)
     kept: set[fx.Node] = field(default_factory=set)
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    divided: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
     batch_norm: fx.Node | None = None
 
     @property

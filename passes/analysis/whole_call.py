@@ -69,6 +69,21 @@ def changed_arguments(node: fx.Node) -> dict[Place, Any]:
     return {place: a for place, a in call.arguments.items() if place in own and not _equal(own[place], a)}
 
 
+def changed_numbers(node: fx.Node) -> dict[Place, Any]:
+    """The numbers that are others in the step on the whole batch, as they are there; sizes are none."""
+    return {p: a for p, a in changed_arguments(node).items() if type_of(node, p) in ("number", "float", "Tensor")}
+
+
+def type_of(node: fx.Node, place: Place) -> str:
+    """The type of an argument by the operator's schema, where numbers may stand for tensors."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return ""
+    known = schema.arguments[place] if isinstance(place, int) else next(a for a in schema.arguments if a.name == place)
+    kind = str(known.type)
+    return kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
+
+
 def beside(program: Program, whole: Program | str) -> Program:
     """The program, each of whose forward calls knows what it is in the step on the whole batch.
 

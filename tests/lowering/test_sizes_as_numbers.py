@@ -71,6 +71,9 @@ RIGHT: dict[str, Step] = {
     "filled": lambda m, b: (errors(m, b) * torch.full((len(b[0]),), float(len(b[0])))).mean(),
     "slopes of a mean": lambda m, b: (slopes(m, b).norm(dim=1) + 1).square().mean() + errors(m, b).mean(),
     "a distance along slopes": lambda m, b: (m(b[0] + slopes(m, b)) - m(b[0])).square().mean(),
+    "a sum, a penalty and a mean": lambda m, b: (
+        errors(m, b).sum() + 0.01 * (m[0].weight.square().sum() + m[2].weight.abs().sum()) - errors(m, b).mean() + 1
+    ),
     "two numbers": lambda m, b: errors(m, b).mean() * (2 if len(b[0]) == SAMPLES else 1),
     "each its own": lambda m, b: -(m(b[0]).log_softmax(-1)[torch.arange(len(b[0])), b[2]] * b[3]).mean(),
 }

@@ -5,13 +5,12 @@ from __future__ import annotations
 from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
 from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, is_same, operator_of, unknown
 from fxpipe.passes.analysis.share_rules.sameness import same_of
-from fxpipe.passes.analysis.share_rules.whole_batch import Backward, held_against_whole
+from fxpipe.passes.analysis.share_rules.whole_batch import held_against_whole
 from torch import fx
 
 from fxpipe.ir.aten import is_pointwise
 
 __all__ = [
-    "Backward",
     "OperatorCall",
     "counts_samples",
     "held_against_whole",

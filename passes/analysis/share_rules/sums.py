@@ -6,7 +6,7 @@ from math import isclose
 from typing import Any
 
 import torch
-from fxpipe.passes.analysis.share import Known, Rows, Share
+from fxpipe.passes.analysis.share import Known, Lost, Rows, Share
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
     SAME,
@@ -27,7 +27,7 @@ from fxpipe.passes.analysis.whole_call import arguments_of, changed_arguments
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem
-from fxpipe.ir.program import value
+from fxpipe.ir.program import info, value
 
 
 def _drawn(call: OperatorCall) -> Known:
@@ -56,7 +56,34 @@ def _add(call: OperatorCall) -> Known:
         return SUM
     if SUM not in shares and MEAN in shares:
         return MEAN  # what is the same in every microbatch is its own mean
-    return without_rows(call) or call.lost("adds a sum over the batch and what is none")
+    if (same := without_rows(call)) is not None:
+        return same
+    divided = [_divisible(call, n) for n in call.tensors if call.known(n) is not SUM]
+    if (scalars and not call.found.parts) or not value(call.node).is_floating_point() or None in divided:
+        return call.lost("adds a sum over the batch and what is none")
+    if scalars:
+        number = changed_arguments(call.node).get(1, call.node.args[1])
+        call.found.numbers[call.node] = {1: number / call.found.parts}
+    call.found.divided[call.node] = [each for found in divided if found for each in found]
+    return SUM
+
+
+def _divisible(call: OperatorCall, node: fx.Node) -> list[tuple[fx.Node, fx.Node]] | None:
+    """The values that must be divided so that an argument is divided, each with the call that reads it.
+
+    None if the gradient of one cannot be told from others': it is read elsewhere, too, or is a parameter itself.
+    """
+    if isinstance(call.known(node), Lost) or node.op != "call_function":
+        return None
+    if node not in call.found.backward.depends:
+        return [(node, call.node)]
+    if [u for u in node.users if u.op == "call_function" and info(u).phase == "F"] != [call.node]:
+        return None
+    if operator_of(node) in ("add", "sub") and len(node.all_input_nodes) == 2:
+        inner = OperatorCall(call.found, node)
+        parts = [_divisible(inner, n) for n in node.all_input_nodes]
+        return None if None in parts else [each for found in parts if found for each in found]
+    return [(node, call.node)] if call.found.backward.alone(node) else None
 
 
 def _mul(call: OperatorCall) -> Known:

@@ -16,73 +16,25 @@ from fxpipe.passes.analysis.whole_call import (
     Place,
     WholeCall,
     changed_arguments,
-    computes_nothing,
+    changed_numbers,
     shapes_of,
+    type_of,
     whole_call,
     whole_shape,
 )
 from torch import fx
 
-from fxpipe.ir.aten import is_getitem
-from fxpipe.ir.program import Program, info, value
+from fxpipe.ir.program import value
 
 
-class Backward:
-    """Which calls a forward call's numbers appear in again, in backward."""
-
-    def __init__(self, program: Program) -> None:
-        placeholders = program.placeholders
-        self.depends = {placeholders[p.node] for p in program.parameters if p.trained}
-        self.forward: dict[Any, list[fx.Node]] = {}
-        self.backward: dict[Any, list[fx.Node]] = {}
-        for node in program:
-            number = node.meta.get("seq_nr")
-            if computes_nothing(node):
-                if any(n in self.depends for n in node.all_input_nodes):
-                    self.depends.add(node)
-            elif info(node).phase == "B":
-                self.backward.setdefault(number, []).append(node)
-            elif any(n in self.depends for n in node.all_input_nodes):
-                self.depends.add(node)
-                if not is_getitem(node):
-                    self.forward.setdefault(number, []).append(node)
-
-    def of(self, node: fx.Node) -> list[fx.Node] | None:
-        """The backward calls of a forward call; None if it shares them with another, or they are not known."""
-        if node not in self.depends:
-            return []
-        number = node.meta.get("seq_nr")
-        calls = self.backward.get(number, [])
-        if not all(isinstance(whole_call(n), WholeCall) for n in calls):
-            return None
-        if len(self.forward[number]) > 1 and any(changed_numbers(n) for n in calls):
-            return None
-        return calls
-
-
-def changed_numbers(node: fx.Node) -> dict[Place, Any]:
-    """The numbers that are others in the step on the whole batch, as they are there; sizes are none."""
-    return {p: a for p, a in changed_arguments(node).items() if _type_of(node, p) in ("number", "float", "Tensor")}
-
-
-def _type_of(node: fx.Node, place: Place) -> str:
-    """The type of an argument by the operator's schema, where numbers may stand for tensors."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return ""
-    known = schema.arguments[place] if isinstance(place, int) else next(a for a in schema.arguments if a.name == place)
-    kind = str(known.type)
-    return kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
-
-
-def held_against_whole(call: OperatorCall, known: Any, backward: Backward) -> Any:
+def held_against_whole(call: OperatorCall, known: Any) -> Any:
     """What is known of a call's result, in the light of the call in the step on the whole batch."""
     whole = whole_call(call.node)
     if whole is None or isinstance(known, Lost):
         return known
     if isinstance(whole, str):
         return Lost(whole, call.node.name)
-    if call.node.op == "call_function" and (why := _of_arguments(call, backward)):
+    if call.node.op == "call_function" and (why := _of_arguments(call)):
         return call.lost(why)
     if is_same(known) and call.node not in call.found.totals and (consumed := _consumed(call, whole)):
         return consumed
@@ -104,7 +56,7 @@ def held_against_whole(call: OperatorCall, known: Any, backward: Backward) -> An
     return call.lost("has not as many rows on the whole batch as in all microbatches")
 
 
-def _of_arguments(call: OperatorCall, backward: Backward) -> str:
+def _of_arguments(call: OperatorCall) -> str:
     """Note the numbers that a call must take for the whole batch; or say why it cannot."""
     node = call.node
     changed = changed_arguments(node)
@@ -116,14 +68,14 @@ def _of_arguments(call: OperatorCall, backward: Backward) -> str:
         return ""
     if numbers:
         call.found.numbers.setdefault(node, numbers)
-    if node in call.found.numbers and backward.of(node) is None:
+    if node in call.found.numbers and call.found.backward.of(node) is None:
         return "takes a number that depends on how many samples there are, and its gradient cannot be told apart"
     return ""
 
 
 def _only_sizes(call: OperatorCall, place: Place, whole: Any) -> bool:
     """Whether an argument is another one on the whole batch because its tensors are larger there."""
-    kind = _type_of(call.node, place)
+    kind = type_of(call.node, place)
     if call.name == "slice":
         return _same_slice(call)
     if call.name == "split" and place == 1:
