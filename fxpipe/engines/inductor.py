@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
 from fxpipe.stages.pure_function import Compute
 from fxpipe.stages.pure_part import PurePart
+from fxpipe.tracing import kernels
 from fxpipe.tracing.torch_versions import TESTED
 
 aten = torch.ops.aten
@@ -37,6 +38,8 @@ _CONFIG = {
     "fx_graph_remote_cache": False,
     "force_disable_caches": False,
 }
+# Decompositions of inductor's that are not the kernels they replace: see fxpipe/tracing/kernels.py.
+_NOT_DECOMPOSED = (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
 _LOGGERS = ("torch._inductor", "torch._dynamo", "torch._functorch")
 
 
@@ -217,7 +220,7 @@ def _quiet(device: str, folder: Path) -> Iterator[None]:
     """Inside, inductor works in this process alone, prints nothing, and writes only into `folder`."""
     import torch._inductor.config as config
     from torch._functorch import config as functorch
-    from torch._inductor import cpu_vec_isa
+    from torch._inductor import cpu_vec_isa, decomposition
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in _LOGGERS]
@@ -228,6 +231,9 @@ def _quiet(device: str, folder: Path) -> Iterator[None]:
         stack.enter_context(config.patch({k: v for k, v in _CONFIG.items() if hasattr(config, k)}))
         stack.enter_context(functorch.patch(enable_autograd_cache=True))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(kernels.traced())
+        for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
+            stack.enter_context(_without(table, _NOT_DECOMPOSED))
         if torch.device(device).type == "cpu":
             # Seconds of trial compiles, which inductor keeps for all processes of this user in its own cache.
             with contextlib.suppress(Exception):
@@ -240,6 +246,16 @@ def _quiet(device: str, folder: Path) -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without(table: dict[Any, Any], keys: Iterable[Any]) -> Iterator[None]:
+    """Inside, the table lacks these keys."""
+    taken = {key: table.pop(key) for key in keys if key in table}
+    try:
+        yield
+    finally:
+        table.update(taken)
 
 
 def _reason(error: BaseException) -> str:

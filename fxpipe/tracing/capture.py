@@ -34,7 +34,7 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
-from fxpipe.tracing import autograd_graph, origin, recurrent, user_lines
+from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
 from fxpipe.tracing.effects import Effects
@@ -367,6 +367,7 @@ def _tracing() -> Iterator[Callable[[], bool]]:
             fx_traceback.preserve_node_meta(),
             torch.compiler.set_stance("force_eager"),
             recurrent.trainable(),
+            kernels.traced(),
         ):
             yield lambda: drew
     finally:

@@ -3,7 +3,8 @@
 Fake tensors compute the results of these operators by Python decompositions, which combine the arguments in another
 order than the kernel does. If the arguments have different layouts, the fake result has the layout of one of them and
 the real result that of another (torch 2.11 to 2.15). A graph traced this way contains views that the real values do not
-allow. When torch has fixed this, these corrections change nothing and can go.
+allow. Margin losses of a single sample have a dimension more in torch's fakes than in its kernels, which is corrected
+here as well. When torch has fixed this, these corrections change nothing and can go.
 """
 
 from __future__ import annotations
@@ -45,6 +46,22 @@ def _channels_last_like(place: int) -> Layout:
     return layout
 
 
+def _margin_loss(place: int, dims: int) -> Layout:
+    """The shape of a margin loss: without reduction a number for every sample, which is no vector if there is no batch.
+
+    Args:
+        place: that of the reduction, which is a mean where it is not given.
+        dims: those of the targets of a batch.
+    """
+
+    def layout(*args: Any) -> torch.Tensor:
+        target = args[1]
+        reduced = len(args) <= place or args[place] != 0
+        return torch.empty(() if reduced or target.dim() < dims else target.shape[:1])
+
+    return layout
+
+
 def _rrelu_backward(*args: Any) -> torch.Tensor:
     """A product with the noise; without noise the backward of a leaky relu."""
     _, _, _, lower, upper, train, *_ = args
@@ -71,6 +88,8 @@ _LAYOUTS: dict[Any, Layout] = {
     aten.logical_xor.default: _in_order(0, 1),
     aten.logit_backward.default: _in_order(0, 1),
     aten.mse_loss_backward.default: _contiguous,
+    aten.multi_margin_loss.default: _margin_loss(5, dims=1),
+    aten.multilabel_margin_loss_forward.default: _margin_loss(2, dims=2),
     aten.native_batch_norm_backward.default: _channels_last_like(1),
     aten.native_layer_norm_backward.default: _contiguous,
     aten.rrelu_with_noise_backward.default: _rrelu_backward,
@@ -114,4 +133,4 @@ class KernelStrides(FakeTensorMode):
 def _laid_out(made: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
     if made is None or made.stride() == like.stride():
         return made
-    return torch.empty_strided(made.shape, like.stride(), dtype=made.dtype, device=made.device)
+    return torch.empty_strided(like.shape, like.stride(), dtype=made.dtype, device=made.device)

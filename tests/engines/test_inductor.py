@@ -23,6 +23,7 @@ from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.pure_part import PartInput, PartOutput, PurePart, trace_stage
 from fxpipe.task.batch import tensor_spec
 
+aten = torch.ops.aten
 ENGINE = InductorEngine()
 needs_compiler = pytest.mark.skipif(ENGINE.missing("cpu") is not None, reason=str(ENGINE.missing("cpu")))
 
@@ -178,3 +179,17 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ENGINE.missing("cpu") == "inductor needs a C++ compiler: install g++, or set CXX"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else name)
     assert ENGINE.missing("cuda:0") == "inductor needs triton on CUDA: pip install triton"
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_margin_losses_are_not_what_torch_decomposes_them_into() -> None:
+    scores = (torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) * 2).round() / 4
+    labels = torch.tensor([[3, -1, 0, 1, 2], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [1, 1, -1, 0, 0]])
+
+    def losses(scores: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        several, are_labels = aten.multilabel_margin_loss_forward.default(scores, labels, 1)
+        one = aten.multi_margin_loss.default(scores.where(scores != 0.5, torch.nan), labels[1, :4])
+        return several, are_labels, one
+
+    close(ENGINE.build(pure(losses, scores, labels), None)([scores, labels]), losses(scores, labels))

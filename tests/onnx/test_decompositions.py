@@ -308,6 +308,24 @@ for reduction in ("mean", "sum", "none"):
     of_logits = F.binary_cross_entropy_with_logits
     grad_case(f"binary cross entropy of logits {reduction}", of_logits, LOGITS, LIKELY, **how)
     grad_case(f"kl_div {reduction}", F.kl_div, LOGITS, seeded(6, 5).sigmoid(), **how)
+NEAR, SEVERAL = (
+    LOGITS * 0.3,
+    torch.tensor([[3, -1, 0, 1, 2], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [1, 1, -1, 0, 0]] * 2)[:6],
+)
+for reduction in ("mean", "sum", "none"):
+    how = {"reduction": reduction}
+    grad_case(f"margin {reduction}", F.multi_margin_loss, NEAR, LABELS, margin=0.3, **how)
+    grad_case(f"margin squared {reduction}", F.multi_margin_loss, NEAR, LABELS, p=2, **how)
+    grad_case(
+        f"margin weights {reduction}",
+        lambda x, t, w, **how: F.multi_margin_loss(x, t, weight=w.detach(), **how) + 0 * w.sum(),
+        *(NEAR, LABELS, WEIGHT),
+        **how,
+    )
+    grad_case(f"margins of labels {reduction}", F.multilabel_margin_loss, NEAR, SEVERAL, **how)
+    grad_case(f"margins of one sample's labels {reduction}", F.multilabel_margin_loss, NEAR[0], SEVERAL[0], **how)
+grad_case("margin exactly", F.multi_margin_loss, torch.zeros(6, 5), LABELS, margin=0)
+case("which are labels", lambda x, t: aten.multilabel_margin_loss_forward.default(x, t, 1), NEAR, SEVERAL)
 nll = aten.nll_loss_forward.default
 case("nll total weight", lambda x, t: nll(x, t, None, 1, -100), LOGITS, IGNORED)
 case("nll total weight of weights", lambda x, t, w: nll(x, t, w, 1, -100), LOGITS, IGNORED, WEIGHT)
@@ -519,20 +537,24 @@ case("scalars", lambda a: (aten.scalar_tensor.default(2.0) * a, torch.ones((), d
 
 for mode, shape in [
     ("nearest", (2, 3, 5)),
+    ("nearest-exact", (2, 3, 5)),
     ("linear", (2, 3, 5)),
     ("nearest", (2, 3, 4, 5)),
+    ("nearest-exact", (2, 3, 4, 5)),
     ("bilinear", (2, 3, 4, 5)),
     ("bicubic", (2, 3, 4, 5)),
     ("nearest", (1, 2, 3, 4, 2)),
+    ("nearest-exact", (1, 2, 3, 4, 2)),
     ("trilinear", (1, 2, 3, 4, 2)),
 ]:
     name = f"{mode} {len(shape) - 2}d"
     x, size = seeded(*shape), tuple(s + 3 for s in shape[2:])
     grad_case(f"upsample {name}", F.interpolate, x, scale_factor=2, mode=mode)
     grad_case(f"upsample to size {name}", F.interpolate, x, size=size, mode=mode)
-    if mode != "nearest":
+    if "nearest" not in mode:
         grad_case(f"upsample corners {name}", F.interpolate, x, size=size, mode=mode, align_corners=True)
 grad_case("downsample nearest", lambda x: F.interpolate(x, size=(3, 4), mode="nearest"), IMAGE)
+grad_case("downsample nearest exact", lambda x: F.interpolate(x, size=(3, 4), mode="nearest-exact"), IMAGE)
 grad_case("downsample bilinear", lambda x: F.interpolate(x, size=(3, 4), mode="bilinear"), IMAGE)
 # There is nothing for its backward.
 case("grid sample", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), IMAGE, seeded(2, 4, 5, 2))

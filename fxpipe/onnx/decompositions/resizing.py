@@ -16,13 +16,12 @@ from fxpipe.onnx.decompositions.linear_maps import along, matrix, sum_runs
 aten = torch.ops.aten
 
 
-def _nearest(axes: int) -> Callable[..., Tensor]:
+def _nearest(axes: int, along_one: OpOverload) -> Callable[..., Tensor]:
     def backward(grad: Tensor, output_size: Sequence[int], input_size: Sequence[int], *scales: float | None) -> Tensor:
         sizes, made = list(input_size)[-axes:], list(output_size)
         if all(m % s == 0 for m, s in zip(made, sizes, strict=True)) and not _odd(scales, sizes, made):
             return sum_runs(grad, [m // s for m, s in zip(made, sizes, strict=True)])
-        op = aten.upsample_nearest1d.default
-        return along(grad, _matrices(lambda x, m, s: op(x, [m], s), sizes, made, scales, grad.dtype))
+        return along(grad, _matrices(lambda x, m, s: along_one(x, [m], s), sizes, made, scales, grad.dtype))
 
     return backward
 
@@ -81,9 +80,12 @@ def _padding(axes: int, mode: str) -> Callable[..., Tensor]:
 
 
 TABLE: dict[OpOverload, Callable[..., Any]] = {
-    aten.upsample_nearest1d_backward.default: _nearest(1),
-    aten.upsample_nearest2d_backward.default: _nearest(2),
-    aten.upsample_nearest3d_backward.default: _nearest(3),
+    aten.upsample_nearest1d_backward.default: _nearest(1, aten.upsample_nearest1d.default),
+    aten.upsample_nearest2d_backward.default: _nearest(2, aten.upsample_nearest1d.default),
+    aten.upsample_nearest3d_backward.default: _nearest(3, aten.upsample_nearest1d.default),
+    aten._upsample_nearest_exact1d_backward.default: _nearest(1, aten._upsample_nearest_exact1d.default),
+    aten._upsample_nearest_exact2d_backward.default: _nearest(2, aten._upsample_nearest_exact1d.default),
+    aten._upsample_nearest_exact3d_backward.default: _nearest(3, aten._upsample_nearest_exact1d.default),
     aten.upsample_linear1d_backward.default: _linear(1),
     aten.upsample_bilinear2d_backward.default: _linear(2),
     aten.upsample_trilinear3d_backward.default: _linear(3),

@@ -1,0 +1,65 @@
+"""Traces an operator that has a kernel and a gradient formula as itself, not as a decomposition that torch prefers.
+
+torch's Python dispatcher, under which a joint graph is traced, has Python code in place of the autograd of some
+operators, and that code is not always the kernel's equal (torch 2.13):
+
+- `multilabel_margin_loss_forward` sums over all labels, also those behind the first −1;
+- `multi_margin_loss` passes a gradient where an entry is exactly at the margin, and keeps a NaN that the kernel drops;
+- resizing (`upsample_…`) gathers and scatters by index, which rounds otherwise, in bf16 by percents.
+
+Eager PyTorch runs the kernels, so a captured step does too. When torch has mended its decompositions, this only keeps
+graphs short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+aten = torch.ops.aten
+Keys = torch._C.DispatchKey
+
+_DECOMPOSED = {
+    # Their kernels change running statistics, which their schemas do not say.
+    aten.native_batch_norm,
+    aten.cudnn_batch_norm,
+    aten.miopen_batch_norm,
+    # Composed of other operators in any case; `recurrent` corrects torch's code.
+    aten.lstm,
+    aten.gru,
+    aten.rnn_tanh,
+    aten.rnn_relu,
+    # One operator that draws, whose backward reads the mask.
+    aten.dropout,
+}
+
+_KEYS = (Keys.Autograd, Keys.CompositeImplicitAutograd)
+
+
+def replaced() -> list[OpOverload]:
+    """The operators that torch would trace as Python code though they have a kernel or C++ code that leads to one.
+
+    Registrations make packets and overloads attributes of their namespaces: no other needs to be looked up.
+    """
+    packets = [p for p in vars(aten).values() if isinstance(p, OpOverloadPacket) and p not in _DECOMPOSED]
+    overloads = [o for p in packets for o in vars(p).values() if isinstance(o, OpOverload)]
+    return [o for o in overloads if Keys.Autograd in o.py_kernels]
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """Inside, operators with kernels of their own are traced as these."""
+    taken: list[tuple[OpOverload, dict[Keys, object]]] = []
+    for operator in replaced():
+        kernels: dict[Keys, object] = operator.py_kernels
+        taken.append((operator, {key: kernels.pop(key) for key in _KEYS if key in kernels}))
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernels in taken:
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
