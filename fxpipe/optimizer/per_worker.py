@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError, TaskError, first_line
-from fxpipe.optimizer.play import Copies, EqualDraws, Played
+from fxpipe.optimizer.dependence import find_dependence
+from fxpipe.optimizer.equal_draws import EqualDraws
+from fxpipe.optimizer.play import Copies, Played
 from fxpipe.optimizer.small_copies import users
 from fxpipe.plan.spec import ParameterSpec, Plan
 from fxpipe.random_state import random_state_kept
@@ -98,8 +100,11 @@ def check_per_worker(
             return None
         divided = _divided(copies)
         if compare(together, divided).share > SAME:
-            return _second_look(copies, together.kinds[0], accepted)
-        return _adapting(copies, together, divided, accepted)
+            found = _second_look(copies, together.kinds[0], accepted)
+        else:
+            found = _adapting(copies, together, divided, accepted)
+        waiting = None if found and accepted else _waiting(copies, together, accepted)
+        return "; ".join(filter(None, (found, waiting))) or None
 
 
 def compare(together: Played, divided: Played) -> Divergence:
@@ -166,15 +171,15 @@ def _divided(copies: Copies) -> Played:
 def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:
     """They differ: is it more than their random numbers, and than rounding in the dtypes that they compute in?"""
     try:
-        with EqualDraws(copies.device) as draws:
-            together, divided = copies.play(_everything(copies), draws), copies.play(_by_worker(copies), draws)
+        draws = EqualDraws(copies.device)
+        together, divided = copies.play(_everything(copies), draws), copies.play(_by_worker(copies), draws)
     except Exception as error:
         return (
             f"with one {kind} for each worker weights differ from those of one over all parameters, and it was not "
             f"found out why: {type(error).__name__}: {first_line(error)}"
         )
     found = compare(together, divided)
-    if found.share <= min(max(100 * divided.eps, SAME), COARSE):
+    if found.share <= _rounding(divided):
         return SHARED.format(kind=kind) if divided.share_generator else None
     row = copies.rows[found.parameter]
     steps = len(together.weights) - 1
@@ -218,6 +223,50 @@ def _adapting(copies: Copies, together: Played, divided: Played, accepted: bool)
         hint="take an optimizer that looks at each parameter alone; or, to train so nevertheless, compile with "
         "--accept-optimizer-per-worker",
     )
+
+
+def _waiting(copies: Copies, together: Played, accepted: bool) -> str | None:
+    """Nothing has come apart yet: would it, with other values?"""
+    kind = together.kinds[0]
+    try:
+        found = find_dependence(copies, [bool(options) for options in together.options[0]], _first_differing)
+    except Exception as error:
+        return (
+            f"it was not found out whether {kind} looks at all parameters at once: {type(error).__name__}: "
+            f"{first_line(error)}"
+        )
+    if found is None:
+        return None
+    verb = "trains" if found.proved else "may train"
+    what = f"{kind} {verb} otherwise with one for each worker, over its own parameters, than with one over all: "
+    what += found.what
+    if not found.proved:
+        return what
+    if accepted:
+        return f"{what}; this was accepted"
+    raise TaskError(
+        what,
+        where=WHERE,
+        hint="a worker sees its own parameters alone: what is clipped, skipped or adapted must follow from each alone; "
+        "to clip by the norm of all gradients, leave that out of the optimizer and use --clip-norm; "
+        f"to train so nevertheless, with a {kind} for each worker: compile with --accept-optimizer-per-worker",
+    )
+
+
+def _first_differing(usual: Played, other: Played) -> int | None:
+    """The parameter whose weights, or whose group's numbers, are others."""
+    found = compare(usual, other)
+    if found.share > max(_rounding(usual), _rounding(other)):
+        return found.parameter
+    for place, (one, own) in enumerate(zip(usual.options[1], other.options[1], strict=True)):
+        if _differing(one, own, ADAPTED):
+            return place
+    return None
+
+
+def _rounding(played: Played) -> float:
+    """How far weights may come apart by rounding in the dtypes that were computed in."""
+    return min(max(100 * played.eps, SAME), COARSE)
 
 
 def _differing(one: dict[str, float], own: dict[str, float], limit: float) -> tuple[str, float, float] | None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.optimizer.equal_draws import EqualDraws
+from fxpipe.optimizer.follow import Follow
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import shrunk
 from fxpipe.plan.spec import ParameterSpec
-from fxpipe.random_state import drew_without_torch, random_state, seed_generators, seed_torch
+from fxpipe.random_state import drew_without_torch, random_state, seed_generators
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
 
@@ -56,59 +56,88 @@ class Copies:
 
     Args:
         make, scheduler: the user's; a scheduler that fails is left out.
+        loud: how loud the gradients of each step are, after a first, quiet one.
 
     Attributes:
         rows: what is copied; their values are not looked at.
+        make, scheduler: as given.
+        gradients: those of every parameter, for every step.
         device: where the copies are.
         wide: the copies are in double precision, else in the parameters' own dtypes.
     """
 
     def __init__(
-        self, rows: Sequence[ParameterSpec], device: str, make: MakeOptimizer, scheduler: MakeScheduler | None
+        self,
+        rows: Sequence[ParameterSpec],
+        device: str,
+        make: MakeOptimizer,
+        scheduler: MakeScheduler | None,
+        loud: Sequence[float] = LOUD,
     ) -> None:
         self.rows = rows
         self.wide = True
         self.device = device
-        self._make = make
-        self._scheduler = scheduler
+        self.make = make
+        self.scheduler = scheduler
         self._dtypes: list[torch.dtype] = [getattr(torch, row.tensor.dtype) for row in rows]
         self._shapes = [shrunk(row.tensor.shape, ELEMENTS) for row in rows]
         self._generator = torch.Generator().manual_seed(0)
         self._weights = [0.5 * weight for weight in self._random()]
-        self._gradients = list(self._noisy())
+        self.gradients = list(self._noisy(loud))
 
-    def play(self, parts: Sequence[Sequence[int]], draws: EqualDraws | None = None) -> Played:
+    def play(
+        self,
+        parts: Sequence[Sequence[int]],
+        draws: EqualDraws | None = None,
+        gradients: Sequence[Sequence[Tensor]] | None = None,
+    ) -> Played:
         """Make one optimizer for every part, by the rows' numbers, and let them step.
+
+        Args:
+            draws: is entered wherever code of the user's runs.
+            gradients: instead of `self.gradients`, of as many steps as are wanted.
 
         Raises:
             Exception: whatever the user's optimizer raises.
         """
         copies = [nn.Parameter(weight) for weight in self._own(self._weights)]
+        follow = draws if isinstance(draws, Follow) else None
+        users = nullcontext() if draws is None else draws
+        if follow is not None:
+            follow.begin(-1, copies)
         made: list[torch.optim.Optimizer] = []
         for part in parts:
             seed_generators(0, self.device)
-            optimizer = make_optimizer(self._make, [(self.rows[i].name, copies[i]) for i in part])
+            with users:
+                optimizer = make_optimizer(self.make, [(self.rows[i].name, copies[i]) for i in part])
             made += [] if optimizer is None else [optimizer]
-        schedulers = [self._scheduled(optimizer) for optimizer in made]
+        with users:
+            schedulers = [self._scheduled(optimizer) for optimizer in made]
         before = _options(copies, made)
         weights, drew = [_values(copies)], False
-        for gradients in self._gradients:
-            for parameter, gradient in zip(copies, self._own(gradients), strict=True):
+        for given in self.gradients if gradients is None else gradients:
+            for parameter, gradient in zip(copies, self._own(given), strict=True):
                 parameter.grad = gradient
+            if follow is not None:
+                follow.begin(len(weights) - 1, copies)
             for optimizer, scheduler in zip(made, schedulers, strict=True):
                 seed_generators(len(weights), self.device)
                 if draws is not None:
                     draws.drawer = optimizer
                 state = None if draws is None else random_state()
-                with torch.no_grad():
-                    optimizer.step()
-                drew = drew or (state is not None and drew_without_torch(state))
-                with suppress(Exception):  # it may know a run's steps, or wait for a metric
-                    scheduler.step()
+                with users:
+                    with torch.no_grad():
+                        optimizer.step()
+                    drew = drew or (state is not None and drew_without_torch(state))
+                    with suppress(Exception):  # it may know a run's steps, or wait for a metric
+                        scheduler.step()
+            if follow is not None:
+                follow.end(copies)
             weights.append(_values(copies))
         kinds = tuple(type(optimizer).__name__ for optimizer in made)
         options = before, _options(copies, made)
-        self._check_zero_grad(copies, made)
+        if gradients is None:
+            self._check_zero_grad(copies, made)
         if draws is None:
             return Played(kinds, weights, options)
         share = any(len(drawers.intersection(made)) > 1 for drawers in draws.drawers.values())
@@ -116,7 +145,7 @@ class Copies:
 
     def _check_zero_grad(self, copies: Sequence[nn.Parameter], made: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that carry gradients over: a run gives every step those of its minibatch alone."""
-        for parameter, gradient in zip(copies, self._own(self._gradients[0]), strict=True):
+        for parameter, gradient in zip(copies, self._own(self.gradients[0]), strict=True):
             parameter.grad = gradient
         for optimizer in made:
             with suppress(Exception):  # a run does not call it
@@ -134,7 +163,7 @@ class Copies:
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
         with suppress(Exception):
-            return self._scheduler(optimizer) if self._scheduler is not None else None
+            return self.scheduler(optimizer) if self.scheduler is not None else None
         return None
 
     def _own(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -147,7 +176,7 @@ class Copies:
         pairs = zip(self._shapes, wide, strict=True)
         return [torch.randn(shape, generator=self._generator, dtype=dtype) for shape, dtype in pairs]
 
-    def _noisy(self) -> Sequence[list[Tensor]]:
+    def _noisy(self, loud: Sequence[float]) -> Sequence[list[Tensor]]:
         """The gradients of every step: noise around one direction, as where a loss falls.
 
         They are louder for some parameters and workers than for others, so that no mean or norm is like another.
@@ -158,44 +187,10 @@ class Copies:
         first = self.rows[0].owner if self.rows else 0
         quiet = [QUIET * (SPREAD if row.owner == first else 1.0) for row in self.rows]
         found = [[scale * way for scale, way in zip(quiet, self._random(), strict=True)]]
-        for loud in LOUD:
+        for much in loud:
             rows = zip(ways, louder, self._random(), strict=True)
-            found.append([loud * (way + 0.3 * scale * noise) for way, scale, noise in rows])
+            found.append([much * (way + 0.3 * scale * noise) for way, scale, noise in rows])
         return found
-
-
-class EqualDraws(TorchDispatchMode):
-    """Every operator that draws random numbers gives the same ones for the same shape, in whatever order it is called.
-
-    Args:
-        device: what draws them, if not the CPU.
-
-    Attributes:
-        eps: of the coarsest dtype that was computed in, counts and rates apart.
-        drawer: the optimizer whose step it is.
-        drawers: the optimizers that drew from a torch.Generator of the user's, for each of these.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.eps = 0.0
-        self.drawer: torch.optim.Optimizer | None = None
-        self.drawers: dict[torch.Generator, set[Any]] = {}
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            seed_torch(0, self._device)
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Generator):
-                    value.manual_seed(0)
-                    self.drawers.setdefault(value, set()).add(self.drawer)
-        result = func(*args, **kwargs)
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.numel() > 1:
-                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
-        return result
 
 
 def _values(copies: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -101,7 +101,6 @@ ALONE: dict[str, Any] = {
     "sgld": lambda n: Noisy(weights(n)),
     "own generator": lambda n: OwnGenerator(weights(n)),
     "psgd": lambda n: Sometimes(weights(n)),
-    "clips never": lambda n: ClipsInside(weights(n), most=1e9),
     "single precision": lambda n: SinglePrecision(weights(n)),
     "chooses some": lambda n: SGD([p for name, p in n if "blocks.0" in name], lr=0.1),
 }
@@ -156,6 +155,7 @@ LOOKS = {
     "skips, over 0.01": (lambda n: SkipsSpikes(weights(n), 0.01), "something of all parameters at once"),
     "norm": (lambda n: ClipsInside(weights(n), most=1.0), "a norm: to clip"),
     "spikes": (lambda n: ClipsInside(weights(n), most=3000.0), "a norm: to clip"),
+    "hardly ever": (lambda n: ClipsInside(weights(n), most=1e9), "must follow from each alone"),
     "mean": (lambda n: MeanOfSquares(weights(n)), "something of all parameters at once"),
     "slight": (lambda n: SlightDecay(weights(n)), "something of all parameters at once"),
     "adapts": (lambda n: Adapts(weights(n)), "it adapts d to all parameters at once"),
