@@ -108,6 +108,7 @@ def compile_command(
 
 
 def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
+    from fxpipe.errors import listed
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.inspection.shapes import shape_lines
@@ -155,6 +156,10 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
         name, error = agreement.worst_gradient
         if agreement.not_compared:
             note(f"loss and gradients were not compared: {agreement.not_compared}")
+        if agreement.not_finite:
+            warn(f"infinite or NaN in eager PyTorch too, and so hardly compared: {listed(agreement.not_finite, 6)}")
+        if agreement.zero:
+            note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
         click.echo(
             f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"

@@ -47,12 +47,16 @@ class Agreement:
     Attributes:
         gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
         not_compared: why nothing is known of loss and gradients, whose errors are then none; '' if they were compared.
+        not_finite: what is infinite or NaN in eager PyTorch itself: there only the places of that were compared.
+        zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
     """
 
     loss: float
     gradients: dict[str, float]
     buffers: dict[str, float]
     not_compared: str = ""
+    not_finite: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -97,14 +101,24 @@ def compare_with_eager(
     gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
     if plan.batch_norm and not changed:  # rounding grows through it, and other kernels serve other sizes
         gradients = by_parts.gradients
-    return Agreement(max(whole.loss, by_parts.loss), gradients, by_parts.buffers)
+    together = replace(by_parts, loss=max(whole.loss, by_parts.loss), gradients=gradients, zero=whole.zero)
+    return replace(together, not_finite=_each(by_parts.not_finite, whole.not_finite))
 
 
 def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
     """The one of several with the largest error, which says so where another could not be compared."""
     found = list(agreements)
     worst = max(found, key=lambda agreement: agreement.largest)
-    return replace(worst, not_compared=next((a.not_compared for a in found if a.not_compared), ""))
+    return replace(
+        worst,
+        not_compared=next((a.not_compared for a in found if a.not_compared), ""),
+        not_finite=_each(*(a.not_finite for a in found)),
+        zero=tuple(name for name in found[0].zero if all(name in a.zero for a in found)),
+    )
+
+
+def _each(*names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in names for name in some))
 
 
 @dataclass(frozen=True)
@@ -145,22 +159,33 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
     Args:
         floor: errors of gradients are relative to this part of the largest gradient's norm, if theirs is less.
     """
-    scale = floor * max((g.norm().item() for g in eager.gradients.values()), default=0.0)
+    # In float64: the norm of a float16 may be infinite. An infinite gradient would hide what is wrong with all others.
+    norms = {
+        n: g.detach().to(torch.complex128 if g.is_complex() else torch.float64).norm().item()
+        for n, g in eager.gradients.items()
+    }
+    scale = floor * max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
     gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
     gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
     return Agreement(
         loss=relative_error(found.loss, eager.loss, 0.0),
         gradients=gradients,
         buffers={n: relative_error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
+        not_finite=_each(
+            () if bool(eager.loss.isfinite()) else ("the loss",),
+            [f"the gradient of {n}" for n, g in eager.gradients.items() if not g.isfinite().all()],
+            [n for n, b in eager.buffers.items() if not b.isfinite().all()],
+        ),
+        zero=tuple(n for n, norm in norms.items() if norm == 0 and eager.gradients[n].numel()),
     )
 
 
 def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
     """The norm of the difference over the norm of what is expected, or over `floor` if that is more.
 
-    Infinite where nothing was found, or where other values are not finite than should be.
+    Infinite where nothing or another shape was found, or where other values are not finite than should be.
     """
-    if found is None:
+    if found is None or found.shape != expected.shape:
         return math.inf
     if found.numel() == 0:
         return 0.0

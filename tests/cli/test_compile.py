@@ -198,6 +198,15 @@ def test_verify_fails_on_a_wrong_stage(model: Path, monkeypatch: pytest.MonkeyPa
     assert "(head.weight)" in result.out
 
 
+def test_verify_says_of_what_it_knows_little(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    little = agreement.Agreement(0.0, {"head.weight": 0.0}, {}, not_finite=("the loss",), zero=("head.weight",))
+    monkeypatch.setattr(agreement, "compare_with_eager", lambda *_, **__: little)
+    result = fxpipe("compile", "model.py", *QUICK, "--verify")
+    assert result.code == 0
+    assert "infinite or NaN in eager PyTorch too, and so hardly compared: the loss" in result.err
+    assert "zero for the example batch in eager PyTorch: the gradients of head.weight" in result.err
+
+
 def test_a_stage_says_what_it_is(model: Path) -> None:
     fxpipe("compile", model, *QUICK, *DISTINCT)
     text = (model.parent / "build" / "stage_1.py").read_text()

@@ -17,7 +17,14 @@ from torch import nn
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError, RunError
-from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, relative_error
+from fxpipe.lowering.compare_with_eager import (
+    Agreement,
+    Step,
+    compare,
+    compare_with_eager,
+    relative_error,
+    worst_agreement,
+)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +96,31 @@ def test_a_stage_that_fails_is_not_blamed_on_eager() -> None:
 )
 def test_what_is_not_finite_agrees_only_with_itself(found: list[float], expected: list[float], error: float) -> None:
     assert relative_error(torch.tensor(found), torch.tensor(expected), 0.0) == error
+
+
+def step(loss: float, **gradients: torch.Tensor) -> Step:
+    return Step(torch.tensor(loss), gradients, {})
+
+
+@pytest.mark.parametrize("huge", [torch.tensor([math.inf]), torch.full((8,), 6e4, dtype=torch.float16)], ids=str)
+def test_a_gradient_that_overflows_hides_no_other(huge: torch.Tensor) -> None:
+    """Errors are relative to the largest norm, which was infinite: every other gradient agreed."""
+    ones = torch.ones(4) * 1e3
+    assert compare(step(1.0, a=huge, b=2 * ones), step(1.0, a=huge, b=ones)).gradients == {"a": 0.0, "b": 1.0}
+
+
+def test_a_gradient_of_another_shape_is_infinitely_wrong() -> None:
+    assert relative_error(torch.ones(1), torch.ones(3), 0.0) == math.inf
+    assert relative_error(torch.ones(0), torch.ones(3), 0.0) == math.inf
+
+
+def test_what_says_little_is_named() -> None:
+    nothing = step(math.nan, a=torch.tensor([math.nan]), b=torch.zeros(2), c=torch.ones(2))
+    found = compare(nothing, nothing)
+    assert found.largest == 0.0
+    assert (found.not_finite, found.zero) == (("the loss", "the gradient of a"), ("b",))
+    both = worst_agreement([found, compare(step(0.5, b=torch.ones(2)), step(0.5, b=torch.ones(2)))])
+    assert (both.not_finite, both.zero) == (found.not_finite, ())
 
 
 class Remembers(nn.Module):
