@@ -22,6 +22,9 @@ aten = torch.ops.aten
 WHOLE = "whole"
 """The key in `node.meta` of a `WholeCall`, or of the reason, in words, why the step on the whole batch has none."""
 
+NEAR = 12
+"""How many calls ahead a partner is looked for: the order in which torch makes views depends on their layout."""
+
 Place = int | str
 """Where an argument of a call is: its position, or its name."""
 
@@ -113,23 +116,46 @@ def beside(program: Program, whole: Program | str) -> Program:
 
 
 def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> None:
-    """Find the partners of calls, in their order, until one has none."""
-    i = j = 0
-    while i < len(mine):
-        one, other = mine[i], theirs[j] if j < len(theirs) else None
-        if other is not None and _alike(one, other, pairs):
-            pairs[one] = other
-            one.meta[WHOLE] = _call(other)
-            i, j = i + 1, j + 1
-        elif computes_nothing(one):
-            i += 1
-        elif other is not None and computes_nothing(other):
-            j += 1
-        else:
+    """Find the partners of calls, nearly in their order, until one has none: the same operator on partners."""
+    biases: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # their products without the bias that my call has added
+    rest = list(reversed(theirs))
+    for at, one in enumerate(mine):
+        near = rest[: -NEAR - 1 : -1]
+        for other in near:
+            if _adds_bias(other, biases, pairs):
+                pairs[biases[other.all_input_nodes[0]][0]] = other
+        found = next((n for n in near if _alike(one, n, pairs) or _without_bias(one, n, pairs)), None)
+        if found is not None:
+            pairs[one] = found
+            one.meta[WHOLE] = _call(found)
+            if one.target is aten.addmm.default and found.target is aten.mm.default:
+                biases[found] = one, one.all_input_nodes[0]
+            elif found.target in _RESHAPED and found.all_input_nodes[0] in biases:
+                biases[found] = one, biases[found.all_input_nodes[0]][1]
+            before = near[: near.index(found)]
+            rest[-len(before) - 1 :] = reversed([n for n in before if not computes_nothing(n)])
+        elif not computes_nothing(one):
             place = f" ({info(one).source})" if info(one).source else ""
-            for node in mine[i:]:
+            for node in mine[at:]:
                 node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
             return
+
+
+def _without_bias(one: fx.Node, other: fx.Node, pairs: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a linear layer's product is one call with its bias here, and without it there.
+
+    Rows of one sample lie in a row whatever the order of dimensions is; then torch adds the bias in the same call.
+    """
+    if one.target is not aten.addmm.default or other.target is not aten.mm.default or one.kwargs:
+        return False
+    return [_partner(n, pairs) for n in one.args[1:]] == [_computed(n) for n in other.all_input_nodes]  # type: ignore[arg-type]
+
+
+def _adds_bias(other: fx.Node, biases: dict[fx.Node, tuple[fx.Node, fx.Node]], pairs: dict[fx.Node, fx.Node]) -> bool:
+    if other.target is not aten.add.Tensor or other.kwargs or len(other.all_input_nodes) != 2:
+        return False
+    product, bias = other.all_input_nodes
+    return product in biases and _partner(biases[product][1], pairs) is _computed(bias)
 
 
 def _inputs(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
@@ -170,6 +196,7 @@ def _call(node: fx.Node) -> WholeCall:
 
 
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+_RESHAPED = {aten.view.default, *_VIEWS}
 _NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
 
 

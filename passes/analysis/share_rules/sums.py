@@ -62,7 +62,7 @@ def _add(call: OperatorCall) -> Known:
     if (scalars and not call.found.parts) or not value(call.node).is_floating_point() or None in divided:
         return call.lost("adds a sum over the batch and what is none")
     if scalars:
-        number = changed_arguments(call.node).get(1, call.node.args[1])
+        number: Any = changed_arguments(call.node).get(1, call.node.args[1])
         call.found.numbers[call.node] = {1: number / call.found.parts}
     call.found.divided[call.node] = [each for found in divided if found for each in found]
     return SUM
