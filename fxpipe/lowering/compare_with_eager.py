@@ -48,6 +48,7 @@ class Agreement:
         gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
         not_compared: why nothing is known of loss and gradients, whose errors are then none; '' if they were compared.
         not_finite: what is infinite or NaN in eager PyTorch itself: there only the places of that were compared.
+            Buffers, such as masks, may be infinite.
         zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
     """
 
@@ -174,7 +175,7 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
         not_finite=_each(
             () if bool(eager.loss.isfinite()) else ("the loss",),
             [f"the gradient of {n}" for n, g in eager.gradients.items() if not g.isfinite().all()],
-            [n for n, b in eager.buffers.items() if not b.isfinite().all()],
+            [n for n, b in eager.buffers.items() if b.isnan().any()],  # a mask's infinities are meant
         ),
         zero=tuple(n for n, norm in norms.items() if norm == 0 and eager.gradients[n].numel()),
     )

@@ -108,6 +108,9 @@ _CPU_LAYOUTS: dict[Any, Layout] = {
     aten.roll.default: _channels_last_like(0),
 }
 
+# Where their targets are. Kernels take bytes, which torch's fakes do not (torch 2.13).
+_LIKELIHOODS = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
+
 
 def is_corrected(operator: Any, device: str) -> bool:
     """Whether the strides of what an operator makes on a device are corrected here."""
@@ -120,6 +123,9 @@ class KernelStrides(FakeTensorMode):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LIKELIHOODS and args[_LIKELIHOODS[func]].dtype == torch.uint8:
+            place = _LIKELIHOODS[func]
+            args = (*args[:place], args[place].long(), *args[place + 1 :])
         made: Any = super().__torch_dispatch__(func, types, args, kwargs)
         layout = _LAYOUTS.get(func) or _CPU_LAYOUTS.get(func)
         if layout is None or not is_corrected(func, args[0].device.type):

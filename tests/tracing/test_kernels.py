@@ -54,6 +54,11 @@ def test_resizing_is_one_operator(mode: str) -> None:
     assert not differences(resized, [IMAGES])
 
 
+def test_classes_may_be_bytes() -> None:
+    classes = torch.tensor([1, 255, 4, 0], dtype=torch.uint8)
+    assert not differences(lambda x, t: F.cross_entropy(x, t, ignore_index=255), [SCORES], [classes])
+
+
 def test_torch_is_left_as_it_was() -> None:
     before = {operator: dict(operator.py_kernels) for operator in kernels.replaced()}
     assert aten.multilabel_margin_loss_forward.default in before
