@@ -14,7 +14,8 @@ graphs short.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -52,14 +53,14 @@ def replaced() -> list[OpOverload]:
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """Inside, operators with kernels of their own are traced as these."""
-    taken: list[tuple[OpOverload, dict[Keys, object]]] = []
+    taken: list[tuple[OpOverload, dict[Keys, Callable[..., Any]]]] = []
     for operator in replaced():
-        kernels: dict[Keys, object] = operator.py_kernels
-        taken.append((operator, {key: kernels.pop(key) for key in _KEYS if key in kernels}))
+        code = operator.py_kernels
+        taken.append((operator, {key: code.pop(key) for key in _KEYS if key in code}))
         operator._dispatch_cache.clear()
     try:
         yield
     finally:
-        for operator, kernels in taken:
-            operator.py_kernels.update(kernels)
+        for operator, code in taken:
+            operator.py_kernels.update(code)
             operator._dispatch_cache.clear()
