@@ -53,6 +53,7 @@ def undefined(shape: Sequence[int], seed: int) -> Tensor:
 
 
 FINITE = (usual, ties, zeros)
+SOME = (usual, ties, undefined)
 ANY = (*FINITE, extremes, undefined)
 
 
@@ -219,7 +220,7 @@ for reduction in REDUCTIONS:
             x, y.softmax(1), weight=WEIGHTS.to(x.dtype), label_smoothing=0.2, **how
         ),
     }.items():
-        add("losses", f"{name} {reduction}", functools.partial(function, **how), MATRIX, given=[AIMS], kinds=ANY)
+        add("losses", f"{name} {reduction}", functools.partial(function, **how), MATRIX, given=[AIMS], kinds=SOME)
     for name in ("l1_loss", "soft_margin_loss", "binary_cross_entropy_with_logits"):
         nobody = functools.partial(getattr(F, name), **how)
         add("losses", f"{name} {reduction} of nothing", nobody, (0, 4), given=[torch.zeros(0, 4)], kinds=[usual])
@@ -231,7 +232,7 @@ for reduction in REDUCTIONS:
         entropy = functools.partial(entropy, label_smoothing=smoothing, **how)
         name = f"cross entropy, {name}, {weigh}, {smoothing}, {reduction}"
         images = torch.tensor(classes).reshape(1, 5, 1).expand(2, 5, 3)
-        add("classes", name, entropy, (5, 4), given=[torch.tensor(classes)], kinds=(usual, ties, extremes))
+        add("classes", name, entropy, (5, 4), given=[torch.tensor(classes)], kinds=(usual, ties))
         add("classes", f"{name} of images", entropy, (2, 4, 5, 3), given=[images], kinds=[usual])
     for ignored in (255, -1, 0):
         skip = functools.partial(F.cross_entropy, ignore_index=ignored, **how)
@@ -239,11 +240,16 @@ for reduction in REDUCTIONS:
             add("classes", f"ignored {ignored} {reduction}", skip, (5, 4), given=[classes], kinds=(usual, extremes))
     for name, labels in LABELS.items():
         several = functools.partial(F.multilabel_margin_loss, **how)
-        add("classes", f"labels {name} {reduction}", several, (5, 4), given=[torch.tensor(labels)], kinds=ANY)
+        add("classes", f"labels {name} {reduction}", several, (5, 4), given=[torch.tensor(labels)], kinds=SOME)
     for p, margin in itertools.product((1, 2), (1.0, 0.5, 0.0)):
         one = functools.partial(F.multi_margin_loss, p=p, margin=margin, **how)
         add(
-            "classes", f"margin {p} {margin} {reduction}", one, (5, 4), given=[torch.tensor([0, 1, 2, 3, 0])], kinds=ANY
+            "classes",
+            f"margin {p} {margin} {reduction}",
+            one,
+            (5, 4),
+            given=[torch.tensor([0, 1, 2, 3, 0])],
+            kinds=SOME,
         )
 
 # ---- distances ----
