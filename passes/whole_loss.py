@@ -91,7 +91,8 @@ class WholeLoss(Pass):
         program = change.program()
         remove_dead(program.graph)
         how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
-        return replace(program, loss_of_microbatches=how)
+        whole_numbers = program.whole_numbers or bool(found.divided)
+        return replace(program, loss_of_microbatches=how, whole_numbers=whole_numbers)
 
 
 def _often(buffers: Sequence[str], microbatches: int) -> str:

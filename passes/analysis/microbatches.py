@@ -16,6 +16,7 @@ from fxpipe.passes.analysis.share_rules import (
     counts_samples,
     held_against_whole,
     is_same,
+    made_of_totals,
     mixes_samples,
     normalises,
     rule_of,
@@ -51,9 +52,9 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
     found = Microbatches(program, batch=batch, backward=BackwardCalls(program), changing=frozenset(updated))
     found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
     while True:
-        before = len(found.totals)
-        found.numbers.clear()
-        found.kept.clear()
+        before = dict(found.totals)
+        found.numbers = {n: given for n, given in found.numbers.items() if n in before}
+        found.kept &= before.keys()
         found.divided.clear()
         found.factors.clear()
         found.likelihoods.clear()
@@ -70,7 +71,7 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
             if info(node).phase == "F":
                 _derive(found, node)
                 found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
-        if len(found.totals) == before:
+        if found.totals == before:
             return found
 
 
@@ -84,6 +85,10 @@ def _derive(found: Microbatches, node: fx.Node) -> None:
     inputs = node.all_input_nodes
     if all(n in found.alone for n in inputs) and not is_random(node):
         found.alone.add(node)
+    if any(made_of_totals(found, n) for n in inputs):  # what the microbatches add up is computed of their own values
+        found.totals.pop(node, None)
+        found.numbers.pop(node, None)
+        found.kept.discard(node)
     if node in found.totals:
         found.known[node] = Share.SAME
         return

@@ -7,7 +7,7 @@ by call: a number that is another one there depends on how many samples there ar
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import Program, info, value
+from fxpipe.plan.spec import Phase
 
 aten = torch.ops.aten
 WHOLE = "whole"
@@ -103,23 +104,61 @@ def beside(program: Program, whole: Program | str) -> Program:
             node.meta[WHOLE] = whole
         return program
     pairs = _inputs(program, whole)
-    mine = [n for n in program if info(n).phase == "F"]
-    theirs = [n for n in whole if info(n).phase == "F"]
-    _pair(mine, theirs, pairs)
+    if (first := _pair(_phase(program, "F"), _phase(whole, "F"), pairs)) is not None:
+        place = f" ({info(first).source})" if info(first).source else ""
+        mine = _phase(program, "F")
+        for node in mine[mine.index(first) :]:
+            node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
     loss, its = program.loss_node, whole.loss_node
     assert loss is not None
     assert its is not None
     if _partner(loss, pairs) is not _computed(its):
         loss.meta[WHOLE] = "the step on the whole batch has another loss"
-    _backward(program, whole, pairs)
+        return program
+    forward = dict(pairs)
+    unlike = _pair(_phase(program, "B"), _phase(whole, "B"), pairs)
+    if unlike is not None or not _same_outputs(program, whole, pairs):
+        _backward(program, whole, forward)
+        if not _has_one_sample(pairs) or _without_shapes(program) != _without_shapes(whole):
+            loss.meta[WHOLE] = "the step on the whole batch computes its gradient otherwise"
     return program
 
 
-def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> None:
-    """Find the partners of calls, nearly in their order, until one has none: the same operator on partners."""
+def _phase(program: Program, phase: Phase) -> list[fx.Node]:
+    return [n for n in program if info(n).phase == phase]
+
+
+def _same_outputs(program: Program, whole: Program, pairs: dict[fx.Node, fx.Node]) -> bool:
+    """Whether all parameters get their gradients from calls that are one."""
+    if [(o.kind, o.target) for o in program.outputs] != [(o.kind, o.target) for o in whole.outputs]:
+        return False
+    outputs = zip(program.output_nodes, whole.output_nodes, strict=True)
+    return all(_partner(mine, pairs) is _computed(its) for mine, its in outputs)
+
+
+def _has_one_sample(pairs: dict[fx.Node, fx.Node]) -> bool:
+    both = [(value(n).shape, value(o).shape) for n, o in pairs.items() if n.op == "placeholder"]
+    return any(mine == 1 < its for own, whole in both for mine, its in zip(own, whole, strict=False))
+
+
+def _without_shapes(program: Program) -> Counter[Any]:
+    """What backward calls, without what serves shapes alone: of one sample, it expands nothing, and adds nothing up."""
+    calls = (n for n in _phase(program, "B") if not computes_nothing(n))
+    return Counter(_operator(n) for n in calls if _name(n) not in _OF_SHAPES)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
+
+
+def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """Find the partners of calls, nearly in their order, until one has none, which is returned.
+
+    A partner is the same operator, called with partners.
+    """
     biases: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # their products without the bias that my call has added
     rest = list(reversed(theirs))
-    for at, one in enumerate(mine):
+    for one in mine:
         near = rest[: -NEAR - 1 : -1]
         for other in near:
             if _adds_bias(other, biases, pairs):
@@ -135,10 +174,8 @@ def _pair(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], pairs: dict[fx.Nod
             before = near[: near.index(found)]
             rest[-len(before) - 1 :] = reversed([n for n in before if not computes_nothing(n)])
         elif not computes_nothing(one):
-            place = f" ({info(one).source})" if info(one).source else ""
-            for node in mine[at:]:
-                node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
-            return
+            return one
+    return None
 
 
 def _without_bias(one: fx.Node, other: fx.Node, pairs: dict[fx.Node, fx.Node]) -> bool:
@@ -197,6 +234,7 @@ def _call(node: fx.Node) -> WholeCall:
 
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
 _RESHAPED = {aten.view.default, *_VIEWS}
+_OF_SHAPES = {"expand", "sum", "view", "_unsafe_view", "squeeze", "unsqueeze", "clone", "t", "transpose", "permute"}
 _NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default}
 
 

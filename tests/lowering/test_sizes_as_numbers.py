@@ -47,6 +47,31 @@ def slopes(model: nn.Module, batch: Batch) -> Tensor:
     return found
 
 
+def binary(model: nn.Module, batch: Batch) -> Tensor:
+    """Samples that are real, and others that are not."""
+    found, labels = torch.cat([model(batch[0]), model(-batch[0])])[:, 0], batch[0].new_ones(len(batch[0]))
+    each = F.binary_cross_entropy_with_logits(found, torch.cat([labels, 0 * labels]), reduction="none")
+    return (each * batch[3].repeat(2)).mean()
+
+
+def half(batch: Batch) -> Tensor:
+    """1 for the first half of the samples."""
+    count = len(batch[0]) // 2
+    return torch.cat([torch.ones(count), torch.zeros(len(batch[0]) - count)])
+
+
+def bounded(values: Tensor) -> Tensor:
+    made = values.clone()
+    made[values < 0.5] = 0
+    return made
+
+
+def held(model: nn.Module, batch: Batch) -> Tensor:
+    """Errors that have a gradient only in a whole batch."""
+    with torch.set_grad_enabled(len(batch[0]) == SAMPLES):
+        return errors(model, batch).unsqueeze(-1)
+
+
 def found_classes(batch: Batch) -> Tensor:
     return F.one_hot(batch[2], CLASSES).sum(0).clamp(min=1)
 
@@ -75,6 +100,19 @@ RIGHT: dict[str, Step] = {
         errors(m, b).sum() + 0.01 * (m[0].weight.square().sum() + m[2].weight.abs().sum()) - errors(m, b).mean() + 1
     ),
     "two numbers": lambda m, b: errors(m, b).mean() * (2 if len(b[0]) == SAMPLES else 1),
+    "a share of all": lambda m, b: errors(m, b).mean() * (b[1].sum() / len(b[0])).sqrt(),
+    "a share but one": lambda m, b: errors(m, b).mean() * (b[3].sum() / max(len(b[0]) - 1, 1)).exp(),
+    "a share, and a count": lambda m, b: (
+        errors(m, b).mean() * ((b[3].sum() / len(b[0])).view(1).exp().sum() + b[3].sum().exp())
+    ),
+    "a count of classes times samples": lambda m, b: errors(m, b).mean() * (b[2].sum() * len(b[0])).remainder(7),
+    "a sum and a mean": lambda m, b: errors(m, b).sum() + errors(m, b).square().mean(),
+    "filled with a sum": lambda m, b: errors(m, b).mean() + torch.zeros(()).double().fill_(errors(m, b).sum()),
+    "written over by a sum": lambda m, b: errors(m, b).mean() + errors(m, b).mean().clone().copy_(errors(m, b).sum()),
+    "labels of two kinds": binary,
+    "a table of counts": lambda m, b: errors(m, b).mean() * torch.arange(20.0).sin()[found_classes(b)].sum(),
+    "whether there are any": lambda m, b: errors(m, b).mean() * (b[1] * b[3] > 0.9).long().sum().bool(),
+    "written where it is less": lambda m, b: (errors(m, b) * bounded(b[3])).mean(),
     "each its own": lambda m, b: -(m(b[0]).log_softmax(-1)[torch.arange(len(b[0])), b[2]] * b[3]).mean(),
 }
 
@@ -97,6 +135,16 @@ SAID: dict[str, tuple[str, Step]] = {
         "number that depends",
         lambda m, b: errors(m, b).mean() * m[0].weight.flatten().topk(len(b[0])).values.mean(),
     ),
+    "the first half": ("depends on how many samples", lambda m, b: (errors(m, b) * half(b)).mean()),
+    "every so many": (
+        "number that depends",
+        lambda m, b: (b[0][:, :: len(b[0]) // 4 + 3].sum(-1) * errors(m, b)).mean(),
+    ),
+    "filled at classes": (
+        "index_fill",
+        lambda m, b: (torch.zeros(CLASSES, len(b[0])).index_fill(0, b[2], 1.0).sum(0) * errors(m, b)).mean(),
+    ),
+    "a gradient for many": ("computes its gradient otherwise", lambda m, b: (m(b[0]) * held(m, b)).mean()),
     "a branch": (
         "does something else",
         lambda m, b: errors(m, b).mean() + (errors(m, b).square().mean() if len(b[0]) < SAMPLES else 0),

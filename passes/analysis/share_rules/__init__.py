@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from fxpipe.passes.analysis.share_rules import gradients, layers, shapes, sums
-from fxpipe.passes.analysis.share_rules.call import OperatorCall, Rule, by_elements, is_same, operator_of, unknown
+from fxpipe.passes.analysis.share_rules.call import (
+    OperatorCall,
+    Rule,
+    by_elements,
+    is_same,
+    made_of_totals,
+    operator_of,
+    unknown,
+)
 from fxpipe.passes.analysis.share_rules.sameness import same_of
 from fxpipe.passes.analysis.share_rules.whole_batch import held_against_whole
 from torch import fx
@@ -15,8 +23,10 @@ __all__ = [
     "counts_samples",
     "held_against_whole",
     "is_same",
+    "made_of_totals",
     "mixes_samples",
     "normalises",
+    "operator_of",
     "rule_of",
     "same_of",
 ]

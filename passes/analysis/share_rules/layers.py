@@ -24,6 +24,8 @@ from fxpipe.passes.analysis.share_rules.call import (
 )
 from torch import fx
 
+from fxpipe.ir.program import value
+
 
 def _along(call: OperatorCall) -> Known:
     """Works along a dimension: softmax, cumsum, sort, flip; samples stay apart if it is not the batch's."""
@@ -169,9 +171,19 @@ def _gather(call: OperatorCall) -> Known:
     """gather and scatter: along a dimension that is not the batch's, or from a table of one dimension."""
     source, index = call.tensors[:2]
     known: Known = call.known(index)
-    if call.name == "gather" and call.whole(source) and len(call.shape(source)) == 1:
+    if call.name == "gather" and call.whole(source) and len(call.shape(source)) == 1 and isinstance(known, Rows):
         return known
     return _along(call)
+
+
+def _index_fill(call: OperatorCall) -> Known:
+    """Writes at the same places of every sample; its index is of places, not of samples."""
+    source, filler = call.get("self"), call.get("value")
+    known: Known = call.known(source)
+    if not isinstance(known, Rows) or known.dim == call.get("dim") % len(call.shape(source)):
+        return unknown(call)
+    given = [n for n in (call.get("index"), filler) if isinstance(n, fx.Node)]
+    return known if all(map(call.whole, given)) else call.lost("writes where or what samples say")
 
 
 def index(call: OperatorCall) -> Known:
@@ -181,6 +193,8 @@ def index(call: OperatorCall) -> Known:
     known = call.known(source)
     shape = torch.broadcast_shapes(*(call.shape(i) for i in given))
     lost = [k for i in given if isinstance(k := call.known(i), Lost)]  # `arange` counts the samples of a microbatch
+    if not all(isinstance(call.known(i), (Rows, Lost)) or call.whole(i) for i in given):
+        return call.lost("reads by a sum over the batch")
     if lost and (known != Rows(0) or lost != [call.known(given[0])] or given[0] is not indices[0]):
         return lost[0]
     if call.whole(source) and None not in indices:
@@ -193,6 +207,15 @@ def index(call: OperatorCall) -> Known:
     if isinstance(known, Rows) and known.dim not in places and together and all(map(call.whole, given)):
         return Rows(known.dim + (len(shape) - len(places) if known.dim > places[-1] else 0), known.outer)
     return call.lost("reads samples by an index")
+
+
+def _index_put(call: OperatorCall) -> Known:
+    """x[mask] = number, which is written element by element."""
+    given, written = list(call.get("indices")), call.get("values")
+    if given[1:] or value(given[0]).dtype != torch.bool or call.shape(written):
+        return unknown(call)
+    rows = aligned(call, call.tensors, call.shape()) if call.shape(given[0]) == call.shape() else None
+    return rows or unknown(call)
 
 
 def counts_up(call: OperatorCall, node: fx.Node) -> bool:
@@ -231,7 +254,7 @@ _LOOKED_UP = {
 RULES: tuple[tuple[Rule, str], ...] = (
     (_along, "_safe_softmax _softmax _log_softmax softmax log_softmax glu cumsum cumprod logcumsumexp cummax cummin"),
     (_along, "sort topk flip roll"),
-    (_along, "argsort scatter scatter_add scatter_reduce scatter_src index_fill _fft_r2c _fft_c2r _fft_c2c"),
+    (_along, "argsort scatter scatter_add scatter_reduce scatter_src _fft_r2c _fft_c2r _fft_c2c"),
     (_along, "linalg_cross _softmax_backward_data _log_softmax_backward_data glu_backward"),
     (_matrices, "linalg_cholesky_ex linalg_inv_ex linalg_qr linalg_solve_triangular cholesky_solve"),
     (_matrices, "_linalg_det _linalg_slogdet _linalg_eigh _linalg_svd _linalg_solve_ex"),
@@ -258,5 +281,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update_functional"),
     (_embedding, "embedding"),
     (_gather, "gather"),
+    (_index_fill, "index_fill"),
     (index, "index _unsafe_index"),
+    (_index_put, "index_put"),
 )

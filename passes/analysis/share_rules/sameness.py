@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import lcm, prod
 from typing import Any
 
-from fxpipe.passes.analysis.share import Alike
+from fxpipe.passes.analysis.share import Alike, Rows, fits
 from fxpipe.passes.analysis.share_rules.call import (
     SAME,
     UNIFORM,
@@ -21,6 +21,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     permuted,
     reduced,
 )
+from fxpipe.passes.analysis.whole_call import whole_shape
 
 from fxpipe.ir.aten import is_pointwise
 
@@ -36,6 +37,8 @@ def same_of(call: OperatorCall) -> Any:
     if not tensors:
         return SAME
     pointwise = is_pointwise(call.node)
+    if call.name == "cat" and (blocks := _blocks(call)):
+        return blocks
     if all(call.known(n) is UNIFORM for n in tensors) and (
         pointwise or any(call.name in names.split() for names in _KEEPS_UNIFORM)
     ):
@@ -45,6 +48,20 @@ def same_of(call: OperatorCall) -> Any:
     repeating = _periods_of_elements if rule is _elements else _PERIODS.get(call.name)
     periods = {d: n for d, n in repeating(call).items() if 1 < n < call.shape()[d]} if repeating else {}
     return Alike(frozenset(dims), frozenset(periods.items())) if dims or periods else SAME
+
+
+def _blocks(call: OperatorCall) -> Rows | None:
+    """Blocks put together, each of elements that are alike and as many as there are samples: labels of two kinds."""
+    dim = call.get("dim") % max(len(call.shape()), 1)
+    sizes = {call.shape(n)[dim] for n in call.tensors if len(call.shape(n)) == len(call.shape())}
+    alone = all(call.known(n) is UNIFORM for n in call.tensors)
+    if not alone or len(sizes) != 1 or sizes.pop() % call.found.batch:
+        return None
+    rows = Rows(dim, len(call.tensors))
+    if not call.found.parts:
+        return rows
+    both = [(call.shape(n), whole_shape(n)) for n in call.tensors]
+    return rows if all(its and fits(rows, own, its, call.found.parts) for own, its in both) else None
 
 
 def _periods_of_elements(call: OperatorCall) -> dict[int, int]:
@@ -228,8 +245,6 @@ _KEEPS_UNIFORM = [
 ]
 _KEEPS_UNIFORM += [
     "slice",
-    "cat",
-    "stack",
     "repeat",
     "unbind",
     "split",

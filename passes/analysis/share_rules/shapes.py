@@ -160,9 +160,7 @@ def _repeat(call: OperatorCall) -> Known:
         return known
     repeats, count = call.get("repeats"), len(call.shape(call.tensors[0]))
     dim = known.dim + len(repeats) - count
-    if repeats[dim] != 1:
-        return call.lost("repeats the samples")
-    return Rows(dim, known.outer)
+    return Rows(dim, known.outer * repeats[dim])
 
 
 def _pad(call: OperatorCall) -> Known:

@@ -40,11 +40,29 @@ def _filled(call: OperatorCall) -> Known:
     return UNIFORM
 
 
+def _filled_with(call: OperatorCall) -> Known:
+    """Filled in the shape of an argument, with a number or with another tensor's one element."""
+    filler, rows = call.get("value"), call.known(call.get("self"))
+    if not isinstance(filler, fx.Node) or call.whole(filler):
+        return rows if isinstance(rows, Rows) else UNIFORM
+    share: Known = call.known(filler)
+    return share if share in (SUM, MEAN) else call.lost("is filled with one sample")
+
+
 def _linear(call: OperatorCall) -> Known:
-    """A call that is linear in its one tensor and works element by element; a number that loses its fraction is not."""
-    known = call.known(call.tensors[0])
-    kept = value(call.node).is_floating_point() or not value(call.tensors[0]).is_floating_point()
-    return known if known in (SUM, MEAN) and kept else by_elements(call)
+    """A call that is linear in its last tensor, and works element by element.
+
+    The last one is the only one, but for `copy`, whose first is written over.
+    """
+    source = call.tensors[-1]
+    known = call.known(source)
+    return known if known in (SUM, MEAN) and _keeps(call, source) else by_elements(call)
+
+
+def _keeps(call: OperatorCall, source: fx.Node) -> bool:
+    """Whether numbers stay what they are in the result's dtype: they lose no fraction, and a count is no flag."""
+    made = value(call.node)
+    return made.is_floating_point() or not (value(source).is_floating_point() or made.dtype == torch.bool)
 
 
 def _add(call: OperatorCall) -> Known:
@@ -156,7 +174,7 @@ def _reduction(over_batch: Share | None) -> Rule:
         source = call.tensors[0]
         known = call.known(source)
         if not isinstance(known, Rows):
-            if known in (SUM, MEAN) and over_batch is not None:
+            if known in (SUM, MEAN) and over_batch is not None and _keeps(call, source):
                 return known
             return without_rows(call) or not_linear(call)
         shape = call.shape(source)
@@ -213,7 +231,8 @@ def _is_class(target: fx.Node) -> bool:
 _VIEWS = ["view", "_unsafe_view", "transpose", "permute", "t", "select", "squeeze", "unsqueeze", "clone", "detach"]
 
 RULES: tuple[tuple[Rule, str], ...] = (
-    (_drawn, "ones_like zeros_like full_like empty_like rand_like randn_like randint_like bernoulli normal fill"),
+    (_drawn, "ones_like zeros_like full_like empty_like rand_like randn_like randint_like"),
+    (_filled_with, "fill"),
     (_filled, "new_ones new_zeros new_full new_empty"),
     (_linear, "neg clone _to_copy alias detach lift_fresh_copy copy view_as_real view_as_complex"),
     (_add, "add sub rsub"),
@@ -230,7 +249,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_loss, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"),
     (_loss, "soft_margin_loss kl_div"),
     (_nll, "nll_loss_forward nll_loss2d_forward"),
-    (by_elements, "native_dropout where masked_fill clamp pow poisson binomial _standard_gamma"),
+    (by_elements, "bernoulli normal native_dropout where masked_fill clamp pow poisson binomial _standard_gamma"),
     (by_elements, "hardswish log_sigmoid_forward _prelu_kernel polar complex real imag _conj floor_divide special_i0"),
     (by_elements, "rrelu_with_noise rrelu_with_noise_functional"),
 )

@@ -80,6 +80,8 @@ def _only_sizes(call: OperatorCall, place: Place, whole: Any) -> bool:
         return _same_slice(call)
     if call.name == "split" and place == 1:
         return True
+    if call.name == "as_strided" and place != 1:
+        return isinstance(call.known(call.tensors[0]), Rows)
     if kind == "List[int]":
         return call.name in _SIZED
     return call.name.startswith("native_group_norm") and place in (3, 5)
@@ -93,6 +95,8 @@ def _same_slice(call: OperatorCall) -> bool:
     if whole is None or len(whole) != len(own):
         return False
     theirs = changed_arguments(call.node)
+    if 4 in theirs or "step" in theirs:
+        return False
     start, end = (theirs.get(place, call.get(name)) for place, name in ((2, "start"), (3, "end")))
     mine, its = slice(call.get("start"), call.get("end")).indices(own[dim]), slice(start, end).indices(whole[dim])
     known = call.known(source)
