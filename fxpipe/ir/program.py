@@ -21,6 +21,7 @@ from fxpipe.planner.cuts import Cuts
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
+WRITTEN = "written"  # the key in node.meta of the user's line, of a backward node that no formula of autograd made
 
 
 class Level(IntEnum):

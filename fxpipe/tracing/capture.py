@@ -34,7 +34,7 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
-from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines
+from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines, written_backward
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
 from fxpipe.tracing.effects import Effects
@@ -328,6 +328,7 @@ def _export(
             warnings.catch_warnings(),
             _tracing() as drew,
             checks.left_out() as unchecked,
+            written_backward.marked(watch),
         ):
             warnings.simplefilter("ignore")  # of the tracer; the user's appeared when the model was made
             warnings.filterwarnings("error", message=".*autograd kernel was not registered")  # a gradient would be lost

@@ -30,7 +30,7 @@ from fxpipe.ir.program import (
     value,
 )
 from fxpipe.plan.spec import Phase
-from fxpipe.tracing import origin, user_lines
+from fxpipe.tracing import origin, user_lines, written_backward
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.refusals import within_backward
 
@@ -232,6 +232,7 @@ class Reader:
         )
         if node.meta.get("is_gradient_acc"):
             made.meta["accumulates"] = True
+        written_backward.mark(node, made)
         self.mapped[node] = made
 
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:

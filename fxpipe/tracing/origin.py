@@ -59,6 +59,7 @@ class TracedStep:
         operators: by name of a torch function or operator, the line that last called it.
         higher: the line that last called a higher-order operator.
         failed: the error of the last torch call that raised one, and the function's name.
+        runs: whether it runs now; its backward does when it is over.
         unknown: the error of the last torch call that asked for a value. It fails the trace even if the step caught it,
             because with values the step would take another path.
     """
@@ -70,6 +71,7 @@ class TracedStep:
         self.higher: tuple[str, int] = ("", 0)
         self.failed: tuple[Exception | None, str] = (None, "")
         self.unknown: Exception | None = None
+        self.runs = False
 
     def where(self, line: tuple[str, int]) -> str | None:
         return self.lines.get(line)
@@ -107,6 +109,7 @@ def recording(
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
+    recorder.watch.runs = True
     try:
         with recorder, recorder.checkpoints(), recorder.known.lists(), unseen.refused():
             yield
@@ -120,6 +123,7 @@ def recording(
             raise
         raise repeats.difference from error
     finally:
+        recorder.watch.runs = False
         for hook in hooks:
             hook.remove()
         fx_traceback.current_meta.pop("custom", None)

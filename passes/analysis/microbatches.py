@@ -23,6 +23,7 @@ from fxpipe.passes.analysis.share_rules import (
     same_of,
 )
 from fxpipe.passes.analysis.whole_call import whole_shape
+from fxpipe.passes.analysis.written_backward import of_written_backward
 from torch import fx
 
 from fxpipe.ir.aten import is_getitem, is_random
@@ -72,7 +73,12 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
                 _derive(found, node)
                 found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         if found.totals == before:
-            return found
+            break
+    loss = program.loss_node
+    assert loss is not None
+    if not isinstance(found.known[loss], Lost) and (lost := of_written_backward(found)) is not None:
+        found.known[loss] = lost
+    return found
 
 
 def _parts(node: fx.Node, dim: int | None, size: int) -> int:
