@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import BatchError, FxpipeError
+from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program, value
 from fxpipe.lowering.compare_with_eager import Agreement, Step, SumOfMicrobatches, compare, run_eagerly
 from fxpipe.lowering.options import CompileOptions
@@ -128,7 +128,7 @@ def _ways(leaves: Sequence[LeafSpec]) -> list[Dims]:
 def checked_loss(
     program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions
 ) -> WholeLoss | None:
-    """The pass that makes the microbatches' losses the whole batch's, tried on the batch; None without microbatches.
+    """The pass that makes the microbatches' losses the whole batch's, tried on the batch; None for one microbatch.
 
     Eager PyTorch steps on the whole batch, the program on every microbatch; random numbers are the same for every
     sample in both, and batch norm takes the microbatches apart in both. Without values of the parameters (`--meta`)
@@ -139,13 +139,14 @@ def checked_loss(
 
     Raises:
         BatchError: loss or gradients differ beyond rounding, and the options do not accept that.
+        CaptureError: so they do with one microbatch.
     """
-    if options.count == 1:
-        return None
     tried = options.whole_loss()
-    assert tried is not None
     if has_no_values(program):
         return tried
+    if tried is None:
+        _check_step(program, model, loss, batch, options)
+        return None
     parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})
     steady = SteadyRandomness()
     with steady:
@@ -153,8 +154,7 @@ def checked_loss(
         made = _made(tried, program)
         found = _step(made, parts, options)
     agreement = compare(found, eager, FLOOR_OF_SUMS)
-    dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
-    limit = tolerance(dtypes, program.autocast)
+    limit = _limit(program)
     if agreement.largest <= limit:
         return replace(tried, checked=_count_differently(parts, program, options))
     if steady.unknown or made.differs_from_whole:
@@ -165,6 +165,32 @@ def checked_loss(
     if options.accept_microbatch_loss:
         return replace(tried, accepted=True)
     raise _differs(made, found.loss, eager, agreement, options)
+
+
+def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> None:
+    """Refuse a program that computes something else than eager PyTorch, on the one microbatch that there is."""
+    steady = SteadyRandomness()
+    with steady:
+        eager = _whole(program, model, loss, batch, 1)
+        found = _step(KeepLayouts()(Fold()(program)), [batch], options)
+    agreement = compare(found, eager, FLOOR_OF_SUMS)
+    if agreement.largest <= _limit(program) or steady.unknown:
+        return
+    name, error = agreement.worst_gradient
+    far = f"its loss is {found.loss:.6g}, eager PyTorch's {eager.loss:.6g}"
+    if _same(found.loss, eager.loss):
+        far += f", and the gradient of {name} differs by {error:.1e}"
+    raise CaptureError(
+        f"the captured step computes something else than eager PyTorch on the same batch: {far}",
+        hint="something changes the step that capture does not see: a value from outside the model and the batch, such "
+        "as a file, the clock or a counter, or torch traces an operator otherwise than it runs it",
+    )
+
+
+def _limit(program: Program) -> float:
+    """How far errors of rounding may go, relative."""
+    dtypes = {str(v.dtype).removeprefix("torch.") for n in program if isinstance(v := value(n), Tensor)}
+    return tolerance(dtypes, program.autocast)
 
 
 def _made(whole_loss: WholeLoss, program: Program) -> Program:
