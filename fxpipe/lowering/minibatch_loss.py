@@ -67,10 +67,17 @@ def capture_microbatch(model: nn.Module, loss: Loss, batch: Any, options: Compil
             best = best or program
         except FxpipeError as error:
             failed = failed or error
-    if best is None:
-        assert failed is not None
-        raise failed
-    return best
+    if best is not None:
+        return best
+    assert failed is not None
+    if isinstance(failed, CaptureError) and not isinstance(_captured_whole(model, loss, batch, options), str):
+        raise CaptureError(
+            f"the step can be captured on the whole batch, but not on one of its microbatches: {failed.what}",
+            where=failed.where,
+            hint="use --microbatches 1; or find what is as large as the whole batch: a tensor of the model, a number",
+            page=failed.page,
+        )
+    raise failed
 
 
 def _captured_whole(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program | str:
@@ -80,7 +87,7 @@ def _captured_whole(model: nn.Module, loss: Loss, batch: Any, options: CompileOp
             model, loss, batch, autocast=options.autocast, constant_batch=options.constant_batch, state_notes=False
         )
     except FxpipeError as error:
-        return f"the step on the whole batch is refused: {error}"
+        return f"the step on the whole batch is refused: {error.what}"
 
 
 def _captured(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, dims: Dims) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import BatchError, TaskError
+from fxpipe.errors import BatchError, CaptureError, TaskError
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 
@@ -306,6 +307,33 @@ class Keeps(Net):
         with torch.no_grad():
             self.change(self, found)
         return found
+
+
+def test_a_tensor_as_large_as_the_whole_batch() -> None:
+    """A microbatch does not fit it."""
+    state = torch.randn(6, 1, 5)
+    with pytest.raises(
+        CaptureError, match="can be captured on the whole batch, but not on one of its microbatches"
+    ) as e:
+        compiled(lambda m, x: (m(x) * state).mean(), torch.randn(6, 4, 6))
+    assert "--microbatches 1" in str(e.value)
+    assert "test_minibatch_loss.py" in str(e.value)
+
+
+def test_a_step_that_eager_computes_otherwise() -> None:
+    """Counts where capture does not look; with one microbatch, too, its step is compared with eager PyTorch's."""
+    calls = ctypes.c_int(0)
+    ends = 1000
+
+    def unseen(model: nn.Module, x: Tensor) -> Tensor:
+        calls.value += 1
+        return model(x).square().mean() * (1 if calls.value <= ends else 2)
+
+    batch = torch.randn(6, 4, 6)
+    fxpipe.capture(net(), unseen, batch)
+    ends, calls.value = calls.value, 0
+    with pytest.raises(CaptureError, match="computes something else than eager PyTorch on the same batch: its loss is"):
+        compiled(unseen, batch, 1)
 
 
 KEPT: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
