@@ -50,6 +50,8 @@ class OperatorCall:
         return tuple((shown[0] if isinstance(shown, (tuple, list)) else shown).shape)
 
     def lost(self, why: str) -> Lost:
+        if self.node.op == "placeholder":
+            return Lost(f"{self.node.name} {why}", self.node.name)
         place = f" ({info(self.node).source})" if info(self.node).source else ""
         return Lost(f"{self.name}{place} {why}", self.node.name)
 
