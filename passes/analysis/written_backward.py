@@ -27,12 +27,36 @@ def of_written_backward(found: Microbatches) -> Lost | None:
     Args:
         found: what is known of forward values.
     """
+    if (constant := _constant_gradient(found)) is not None:
+        return constant
     written = [n for n in found.program if WRITTEN in n.meta]
     if not written:
         return None
     # In backward, nothing can be made a total any more.
     derivation = _Derivation(replace(found, known=dict(found.known), alone=set(), totals=dict(found.totals)))
     return next((lost for node in written if (lost := derivation.lost(node)) is not None), None)
+
+
+def _constant_gradient(found: Microbatches) -> Lost | None:
+    """What gives a gradient without the loss's: a backward may return what its forward has saved, and call nothing."""
+    program, begin = found.program, [n for n in found.program if n.name == "d_loss"]
+    depends = set(begin)
+    for node in program:
+        if not depends.isdisjoint(node.all_input_nodes):
+            depends.add(node)
+            added = node.all_input_nodes if node.meta.get("accumulates") and WRITTEN not in node.meta else ()
+            if any(n not in depends and not _is_zeros(n) for n in added):
+                return Lost(f"{WHY}: gives a gradient that does not depend on the loss, added to others", node.name)
+    for output, node in zip(program.outputs, program.output_nodes, strict=True):
+        if begin and output.kind == "gradient" and node not in depends and not _is_zeros(node):
+            return Lost(f"{WHY}: gives {output.target} a gradient that does not depend on the loss", node.name)
+    return None
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    while node.op == "call_function" and computes_nothing(node):
+        node = node.all_input_nodes[0]
+    return operator_of(node) in ("zeros", "new_zeros", "zeros_like")
 
 
 class _Derivation:
@@ -107,7 +131,8 @@ class _Derivation:
         given = [n in self.gradients for n in call.tensors]
         first = given[0] and not any(given[1:])
         if call.name in ("add", "sub", "cat", "stack"):
-            return all(given) and (call.name not in ("add", "sub") or len(given) == 2)
+            linear = all(n in self.gradients or self._is_zero(n) for n in call.tensors)
+            return linear and (call.name not in ("add", "sub") or len(given) == 2)
         if call.name == "where":
             return not given[0] and all(n in self.gradients or self._is_zero(n) for n in call.tensors[1:])
         if call.name == "masked_fill":

@@ -90,6 +90,14 @@ RIGHT: dict[str, Step] = {
     "a hook that reads": hooked(lambda g: None),
 }
 
+
+def saved(model: nn.Module, batch: Batch) -> Tensor:
+    """Its backward gives what forward got, and calls nothing."""
+    kept = function(lambda x, s: x.clone(), lambda g, x, s: (s, None))
+    made = kept(model(batch[0]), batch[1].unsqueeze(-1).expand(-1, 5))
+    return (made.square().mean(-1) * batch[1]).mean() + model(batch[0]).square().mean()
+
+
 SAID: dict[str, tuple[str, Step]] = {
     "over samples": ("number that depends", of(torch.clone, lambda g, x: g / len(x))),
     "less the mean": ("mean over gradients", of(torch.clone, lambda g, x: g - g.mean(0))),
@@ -120,6 +128,11 @@ def test_what_is_not_is_said(name: str) -> None:
     assert "not proved for others: the backward that a hook or an autograd.Function has" in warning
     assert "test_written_backward.py" in warning
     assert why in warning
+
+
+def test_what_forward_has_saved_is_no_gradient() -> None:
+    (warning,) = compiled(saved).warnings
+    assert "gives a gradient that does not depend on the loss" in warning
 
 
 def test_the_user_s_lines_are_marked() -> None:
