@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -245,7 +245,7 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> St
     names = {p.node: p.names[0] for p in program.parameters}
     values = dict(program.values)
     for batch, extra in zip(batches, more, strict=True):
-        results = program.run(values=values, batch={**batch, **extra})
+        results = _run(program, values, {**batch, **extra}, len(parts))
         for output, result in zip(program.outputs, results, strict=True):
             if output.kind == "loss":
                 minibatch.add_loss(result)
@@ -254,6 +254,21 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> St
             else:
                 minibatch.add_gradient(names[output.target], result)
     return minibatch.step({})
+
+
+def _run(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], count: int) -> tuple[Tensor, ...]:
+    try:
+        return program.run(values=values, batch=batch)
+    except (RuntimeError, IndexError) as error:  # eager PyTorch has computed it on the whole batch
+        if count == 1:
+            raise
+        raise BatchError(
+            f"eager PyTorch computes the step on the whole batch, but on one of its {count} microbatches it fails: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            hint="use --microbatches 1, or say with microbatch_dims which leaves are cut and where; a leaf that holds "
+            "indices of samples points into the whole batch",
+            page="microbatches",
+        ) from error
 
 
 def _count_differently(parts: Sequence[Any], program: Program, options: CompileOptions) -> bool:

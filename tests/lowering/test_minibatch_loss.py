@@ -320,6 +320,12 @@ def test_a_tensor_as_large_as_the_whole_batch() -> None:
     assert "test_minibatch_loss.py" in str(e.value)
 
 
+def test_a_leaf_of_indices_into_the_batch() -> None:
+    batch = torch.randn(6, 4, 6), torch.arange(5, -1, -1)
+    with pytest.raises(BatchError, match="on one of its 3 microbatches it fails: IndexError"):
+        compiled(lambda m, b: m(b[0])[b[1]].square().mean(), batch, microbatch_dims=(0, 0))
+
+
 def test_a_step_that_eager_computes_otherwise() -> None:
     """Counts where capture does not look; with one microbatch, too, its step is compared with eager PyTorch's."""
     calls = ctypes.c_int(0)

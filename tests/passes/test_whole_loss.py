@@ -85,6 +85,13 @@ EQUAL: dict[str, Step] = {
     "masked": masked(torch.sum),
     "masked, at least one": masked(lambda mask: mask.sum().clamp(min=1)),
     "masked, by a root": masked(lambda mask: mask.sum().sqrt()),
+    "margins": lambda m, b: F.multi_margin_loss(logits(m, b)[:, 0], b[1][:, 0].clamp(min=0)),
+    "margins, added up": lambda m, b: F.multi_margin_loss(
+        logits(m, b)[:, 0], b[1][:, 0].clamp(min=0), weight=CLASSES, reduction="sum"
+    ),
+    "margins of labels": lambda m, b: F.multilabel_margin_loss(
+        logits(m, b)[:, 0], torch.stack([b[1][:, 0].clamp(min=0), *[torch.full_like(b[1][:, 0], -1)] * 4], 1)
+    ),
     "a sum and a mean": lambda m, b: logits(m, b).square().sum() + logits(m, b).square().mean(),
     "a sum without a sum of weights": lambda m, b: logits(m, b).square().sum() - 0.1 * m[2].weight.square().sum(),
     "a sum and two": lambda m, b: logits(m, b).sum() + (logits(m, b).mean() + m[0].bias.norm()) * 3 + 2 + kept(b).sum(),

@@ -219,6 +219,16 @@ def _nll(call: OperatorCall) -> Any:
     return ((rows, SAME), (MEAN, SAME), (SUM, SUM))[reduction]
 
 
+def _margins(call: OperatorCall) -> Any:
+    """Margins between a sample's scores: those of the classes, or of the one, that its targets say."""
+    scores, target = call.known(call.get("self")), call.known(call.get("target"))
+    weighed = all(call.whole(n) for n in call.tensors[2:])
+    if scores != Rows(0) or target != scores or not weighed or len(call.shape(call.get("self"))) != 2:
+        return without_rows(call) or call.lost("has targets that are not rows of the batch")
+    share = (scores, MEAN, SUM)[call.get("reduction")]
+    return (share, scores) if call.name == "multilabel_margin_loss_forward" else share
+
+
 def _is_class(target: fx.Node) -> bool:
     """Whether targets are places of largest scores, so that none is negative."""
     while target.op == "call_function" and operator_of(target) in _VIEWS:
@@ -248,8 +258,10 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_reduction(None), "std_mean median nanmedian mode aminmax kthvalue"),
     (_loss, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"),
     (_loss, "soft_margin_loss kl_div"),
+    (_margins, "multi_margin_loss multilabel_margin_loss_forward"),
     (_nll, "nll_loss_forward nll_loss2d_forward"),
     (by_elements, "bernoulli normal native_dropout where masked_fill clamp pow poisson binomial _standard_gamma"),
-    (by_elements, "hardswish log_sigmoid_forward _prelu_kernel polar complex real imag _conj floor_divide special_i0"),
+    (by_elements, "hardswish log_sigmoid_forward _prelu_kernel floor_divide special_i0"),
+    (by_elements, "polar complex real imag _conj conj_physical"),
     (by_elements, "rrelu_with_noise rrelu_with_noise_functional"),
 )
