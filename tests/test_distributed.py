@@ -82,6 +82,7 @@ TWO = [
     (1, 1, "lwp", "adamw", {}),
     (1, 2, "lwp+sc", "momentum", {}),
     (1, 2, "2bw+sc", "momentum", {}),
+    (1, 2, "spectrain+ef", "adamw", {"clip_norm": 0.5}),
     (1, 2, "spectrain", "plain", {"clip_norm": 0.5, "log_staleness": True}),
 ]
 FOUR = [
@@ -92,6 +93,7 @@ FOUR = [
     (1, 4, "xpipe+decay", "momentum", {}),
     (0, 1, "vertical", "adamw", {}),
     (0, 4, "pipeoptim+sc", "momentum", {"clip_norm": 0.5}),
+    (1, 4, "lwp+ef", "adamw", {}),
 ]
 
 

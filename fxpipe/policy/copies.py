@@ -16,8 +16,8 @@ from fxpipe.schedule.versions import Versions
 def copies(policy: Policy, schedule: Schedule, versions: Versions | None = None) -> tuple[float, ...]:
     """For each worker, the most copies of its own weights that it holds at once, in addition to the live ones.
 
-    Kept versions and predictions count, and the last update that the weight form remembers; the optimizer's own state
-    does not count. Counted from the schedule, action by action.
+    Kept versions and predictions count, the last update that the weight form remembers, and the steps that error
+    feedback keeps; the optimizer's own state does not count. Counted from the schedule, action by action.
 
     Args:
         versions: those of the schedule, if the caller has them already: with many workers they take a second.
@@ -26,7 +26,19 @@ def copies(policy: Policy, schedule: Schedule, versions: Versions | None = None)
     if schedule.synchronous:
         return (0.0,) * schedule.workers
     versions = versions or Versions(schedule)
-    return tuple(remembered + _held(policy, versions, worker) for worker in range(schedule.workers))
+    return tuple(
+        remembered + _held(policy, versions, worker) + _fed_back(policy, versions, worker)
+        for worker in range(schedule.workers)
+    )
+
+
+def _fed_back(policy: Policy, versions: Versions, worker: int) -> int:
+    """The steps that error feedback will take back, and the weights before the present one."""
+    if not policy.ef:
+        return 0
+    microbatches = range(versions.schedule.microbatches)
+    delay = max(policy.lag(versions, "F", microbatch, worker, worker) for microbatch in microbatches)
+    return delay + 1 if delay else 0
 
 
 def _held(policy: Policy, versions: Versions, worker: int) -> int:

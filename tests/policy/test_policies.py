@@ -140,7 +140,7 @@ def test_xpipe_with_one_microbatch_is_spectrain(workers: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", [GPipe(2, 4), OneFOneB(2, 4)])
-@pytest.mark.parametrize("text", [*(name for name in POLICIES if name != "latest"), "latest+sc"])
+@pytest.mark.parametrize("text", [*(name for name in POLICIES if name != "latest"), "latest+sc", "latest+ef"])
 def test_only_latest_makes_sense_with_a_flush(text: str, schedule: Schedule) -> None:
     make("latest").check(schedule)
     with pytest.raises(PolicyError, match="weights are never stale") as caught:
@@ -162,11 +162,17 @@ def test_the_picture_of_what_a_policy_refuses_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["latest", "stash+sc", "pipeoptim+keep", "spectrain+decay", "lwp+sc", "pipeoptim+decay+sc+keep"]
+    "text",
+    ["latest", "stash+sc", "pipeoptim+keep", "spectrain+decay", "lwp+sc", "pipeoptim+decay+sc+keep", "spectrain+ef"],
 )
 def test_a_policy_is_its_text(text: str) -> None:
     assert str(make(text)) == text
     assert make(text) == make(text)
+
+
+def test_two_repairs_of_one_update_are_refused() -> None:
+    with pytest.raises(PolicyError, match=r"'lwp\+sc\+ef' would make up for late gradients twice"):
+        make("lwp+ef+sc")
 
 
 def test_every_name_makes_its_policy() -> None:
@@ -181,7 +187,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 def test_an_unknown_option_says_whose_it_is() -> None:
     with pytest.raises(PolicyError, match="policy 'spectrain' has no option 'keep'") as caught:
         make("spectrain+keep")
-    assert caught.value.hint == "spectrain has: decay, sc; keep goes with: pipeoptim"
+    assert caught.value.hint == "spectrain has: decay, sc, ef; keep goes with: pipeoptim"
 
 
 @pytest.fixture
@@ -221,6 +227,9 @@ def test_the_default(schedule: Schedule, name: str) -> None:
         ("pipeoptim", 1, (1, 1, 1, 0)),
         ("pipeoptim+keep", 1, (4, 3, 2, 0)),
         ("lwp", 1, (2, 2, 2, 1)),
+        ("latest+ef", 1, (4, 3, 2, 0)),
+        ("spectrain+ef", 4, (3, 3, 3, 1)),
+        ("2bw+ef", 4, (3, 3, 3, 3)),
     ],
 )
 def test_copies_are_what_the_docstrings_say(text: str, microbatches: int, wanted: tuple[int, ...]) -> None:

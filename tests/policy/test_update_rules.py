@@ -185,6 +185,7 @@ WITH_MOMENTUM = ("momentum", "nesterov", "momentum-weight-decay", "dampening", "
 OPTIONS = (
     *(f"{name}+decay" for name in ("spectrain", "pipeoptim", "pipeoptim+keep", "xpipe")),
     *(f"{name}+sc" for name in direct.POLICIES),
+    *(f"{name}+ef" for name in direct.POLICIES),
     "pipeoptim+keep+decay+sc",
 )
 
@@ -276,8 +277,36 @@ def test_spike_compensation(same: Any, name: str, setting: tuple[int, int, str, 
     same(f"{name}+sc", workers, microbatches, optimizer, factor)
 
 
-def test_all_options_together(same: Any) -> None:
-    same("pipeoptim+keep+decay+sc", 4, 1, "momentum-weight-decay", wave)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    covering(
+        direct.POLICIES,
+        [
+            (2, 1, "momentum", wave),
+            (4, 1, "adamw", warm_up),
+            (5, 2, "nesterov", wave),
+            (4, 3, "momentum-weight-decay", None),
+            (4, 2, "adam", None),
+        ],
+        strength=2,
+    ),
+)
+def test_error_feedback(same: Any, name: str, setting: tuple[int, int, str, Rate | None]) -> None:
+    workers, microbatches, optimizer, factor = setting
+    if name == "2bw":
+        workers = min(workers, microbatches + 1)
+    same(f"{name}+ef", workers, microbatches, optimizer, factor)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_error_feedback_across_a_flush(same: Any, microbatches: int) -> None:
+    """What is not yet taken back is taken back after it."""
+    same("spectrain+ef", 4, microbatches, "adamw", flush_at=13)
+
+
+@pytest.mark.parametrize("repair", ["sc", "ef"])
+def test_all_options_together(same: Any, repair: str) -> None:
+    same(f"pipeoptim+keep+decay+{repair}", 4, 1, "momentum-weight-decay", wave)
 
 
 # ── What all have in common ─────────────────────────────────────────────────────────────────────────────────────────
@@ -309,7 +338,7 @@ def test_at_rate_0_all_policies_are_one(built: Built, text: str, microbatches: i
         agree(losses, layers, [mean_squared(model, b).item() for b in data], initial(workers))
 
 
-# ── Refusals: that the pipeline asks; which there are is in test_policies, test_predict and test_spike ──────────────
+# ── Refusals: that the pipeline asks; which there are is in the tests of each ──────────────
 
 
 @pytest.mark.parametrize(
@@ -324,7 +353,14 @@ def test_refused(built: Built, text: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "optimizer"),
-    [("pipeoptim+decay", "sgd"), ("xpipe+decay", "own"), ("stash+sc", "adam"), ("latest+sc", "nesterov")],
+    [
+        ("pipeoptim+decay", "sgd"),
+        ("xpipe+decay", "own"),
+        ("stash+sc", "adam"),
+        ("latest+sc", "nesterov"),
+        ("spectrain+ef", "sgd"),
+        ("latest+ef", "own"),
+    ],
 )
 def test_an_optimizer_that_does_not_fit_is_refused(built: Built, text: str, optimizer: str) -> None:
     kind, _, lr = OPTIMIZERS[optimizer]

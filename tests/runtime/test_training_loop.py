@@ -25,6 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"policy": "vertical"},
     {"policy": "pipeoptim+keep"},
     {"policy": "lwp+sc"},
+    {"policy": "spectrain+ef"},
     {"policy": "2bw", "microbatches": 2},
     {"policy": "xpipe+decay+sc", "microbatches": 4},
     {"policy": "stash", "microbatches": 4},

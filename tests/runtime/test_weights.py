@@ -24,7 +24,15 @@ POLICIES = [
     for microbatches in (1, 2, 4)
     for policy in ("latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim", "pipeoptim+keep", "xpipe", "lwp")
     if policy != "2bw" or microbatches == 4
-] + [("spectrain+decay", 1), ("stash+sc", 2), ("lwp+sc", 1)]
+] + [
+    ("spectrain+decay", 1),
+    ("stash+sc", 2),
+    ("lwp+sc", 1),
+    ("stash+ef", 1),
+    ("2bw+ef", 4),
+    ("lwp+ef", 2),
+    ("spectrain+ef", 4),
+]
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -53,6 +61,8 @@ def held(store: WeightStore) -> int:
         if predictor is not None:
             found |= {id(tensor) for tensor in predictor._spare[id(live)]}
             found |= {id(predictor._update[id(live)])} if id(live) in predictor._update else set()
+        if store.updater.feedback is not None:
+            found |= {id(tensor) for tensor in store.updater.feedback.held(live)}
         most = max(most, len(found))
     return most
 

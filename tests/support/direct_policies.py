@@ -150,6 +150,8 @@ class Worker:
 
     Attributes:
         known: whether the rates of later updates are known ahead of them.
+        feedback: updates of delay that error feedback repairs; 0 for none.
+        moved: by update, what the optimizer alone subtracted.
         start: the minibatch that first found the pipeline empty: 0, or the first one after a flush.
         kept: what a policy keeps between the actions of a worker, by phase, minibatch and microbatch.
         saw: by action, the version it found live and the steps predicted from it, for tests of this file.
@@ -163,6 +165,8 @@ class Worker:
     rate: Rate
     known: bool = True
     decay: bool = False
+    feedback: int = 0
+    moved: list[Layer] = field(default_factory=list)
     start: int = 0
     kept: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     saw: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
@@ -178,8 +182,13 @@ class Worker:
 
     def update(self, gradients: Layer) -> None:
         rate = self.rate(self.version)
-        made = (r.update(w, g, rate) for r, w, g in zip(self.rules, self.live, gradients, strict=True))
-        self.history.append(Layer(*made))
+        made = Layer(*(r.update(w, g, rate) for r, w, g in zip(self.rules, self.live, gradients, strict=True)))
+        if self.feedback:
+            self.moved.append(Layer(*(before - after for before, after in zip(self.live, made, strict=True))))
+            first = self.version - self.feedback
+            back = self.moved[first] if first >= 0 else [0.0, 0.0]
+            made = Layer(*(w - 2 * u + b for w, u, b in zip(self.live, self.moved[-1], back, strict=True)))
+        self.history.append(made)
 
     def ahead(self, target: int) -> Layer:
         """The weights of version `target` as the optimizer's own direction has them."""
@@ -336,12 +345,12 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def policy(text: str) -> tuple[Policy, bool, bool]:
-    """A policy from its text, whether it decays, whether it compensates spikes."""
+def policy(text: str) -> tuple[Policy, list[str]]:
+    """A policy from its text, and its options."""
     name, *options = text.split("+")
     if "keep" in options:
         name += "+keep"
-    return POLICIES[name](), "decay" in options, "sc" in options
+    return POLICIES[name](), options
 
 
 # ── The pipeline ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -366,13 +375,16 @@ def train(
     flush_at: int | None = None,
 ) -> Run:
     """Train the chain under policy `text`; each batch is one minibatch, the pipeline is emptied before `flush_at`."""
-    chosen, decay, spikes = policy(text)
+    chosen, options = policy(text)
     n = len(initial)
     workers = [
-        Worker(k, n, microbatches, [layer], (rule(), rule()), rate, known, decay) for k, layer in enumerate(initial)
+        Worker(k, n, microbatches, [layer], (rule(), rule()), rate, known, "decay" in options)
+        for k, layer in enumerate(initial)
     ]
-    if spikes:
-        for worker in workers:
+    for worker in workers:
+        if "ef" in options:
+            worker.feedback = chosen.lag(worker)
+        if "sc" in options:
             for each in worker.rules:
                 assert isinstance(each, Momentum)
                 each.spike = chosen.lag(worker)

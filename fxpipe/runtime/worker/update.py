@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError, TaskError
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
+from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.policy.optimizers.spike import SpikeCompensation
@@ -27,7 +28,7 @@ class Updater:
     Args:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: sums the backwards' gradients for the next update.
-        delays: how many updates old each parameter's gradients are, for spike compensation.
+        delays: how many updates old each parameter's gradients are, for spike compensation and error feedback.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; the scheduler that it returns, if any, makes a step after every update.
         keep_gradients: leave them in `grad` until the next update.
@@ -63,6 +64,7 @@ class Updater:
         self.clip = clip
         self.scheduler: Any = None
         self.predictor: Predictor | None = None
+        self.feedback: ErrorFeedback | None = None
         self._divisor = divisor
         self._spike: SpikeCompensation | None = None
         self._rates: LearningRates | None = None
@@ -87,6 +89,8 @@ class Updater:
             )
         if policy.sc:
             self._spike = SpikeCompensation(self.optimizer, delays)
+        if policy.ef:
+            self.feedback = ErrorFeedback(self.optimizer, delays)
         self._keeps = keep_gradients or (self.predictor is not None and self.predictor.keeps_gradients)
 
     @property
@@ -134,11 +138,15 @@ class Updater:
         try:
             if self.predictor is not None:
                 self.predictor.before_step()
+            if self.feedback is not None:
+                self.feedback.before_step()
             if self._may_draw(optimizer):
                 self._reseed(self.worker, "update", minibatch)
             optimizer.step()
             if self._spike is not None:
                 self._spike.after_step()
+            if self.feedback is not None:
+                self.feedback.after_step()
             if self.predictor is not None:
                 self.predictor.observe()
         except Exception as error:

@@ -1,0 +1,120 @@
+"""Error feedback: every update is made twice, and taken back once after as many updates as its gradients are late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import PolicyError
+
+
+@dataclass
+class _Late:
+    """The parameters whose gradients arrive `delay` updates late; the lists of tensors are laid out like `weights`.
+
+    Attributes:
+        steps: the optimizer's last steps u, oldest first; at most `delay` of them between updates.
+        spare: memory for the next one.
+    """
+
+    delay: int
+    weights: list[Tensor] = field(default_factory=list)
+    steps: deque[list[Tensor]] = field(default_factory=deque)
+    spare: list[Tensor] | None = None
+
+
+class ErrorFeedback:
+    """Turns any optimizer's update into the one with error feedback, for gradients that arrive τ updates late.
+
+    u_t is the optimizer's whole step, rate and weight decay included: W before `optimizer.step()` less W after it.
+
+        W ← W − 2·u_t + u_{t−τ},   u_i = 0 before the first update
+
+    So after any number of updates the weights are X − (u_{t−1} + … + u_{t−τ}), where X = W_0 − (u_0 + … + u_{t−1}) has
+    every step once: the model looks as far ahead as its gradients are late, by the steps that were really made. With
+    τ = 0 this is the optimizer itself, bit for bit: nothing is computed. What a step does not move has u_t = 0.
+
+    Cost: τ copies of the late parameters between updates, one more during an update; they are read and written six
+    times.
+
+    From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is ours.
+
+    Args:
+        optimizer: its groups' options say that each has momentum; without it, the feedback harms.
+        delays: τ of each parameter, by the parameter; 0 if it is missing. Those in no group are never moved.
+
+    Raises:
+        PolicyError: a group without momentum, or whose options do not say.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, delays: Mapping[Tensor, int]) -> None:
+        _refuse(optimizer)
+        assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        late: dict[int, _Late] = {}
+        for parameter, delay in delays.items():
+            if delay and id(parameter) in trained:
+                late.setdefault(delay, _Late(delay)).weights.append(parameter)
+        self._late = list(late.values())
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Call right before every `optimizer.step()`: keeps a copy of the weights."""
+        for late in self._late:
+            if late.spare is None:
+                late.spare = [torch.empty_like(weight, requires_grad=False) for weight in late.weights]
+            torch._foreach_copy_(late.spare, late.weights)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Call right after every `optimizer.step()`: turns the copy into u_t, and the update into that above."""
+        for late in self._late:
+            assert late.spare is not None, "before_step() comes first"
+            made, late.spare = late.spare, None
+            torch._foreach_sub_(made, late.weights)
+            torch._foreach_sub_(late.weights, made)
+            late.steps.append(made)
+            if len(late.steps) > late.delay:
+                late.spare = late.steps.popleft()
+                torch._foreach_add_(late.weights, late.spare)
+
+    def held(self, parameter: Tensor) -> list[Tensor]:
+        """What is kept for a parameter."""
+        return [
+            kept[place]
+            for late in self._late
+            for place, weight in enumerate(late.weights)
+            if weight is parameter
+            for kept in (*late.steps, *([late.spare] if late.spare is not None else []))
+        ]
+
+
+def momentum_of(group: Mapping[str, Any]) -> float | None:
+    """The share of earlier gradients in a step, by what a group calls it; None if its options do not say."""
+    betas = group.get("betas")
+    first = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("beta1")
+    value = group.get("momentum", first)
+    return float(value) if isinstance(value, (int, float, Tensor)) else None
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        where = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
+        momentum = momentum_of(group)
+        if momentum is None:
+            raise PolicyError(
+                f"error feedback needs momentum, without which it harms, and {kind}{where} has no option that says so",
+                hint="SGD, RMSprop or Muon with momentum, Adam, AdamW or NAdam, or leave out +ef; an optimizer of your "
+                "own says it with `momentum` or `betas` in its defaults",
+            )
+        if not momentum > 0:
+            raise PolicyError(
+                f"error feedback needs momentum, without which it harms, and {kind}{where} has none",
+                hint=f"give {kind} momentum > 0, or leave out +ef",
+            )
