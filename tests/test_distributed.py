@@ -82,6 +82,7 @@ TWO = [
     (1, 1, "lwp", "adamw", {}),
     (1, 2, "lwp+sc", "momentum", {}),
     (1, 2, "2bw+sc", "momentum", {}),
+    (1, 1, "2bw+predict", "plain", {"log_staleness": True}),
     (1, 2, "spectrain+ef", "adamw", {"clip_norm": 0.5}),
     (1, 2, "spectrain", "plain", {"clip_norm": 0.5, "log_staleness": True}),
 ]
@@ -94,6 +95,7 @@ FOUR = [
     (0, 1, "vertical", "adamw", {}),
     (0, 4, "pipeoptim+sc", "momentum", {"clip_norm": 0.5}),
     (1, 4, "lwp+ef", "adamw", {}),
+    (0, 4, "2bw+predict+ef", "momentum", {"clip_norm": 0.5}),
 ]
 
 

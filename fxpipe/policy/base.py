@@ -37,7 +37,7 @@ class Policy(ABC):
     keeps_forward: ClassVar[bool] = False
     """A backward reads the same tensors as its forward, no matter on which worker that was. May be a property."""
     predicts: ClassVar[bool] = False
-    """Some actions see predicted weights."""
+    """Some actions see predicted weights. May be a property."""
     weight_form: ClassVar[bool] = False
     """Predictions repeat the last update itself, with any optimizer (`fxpipe.policy.optimizers.predict`)."""
     decay: ClassVar[bool] = False

@@ -8,6 +8,7 @@ from typing import ClassVar
 from fxpipe.errors import PolicyError
 from fxpipe.plan.spec import Phase
 from fxpipe.policy.base import Policy
+from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions
 
@@ -25,9 +26,31 @@ class DoubleBuffer(Policy):
 
     Memory: two copies on every worker, the live weights included.
     From: Narayanan et al. 2021 (PipeDream-2BW), ICML, arXiv 2006.09503.
+
+    With `predict`, they see version m−1 predicted one update ahead, which is version m, the one that the update meets:
+    W(m+1) = W(m) − η·∇f(Ŵ(m)), with one Ŵ(m), predicted after m−1 updates, for both passes and all microbatches.
+    Both passes read the same tensors: they are predicted while version m−1 is live, and kept. With 2 workers:
+
+        worker 0: F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@0+1 F3@2+1 B2@1+1 ..     B3@2+1
+        worker 1: ..     F0@0   B0@0   F1@0+1 B1@0+1 F2@1+1 B2@1+1 F3@2+1 B3@2+1
+
+    Then there are three copies, on the last worker two. The prediction is that of SpecTrain (`predict.py`); to combine
+    it with 2BW is ours.
+
+    Attributes:
+        predict: see the older version predicted one update ahead.
     """
 
     name: ClassVar[str] = "2bw"
+
+    predict: bool = False
+
+    @property
+    def predicts(self) -> bool:  # type: ignore[override]
+        return self.predict
+
+    def ahead(self, action: Action, version: int, owner: int, schedule: Schedule) -> int:
+        return action.minibatch - version if self.predict else 0
 
     def lag(self, newest: Versions, phase: Phase, microbatch: int, reader: int, owner: int) -> int:
         return min(1, newest.lag("F", 0, 0))  # nothing is late on a single worker

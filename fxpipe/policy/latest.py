@@ -19,7 +19,10 @@ class Latest(Policy):
         worker 1: ..   F0@0 F1@0 ..   B0@0 F2@1 B1@1 F3@2 B2@2 ..   B3@3
         worker 2: ..   ..   F0@0 B0@0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3
 
-    Memory: the weights, once. Under a schedule with a flush this is ordinary training.
+    Memory: the weights, once. Under a schedule with a flush this is ordinary training. With M microbatches it is PACI:
+    a forward misses at most ⌈(N−1)/M⌉ updates.
+
+    From: PACI 2026, arXiv 2606.07881, for the microbatches.
     """
 
     name: ClassVar[str] = "latest"

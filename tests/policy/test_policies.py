@@ -82,6 +82,31 @@ def test_2bw() -> None:
     )
 
 
+def test_2bw_predicting() -> None:
+    is_drawn(
+        "2bw+predict",
+        """
+        worker 0: F0@0   F1@0+1 ..     B0@0   F2@1+1 B1@0+1 F3@2+1 B2@1+1 ..     B3@2+1
+        worker 1: ..     F0@0   B0@0   F1@0+1 B1@0+1 F2@1+1 B2@1+1 F3@2+1 B3@2+1
+        """,
+        workers=2,
+    )
+
+
+@given(st.data(), st.integers(2, 6), st.integers(0, 3), st.integers(0, 20), st.sampled_from("FB"))
+def test_2bw_predicting_sees_one_version_predicted_to_the_next(
+    data: st.DataObject, workers: int, more: int, minibatch: int, phase: Phase
+) -> None:
+    """Whoever reads, in both phases and every microbatch."""
+    schedule, policy = Async(workers, workers - 1 + more), make("2bw+predict")
+    reader, owner = (data.draw(st.integers(0, workers - 1)) for _ in range(2))
+    microbatch = data.draw(st.integers(0, schedule.microbatches - 1))
+    lag = policy.lag(Versions(schedule), phase, microbatch, reader, owner)
+    version = max(0, minibatch - lag)
+    assert lag == 1
+    assert policy.ahead(Action(phase, minibatch, microbatch), version, owner, schedule) == minibatch - version
+
+
 @pytest.mark.parametrize("name", ["pipeoptim", "lwp"])
 def test_pipeoptim_and_lwp(name: str) -> None:
     is_drawn(
@@ -163,11 +188,21 @@ def test_the_picture_of_what_a_policy_refuses_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["latest", "stash+sc", "pipeoptim+keep", "spectrain+decay", "lwp+sc", "pipeoptim+decay+sc+keep", "spectrain+ef"],
+    [
+        "latest",
+        "stash+sc",
+        "pipeoptim+keep",
+        "spectrain+decay",
+        "lwp+sc",
+        "pipeoptim+decay+sc+keep",
+        "spectrain+ef",
+        "2bw+ef+predict",
+    ],
 )
 def test_a_policy_is_its_text(text: str) -> None:
     assert str(make(text)) == text
-    assert make(text) == make(text)
+    name, *options = text.split("+")
+    assert make("+".join([name, *options[::-1]])) == make(text)
 
 
 def test_two_repairs_of_one_update_are_refused() -> None:
@@ -230,6 +265,8 @@ def test_the_default(schedule: Schedule, name: str) -> None:
         ("latest+ef", 1, (4, 3, 2, 0)),
         ("spectrain+ef", 4, (3, 3, 3, 1)),
         ("2bw+ef", 4, (3, 3, 3, 3)),
+        ("2bw+predict", 4, (2, 2, 2, 1)),
+        ("2bw+predict+ef", 4, (4, 4, 4, 3)),
     ],
 )
 def test_copies_are_what_the_docstrings_say(text: str, microbatches: int, wanted: tuple[int, ...]) -> None:

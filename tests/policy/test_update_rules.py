@@ -69,6 +69,11 @@ def initial(layers: int) -> list[Layer]:
     return [Layer(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
 
+def at_most(workers: int, text: str, microbatches: int) -> int:
+    """2bw wants at least N−1 microbatches, so it gets fewer workers."""
+    return min(workers, microbatches + 1) if text.startswith("2bw") else workers
+
+
 def batches(layers: int, microbatches: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
 
@@ -117,6 +122,7 @@ def same(built: Built) -> Callable[..., None]:
         flush_at: int | None = None,
     ) -> None:
         kind, rule, lr = OPTIMIZERS[optimizer]
+        workers = at_most(workers, text, microbatches)
         data = batches(workers, microbatches)
         folder = built(workers, microbatches)
         scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor) if factor else None
@@ -180,7 +186,7 @@ OPTIMIZERS: dict[str, tuple[Kind, Callable[[], Rule], float]] = {
     ),
     "own": (Softsign, direct.Softsign, 0.01),
 }  # fmt: skip
-PREDICTING = ("spectrain", "pipeoptim", "lwp")
+PREDICTING = ("spectrain", "pipeoptim", "lwp", "2bw+predict")
 WITH_MOMENTUM = ("momentum", "nesterov", "momentum-weight-decay", "dampening", "adam", "adamw")
 OPTIONS = (
     *(f"{name}+decay" for name in ("spectrain", "pipeoptim", "pipeoptim+keep", "xpipe")),
@@ -204,8 +210,8 @@ def wave(i: int) -> float:
 
 @pytest.mark.parametrize(("name", "workers", "more"), covering(direct.POLICIES, [2, 3, 6], range(3)))
 def test_update_rule(same: Any, name: str, workers: int, more: int) -> None:
-    """2bw wants at least N−1 microbatches. Most of the tests below have four workers."""
-    same(name, workers, more + (max(1, workers - 1) if name == "2bw" else 1))
+    """Most of the tests below have four workers."""
+    same(name, workers, more + (max(1, workers - 1) if name.startswith("2bw") else 1))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +223,12 @@ def test_prediction_at_rates_that_are_known_ahead(
 ) -> None:
     workers, microbatches, factor = setting
     same(name, workers, microbatches, optimizer, factor)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_buffers_of_predictions(same: Any, optimizer: str) -> None:
+    """Each is made while its version is live, and read when a newer one is; the pipeline is emptied in between."""
+    same("2bw+predict", 4, 3, optimizer, wave, flush_at=13)
 
 
 @pytest.mark.parametrize(("name", "optimizer"), covering(PREDICTING, ["momentum", "adamw", "own"], strength=1))
@@ -233,16 +245,16 @@ def test_rates_that_are_not_known_ahead(built: Built, name: str, optimizer: str)
             self.optimizer.param_groups[0]["lr"] = next(self.rates)
 
     kind, rule, lr = OPTIMIZERS[optimizer]
-    data = batches(4, 1)
-    made = piped(built(4, 1), name, data, partial(kind, lr=lr), Dial)
-    wanted = direct.train(name, initial(4), data, 1, rule, lambda i: lr * wave(i), known=False)
+    workers = at_most(4, name, 1)
+    data = batches(workers, 1)
+    made = piped(built(workers, 1), name, data, partial(kind, lr=lr), Dial)
+    wanted = direct.train(name, initial(workers), data, 1, rule, lambda i: lr * wave(i), known=False)
     agree(*made, wanted.losses, wanted.layers)
 
 
 @pytest.mark.parametrize(("name", "flush_at", "microbatches"), covering(direct.POLICIES, [2, 13], [1, 3], strength=1))
 def test_a_flush_in_between(same: Any, name: str, flush_at: int, microbatches: int) -> None:
-    workers = 2 if (name, microbatches) == ("2bw", 1) else 4
-    same(name, workers, microbatches, flush_at=flush_at)
+    same(name, 4, microbatches, flush_at=flush_at)
 
 
 # ── Options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -272,8 +284,6 @@ def test_decay(same: Any, name: str, optimizer: str, setting: tuple[int, Rate | 
 )
 def test_spike_compensation(same: Any, name: str, setting: tuple[int, int, str, Rate | None]) -> None:
     workers, microbatches, optimizer, factor = setting
-    if name == "2bw":
-        workers = min(workers, microbatches + 1)
     same(f"{name}+sc", workers, microbatches, optimizer, factor)
 
 
@@ -293,8 +303,6 @@ def test_spike_compensation(same: Any, name: str, setting: tuple[int, int, str, 
 )
 def test_error_feedback(same: Any, name: str, setting: tuple[int, int, str, Rate | None]) -> None:
     workers, microbatches, optimizer, factor = setting
-    if name == "2bw":
-        workers = min(workers, microbatches + 1)
     same(f"{name}+ef", workers, microbatches, optimizer, factor)
 
 
@@ -330,7 +338,7 @@ def test_one_worker_trains_plainly(built: Built, text: str, microbatches: int) -
 
 @pytest.mark.parametrize(("text", "microbatches"), covering([*direct.POLICIES, *OPTIONS], [1, 3], strength=1))
 def test_at_rate_0_all_policies_are_one(built: Built, text: str, microbatches: int) -> None:
-    workers = 2 if text.startswith("2bw") and microbatches == 1 else 4
+    workers = at_most(4, text, microbatches)
     data = batches(workers, microbatches)
     losses, layers = piped(built(workers, microbatches), text, data, partial(SGD, lr=0.0, momentum=0.9))
     model = chain(workers)

@@ -27,6 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"policy": "lwp+sc"},
     {"policy": "spectrain+ef"},
     {"policy": "2bw", "microbatches": 2},
+    {"policy": "2bw+predict+ef", "microbatches": 2},
     {"policy": "xpipe+decay+sc", "microbatches": 4},
     {"policy": "stash", "microbatches": 4},
     {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3), "policy": "vertical", "microbatches": 2},

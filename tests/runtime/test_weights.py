@@ -22,8 +22,19 @@ MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
 POLICIES = [
     (policy, microbatches)
     for microbatches in (1, 2, 4)
-    for policy in ("latest", "stash", "vertical", "2bw", "spectrain", "pipeoptim", "pipeoptim+keep", "xpipe", "lwp")
-    if policy != "2bw" or microbatches == 4
+    for policy in (
+        "latest",
+        "stash",
+        "vertical",
+        "2bw",
+        "2bw+predict",
+        "spectrain",
+        "pipeoptim",
+        "pipeoptim+keep",
+        "xpipe",
+        "lwp",
+    )
+    if not policy.startswith("2bw") or microbatches == 4
 ] + [
     ("spectrain+decay", 1),
     ("stash+sc", 2),
@@ -219,7 +230,8 @@ def test_a_flush_reads_what_was_sent_before_it(policy: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("policy", "microbatches", "clip_norm"), [("2bw", 3, None), ("xpipe", 3, None), ("vertical", 1, 0.3)]
+    ("policy", "microbatches", "clip_norm"),
+    [("2bw", 3, None), ("2bw+predict", 3, None), ("xpipe", 3, None), ("vertical", 1, 0.3)],
 )
 def test_a_gradient_that_is_a_weight_is_not_written(
     policy: str, microbatches: int, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch

@@ -222,6 +222,9 @@ class Policy:
     def backward(self, at: Worker, m: int, j: int) -> Layer:
         return at.live
 
+    def updated(self, at: Worker) -> None:
+        """A worker has made an update."""
+
     def lag(self, at: Worker) -> int:
         """How many updates a forward in steady state is behind its backward, at most: counted, not looked up."""
         seen = [max(0, (i - (at.workers - 1 - at.k)) // at.microbatches) for i in range(50 * at.microbatches)]
@@ -271,6 +274,23 @@ class TwoBuffered(Policy):
 
     def lag(self, at: Worker) -> int:
         return min(1, at.workers - 1)
+
+
+class TwoBufferedAhead(TwoBuffered):
+    """`2bw+predict`: W(t+1) = W(t) − ν∇f(Ŵ(t)), predicted as soon as there was W(t−1)."""
+
+    def __init__(self) -> None:
+        self.predicted: dict[Key, Layer] = {}  # by worker and version
+
+    def updated(self, at: Worker) -> None:
+        self.predicted[at.k, at.version + 1] = at.ahead(at.version + 1)
+
+    def forward(self, at: Worker, m: int, j: int) -> Layer:
+        if m in (at.start, 1) or not self.lag(at):  # version 0 has no direction
+            return super().forward(at, m, j)
+        return self.predicted[at.k, m]
+
+    backward = forward
 
 
 class SpecTrain(Policy):
@@ -337,6 +357,7 @@ POLICIES: dict[str, type[Policy]] = {
     "stash": Stash,
     "vertical": Vertical,
     "2bw": TwoBuffered,
+    "2bw+predict": TwoBufferedAhead,
     "spectrain": SpecTrain,
     "pipeoptim": PipeOptim,
     "pipeoptim+keep": Keep,
@@ -348,8 +369,9 @@ POLICIES: dict[str, type[Policy]] = {
 def policy(text: str) -> tuple[Policy, list[str]]:
     """A policy from its text, and its options."""
     name, *options = text.split("+")
-    if "keep" in options:
-        name += "+keep"
+    for option in ("keep", "predict"):
+        if option in options:
+            name += f"+{option}"
     return POLICIES[name](), options
 
 
@@ -449,6 +471,7 @@ def _segment(chosen: Policy, workers: Sequence[Worker], batches: Sequence[Batch]
             sums[k].append(Layer(pull.t() @ x, pull.sum(0)))
             if len(sums[k]) == count:
                 worker.update(Layer(*(torch.stack(g).mean(0) for g in zip(*sums[k], strict=True))))
+                chosen.updated(worker)
                 sums[k].clear()
         assert acted
     return [sum(losses[m, j] for j in range(count)) / count for m in minibatches]
