@@ -22,11 +22,12 @@ from fxpipe.tracing.origin import TracedStep
 from fxpipe.tracing.user_lines import is_within_users, place, user_frame
 
 _KEY = "fxpipe_written"
+_OLD_KEY = "quantization_tag"  # torch 2.11 puts the forward node's "custom" in the place of a backward node's
 
 
 def mark(node: fx.Node, made: fx.Node) -> None:
     """Let a node know the line of the user's code that called it within backward, if the traced node has one."""
-    line = node.meta.get("custom", {}).get(_KEY)
+    line = node.meta.get("custom", {}).get(_KEY) or node.meta.get(_OLD_KEY)
     if line is not None:
         made.meta[WRITTEN] = line
 
@@ -64,8 +65,11 @@ class _Lines(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         user, before = user_frame(frame), fx_traceback.current_meta.get("custom", {})
         assert user is not None
-        fx_traceback.current_meta["custom"] = {**before, _KEY: place(user.f_code.co_filename, user.f_lineno)}
+        line = place(user.f_code.co_filename, user.f_lineno)
+        fx_traceback.current_meta["custom"] = {**before, _KEY: line}
+        fx_traceback.current_meta[_OLD_KEY] = line
         try:
             return func(*args, **(kwargs or {}))
         finally:
             fx_traceback.current_meta["custom"] = before
+            fx_traceback.current_meta.pop(_OLD_KEY, None)
