@@ -39,8 +39,7 @@ class ErrorFeedback:
     every step once: the model looks as far ahead as its gradients are late, by the steps that were really made. With
     τ = 0 this is the optimizer itself, bit for bit: nothing is computed. What a step does not move has u_t = 0.
 
-    Cost: τ copies of the late parameters between updates, one more during an update; they are read and written six
-    times.
+    Cost: τ + 1 copies of the late parameters, τ steps and the weights before the present one; four passes over them.
 
     From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is ours.
 
