@@ -11,6 +11,7 @@ from fxpipe.passes.analysis.backward_calls import BackwardCalls
 from fxpipe.passes.analysis.changed_buffers import changed_buffers
 from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
+from fxpipe.passes.analysis.share_rules import fills, operator_of
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
 from fxpipe.passes.fold import remove_dead
 from torch import fx
@@ -321,15 +322,24 @@ class _Addends:
         stack = [node]
         while stack:
             at = stack[-1]
-            missing = [n for n in at.all_input_nodes if n not in self.mapped]
+            missing = [n for n in at.all_input_nodes if n not in self.mapped and not fills(at)]
             if at in self.mapped or not missing:
                 stack.pop()
             stack += missing
             if at not in self.mapped and not missing:
-                made = self.graph.node_copy(at, self.mapped.__getitem__)
+                made = self._filled(at) if fills(at) else self.graph.node_copy(at, self.mapped.__getitem__)
+                made.meta["val"] = value(at)
                 made.meta[INFO] = at.meta[INFO].copy()
                 self.mapped[at] = made
         return self.mapped[node]
+
+    def _filled(self, node: fx.Node) -> fx.Node:
+        """What fills the shape of a tensor, which may be none of the batch's."""
+        shown = value(node)
+        number = node.args[-1] if "full" in operator_of(node) else int("ones" in operator_of(node))
+        return self.graph.call_function(
+            aten.full.default, (list(shown.shape), number), {"dtype": shown.dtype, "device": shown.device}
+        )
 
     def program(self) -> Program:
         names = {n.name for n in self.graph.nodes if n.op == "placeholder" and n.users}

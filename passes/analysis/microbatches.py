@@ -14,6 +14,7 @@ from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
 from fxpipe.passes.analysis.share_rules import (
     OperatorCall,
     counts_samples,
+    fills,
     held_against_whole,
     is_same,
     made_of_totals,
@@ -89,7 +90,7 @@ def _parts(node: fx.Node, dim: int | None, size: int) -> int:
 
 def _derive(found: Microbatches, node: fx.Node) -> None:
     inputs = node.all_input_nodes
-    if all(n in found.alone for n in inputs) and not is_random(node):
+    if fills(node) or (all(n in found.alone for n in inputs) and not is_random(node)):
         found.alone.add(node)
     if any(made_of_totals(found, n) for n in inputs):  # what the microbatches add up is computed of their own values
         found.totals.pop(node, None)

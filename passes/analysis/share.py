@@ -137,7 +137,12 @@ def fits(known: Known, own: Sequence[int], whole: Sequence[int], parts: int) -> 
 
 
 def after_view(
-    rows: Rows, before: Sequence[int], after: Sequence[int], batch: int, may_be: Callable[[Rows], bool]
+    rows: Rows,
+    before: Sequence[int],
+    after: Sequence[int],
+    batch: int,
+    may_be: Callable[[Rows], bool],
+    groups: bool = False,
 ) -> Rows | None:
     """The rows of a tensor that is seen in another shape; None if the batch is divided.
 
@@ -145,16 +150,20 @@ def after_view(
         before, after: the shapes.
         batch: how many samples a microbatch has.
         may_be: whether the result's shape on the whole batch allows it.
+        groups: whether a row may be several whole samples: the rewards of each prompt's answers. Only the shape on the
+            whole batch tells groups of samples from samples in two dimensions.
     """
     outer = prod(before[: rows.dim]) * rows.outer
-    inner = prod(before) // max(outer * batch, 1)
-    found = []
+    block = prod(before) // max(outer, 1)
+    found, grouped = [], []
     for dim, size in enumerate(after):
         above, below = prod(after[:dim]), prod(after[dim + 1 :])
-        if not above or not below or outer % above or inner % below:
+        if not above or not below or outer % above or block % below:
             continue
-        if size == outer // above * batch * (inner // below) and may_be(made := Rows(dim, outer // above)):
-            found.append(made)
+        if size == outer // above * (block // below) and may_be(made := Rows(dim, outer // above)):
+            (grouped if block // below % batch else found).append(made)
+    if not found and groups:
+        return grouped[0] if len(grouped) == 1 else None
     # More than one fits if some are of size 1: take what is the batch alone.
     alone = [r for r in found if after[r.dim] == batch and r.outer == 1]
     return next(iter(alone or found), None)

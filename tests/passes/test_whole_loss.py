@@ -188,6 +188,23 @@ EQUAL: dict[str, Step] = {
         m, b, lambda y: F.smooth_l1_loss(F.layer_norm(y, [5], m[2].bias), b[0][..., :5], reduction="sum")
     ),
     "slopes of filters": lambda m, b: sloped(m, b, lambda y: F.conv1d(y, m[2].weight[None, :3, :3]).square().sum()),
+    "one class for all": lambda m, b: (
+        F.cross_entropy(logits(m, b)[:, 0], torch.zeros(len(b[0]), dtype=torch.long), weight=CLASSES)
+        + masked(torch.sum)(m, b)
+    ),
+    "spectra": lambda m, b: masked(torch.sum)(m, b) + torch.fft.rfft(logits(m, b)).real.abs().mean(),
+    "labels in the shape of scores": lambda m, b: (
+        (torch.zeros_like(logits(m, b)).scatter(-1, b[1].clamp(min=0)[..., None], 1.0) * logits(m, b)).sum()
+        / (torch.full_like(logits(m, b), 2.0) * kept(b)[..., None]).sum().clamp(min=1)
+    ),
+    "learnt queries, samples second": lambda m, b: (
+        (
+            m[2].weight[:3].unsqueeze(1).expand(3, len(b[0]), -1).flatten(0, 1).view(3, len(b[0]), -1).mean((0, 2))
+            * logits(m, b).mean((1, 2))
+            * kept(b)[:, 0]
+        ).sum()
+        / kept(b)[:, 0].sum()
+    ),
     "a table at one place": lambda m, b: (
         ((logits(m, b)[:, 0] * m[2].weight.t()[torch.full((len(b[0]),), 3)]).mean(1) * kept(b)[:, 0]).sum()
         / kept(b)[:, 0].sum()
@@ -206,6 +223,13 @@ REPEATED: dict[str, Step] = {
         .square()
         .mean()
     ),
+}
+GROUPED: dict[str, Step] = {
+    "rewards of groups": lambda m, b: (
+        (logits(m, b).mean((1, 2)) * (b[0][:, 0, 0] - b[0][:, 0, 0].view(-1, 2).mean(1).repeat_interleave(2))).sum()
+        / kept(b).sum()
+    ),
+    "best of groups": lambda m, b: logits(m, b).mean((1, 2)).view(-1, 2).amax(1).mean(),
 }
 DIFFERENT: dict[str, tuple[str, Step]] = {
     "contrastive": (
@@ -364,6 +388,14 @@ def test_what_is_repeated_for_each_sample_goes_with_samples(name: str) -> None:
     assert not program.warnings
     assert distance(minibatch(program, whole, 3), whole_batch(made, step, whole)) < 1e-6
     assert lowered(made, step, whole, 12).warnings
+
+
+@pytest.mark.parametrize(("name", "count"), covering(GROUPED, [2, 3, 6], strength=1))
+def test_whole_groups_of_samples(name: str, count: int) -> None:
+    step, made, whole = GROUPED[name], model(), batch()
+    program = lowered(made, step, whole, count)
+    assert not program.warnings
+    assert distance(minibatch(program, whole, count), whole_batch(made, step, whole)) < 1e-6
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -7,6 +7,7 @@ from fxpipe.passes.analysis.share_rules.call import (
     OperatorCall,
     Rule,
     by_elements,
+    fills,
     is_same,
     made_of_totals,
     operator_of,
@@ -21,6 +22,7 @@ from fxpipe.ir.aten import is_pointwise
 __all__ = [
     "OperatorCall",
     "counts_samples",
+    "fills",
     "held_against_whole",
     "is_same",
     "made_of_totals",

@@ -93,8 +93,8 @@ def goes_with(call: OperatorCall, rows: Rows, size: int, known: Any, dim: int, s
         known, dim, shape: of the value, and its dimension at that place.
     """
     repeats = period(known, dim, shape)
-    of_sample = size // (rows.outer * call.found.batch)
-    return repeats == 1 or (repeats < shape[dim] and of_sample % repeats == 0)
+    of_sample, groups = divmod(size // rows.outer, call.found.batch)
+    return repeats == 1 or (repeats < shape[dim] and not groups and of_sample % repeats == 0)
 
 
 Rule = Callable[[OperatorCall], Any]
@@ -108,10 +108,18 @@ def made_of_totals(found: Microbatches, node: fx.Node) -> bool:
         at = rest.pop()
         if at in found.totals:
             return True
-        if at not in seen and at in found.alone and at.op == "call_function":
+        if at not in seen and at in found.alone and at.op == "call_function" and not fills(at):
             seen.add(at)
             rest += at.all_input_nodes
     return False
+
+
+def fills(node: fx.Node) -> bool:
+    """Whether it fills the shape of a tensor with a number, whatever the tensor's values are."""
+    name = operator_of(node)
+    if name in ("zeros_like", "ones_like", "new_zeros", "new_ones"):
+        return True
+    return name in ("full_like", "new_full") and not isinstance(node.args[-1], fx.Node)
 
 
 def operator_of(node: fx.Node) -> str:

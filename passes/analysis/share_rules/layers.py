@@ -151,8 +151,8 @@ def _instance_norm(call: OperatorCall, known: Rows) -> Any:
 def mixes_samples(call: OperatorCall) -> bool:
     """Whether a batch norm takes its statistics from the samples of a microbatch."""
     source = call.tensors[0]
-    apart = call.known(source) == Rows(0) or isinstance(call.known(source), Lost)
-    return apart and _in_training(call) and call.shape(source)[0] % call.found.batch == 0
+    lost = isinstance(call.known(source), Lost) and call.shape(source)[0] % call.found.batch == 0
+    return (lost or call.known(source) == Rows(0)) and _in_training(call)
 
 
 def _in_training(call: OperatorCall) -> bool:

@@ -31,7 +31,7 @@ def _view(call: OperatorCall) -> Known:
         return known
     shape, whole = call.shape(), whole_shape(call.node)
     may_be = lambda rows: whole is None or fits(rows, shape, whole, call.found.parts)  # noqa: E731
-    made = after_view(known, call.shape(source), shape, call.found.batch, may_be)
+    made = after_view(known, call.shape(source), shape, call.found.batch, may_be, groups=whole is not None)
     return made or call.lost("divides the batch over several dimensions")
 
 

@@ -59,6 +59,14 @@ def _linear(call: OperatorCall) -> Known:
     return known if known in (SUM, MEAN) and _keeps(call, source) else by_elements(call)
 
 
+def _complex(call: OperatorCall) -> Known:
+    """Complex numbers as pairs of real ones, in one more dimension behind the others, or back."""
+    known: Known = call.known(call.tensors[0])
+    if not isinstance(known, Rows):
+        return without_rows(call) or known
+    return known if known.dim < len(call.shape()) else call.lost("divides the batch")
+
+
 def _keeps(call: OperatorCall, source: fx.Node) -> bool:
     """Whether numbers stay what they are in the result's dtype: they lose no fraction, and a count is no flag."""
     made = value(call.node)
@@ -208,7 +216,7 @@ def _nll(call: OperatorCall) -> Any:
     """The negative log-likelihood; its mean is over the targets' weights, which the whole minibatch must give."""
     scores, target, weight = (call.get(name) for name in ("self", "target", "weight"))
     rows, of_target, reduction = call.known(scores), call.known(target), call.get("reduction")
-    if not isinstance(rows, Rows) or rows.dim != 0 or of_target != rows:
+    if not isinstance(rows, Rows) or rows.dim != 0 or of_target not in (rows, UNIFORM):
         return without_rows(call) or call.lost("has targets that are not rows of the batch")
     if weight is not None and not (weight in call.found.alone and call.whole(weight)):
         return call.lost("weighs classes by what is not constant")
@@ -244,7 +252,8 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (_drawn, "ones_like zeros_like full_like empty_like rand_like randn_like randint_like"),
     (_filled_with, "fill"),
     (_filled, "new_ones new_zeros new_full new_empty"),
-    (_linear, "neg clone _to_copy alias detach lift_fresh_copy copy view_as_real view_as_complex"),
+    (_linear, "neg clone _to_copy alias detach lift_fresh_copy copy"),
+    (_complex, "view_as_real view_as_complex"),
     (_add, "add sub rsub"),
     (_mul, "mul"),
     (_div, "div"),
