@@ -39,6 +39,9 @@ from fxpipe.tracing.model_state import preserved
 TOLERANCE = {None: 1e-4, "bf16": 1e-1, "fp16": 1e-1}
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
 
+CANCELS = 1e5
+"""A loss whose terms cancel is rounding: its error is relative to so many last bits of the largest gradient's norm."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -158,18 +161,20 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
     """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
 
     Args:
-        floor: errors of gradients are relative to this part of the largest gradient's norm, if theirs is less.
+        floor: errors of gradients are relative to this part of the largest gradient's norm, if theirs is less; those
+            of the loss to no more of it, either (`CANCELS`).
     """
     # In float64: the norm of a float16 may be infinite. An infinite gradient would hide what is wrong with all others.
     norms = {
         n: g.detach().to(torch.complex128 if g.is_complex() else torch.float64).norm().item()
         for n, g in eager.gradients.items()
     }
-    scale = floor * max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
+    largest = max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
+    scale = floor * largest
     gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
     gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
     return Agreement(
-        loss=relative_error(found.loss, eager.loss, 0.0),
+        loss=relative_error(found.loss, eager.loss, min(floor, CANCELS * _eps(eager.loss)) * largest),
         gradients=gradients,
         buffers={n: relative_error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
         not_finite=_each(
@@ -179,6 +184,10 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
         ),
         zero=tuple(n for n, norm in norms.items() if norm == 0 and eager.gradients[n].numel()),
     )
+
+
+def _eps(loss: torch.Tensor) -> float:
+    return torch.finfo(loss.dtype).eps if loss.dtype.is_floating_point else 0.0
 
 
 def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:

@@ -96,6 +96,25 @@ def test_training_is_eager_training_on_whole_batches(name: str, schedule: str, c
         torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6)
 
 
+def centred_policy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The first loss of a policy is 0 but for rounding: all ratios are 1, and advantages of a group add up to 0."""
+    scores, rewards = model(batch[0])[:, 0].log_softmax(-1)[:, 0], batch[0][:, 0, 0].view(-1, 3)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    return -((scores - scores.detach()).exp() * advantages).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_whose_terms_cancel_is_compared_as_far_as_it_is_rounded(dtype: torch.dtype) -> None:
+    x, targets = padded()
+    batch, model = (x.to(dtype), targets), net().to(dtype)
+    build = compiled(centred_policy, batch, 2, model=model)
+    assert abs(float(centred_policy(model, batch).detach())) < 1e-7
+    assert not build.warnings
+    off = 1e-5 if dtype == torch.float32 else 1e-12
+    assert compare_with_eager(build, model, centred_policy, batch).largest < 1e-4
+    assert compare_with_eager(build, model, lambda m, b: centred_policy(m, b) + off, batch).largest > 1e-4
+
+
 def test_verify_is_with_the_whole_batch() -> None:
     """With dropout as well: it drops nothing in both."""
     model = net(0.5)

@@ -50,6 +50,12 @@ def classes(m: nn.Module, b: Batch, **options: Any) -> Tensor:
     return F.cross_entropy(logits(m, b).flatten(0, 1), b[1].flatten(), **options)
 
 
+def written(mask: Tensor) -> Tensor:
+    mask[:, :2] = 0
+    mask[:, 4] = 3
+    return mask
+
+
 def sloped(m: nn.Module, b: Batch, value: Callable[[Tensor], Tensor]) -> Tensor:
     """A penalty on the slope of a value at each sample that is kept."""
     x = b[0].clone().requires_grad_()
@@ -192,11 +198,18 @@ EQUAL: dict[str, Step] = {
         F.cross_entropy(logits(m, b)[:, 0], torch.zeros(len(b[0]), dtype=torch.long), weight=CLASSES)
         + masked(torch.sum)(m, b)
     ),
+    "a mask that is written in part": lambda m, b: (
+        (logits(m, b)[:, 0] * written(b[0].new_ones(len(b[0]), 5)).gather(1, b[0][:, 0, :5].argsort(1))).mean()
+        + masked(torch.sum)(m, b)
+    ),
     "spectra": lambda m, b: masked(torch.sum)(m, b) + torch.fft.rfft(logits(m, b)).real.abs().mean(),
     "labels in the shape of scores": lambda m, b: (
         (torch.zeros_like(logits(m, b)).scatter(-1, b[1].clamp(min=0)[..., None], 1.0) * logits(m, b)).sum()
         / (torch.full_like(logits(m, b), 2.0) * kept(b)[..., None]).sum().clamp(min=1)
     ),
+    "a mask for each position, once for each sample": lambda m, b: (
+        logits(m, b).flatten(0, 1) * KERNEL[:, :, 0].t().unsqueeze(0).expand(len(b[0]), 3, 5).reshape(-1, 5)
+    ).mean(),
     "learnt queries, samples second": lambda m, b: (
         (
             m[2].weight[:3].unsqueeze(1).expand(3, len(b[0]), -1).flatten(0, 1).view(3, len(b[0]), -1).mean((0, 2))
@@ -211,9 +224,6 @@ EQUAL: dict[str, Step] = {
     ),
 }
 REPEATED: dict[str, Step] = {
-    "a mask for each position, once for each sample": lambda m, b: (
-        logits(m, b).flatten(0, 1) * KERNEL[:, :, 0].t().unsqueeze(0).expand(len(b[0]), 3, 5).reshape(-1, 5)
-    ).mean(),
     "biases of heads, repeated": lambda m, b: (
         torch.baddbmm(
             CLASSES[:3, None, None].repeat(len(b[0]), 2, 2),

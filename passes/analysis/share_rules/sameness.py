@@ -226,6 +226,13 @@ def _placed(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return {d + (call.name == "select_backward" and d >= at) for d in dims[0]} - {at}
 
 
+def _written(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
+    """Some places along a dimension, written over."""
+    at = call.get("dim") % len(call.shape())
+    less = call.name == "select_scatter"
+    return {d for d in dims[0] - {at} if d - (less and d > at) in dims[1]}
+
+
 def _table(call: OperatorCall, dims: list[frozenset[int]]) -> set[int]:
     return set(dims[1])
 
@@ -244,7 +251,17 @@ _FILLED = [
     "full_like",
     "empty_like",
 ]
-_FILLED += ["scalar_tensor", "empty_strided", "rand", "randn", "rand_like", "randn_like", "randint", "randint_like"]
+_FILLED += [
+    "scalar_tensor",
+    "empty_strided",
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "fill",
+]
 _KEEPS_UNIFORM = [
     "clone",
     "_to_copy",
@@ -299,5 +316,6 @@ for _rule, _names in (
     (_table, "embedding"),
     (_index, "index _unsafe_index"),
     (_placed, "select_backward slice_backward"),
+    (_written, "slice_scatter select_scatter"),
 ):
     _DIMS.update(dict.fromkeys(_names.split(), _rule))
