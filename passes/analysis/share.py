@@ -155,7 +155,8 @@ def after_view(
     """
     outer = prod(before[: rows.dim]) * rows.outer
     block = prod(before) // max(outer, 1)
-    found, grouped = [], []
+    found: list[Rows] = []
+    grouped: list[Rows] = []
     for dim, size in enumerate(after):
         above, below = prod(after[:dim]), prod(after[dim + 1 :])
         if not above or not below or outer % above or block % below:
