@@ -50,6 +50,12 @@ CAUSAL = Refusal(
     "pass is_causal=True with the mask, or is_causal=False if it is not causal",
     "data-dependent",
 )
+VARIANCE = Refusal(
+    "the step depends on the values of a tensor: F.gaussian_nll_loss looks whether a variance is negative, and "
+    "branches on that",
+    "write it out: 0.5 * (var.log() + (mean - target) ** 2 / var), of a var that is clamped to a smallest one",
+    "data-dependent",
+)
 NUMBER = Refusal(
     "the step depends on the values of a tensor: it turns a tensor into a Python number (.item(), float(), "
     ".tolist(), a format), and a graph would keep that number forever",
@@ -222,6 +228,8 @@ def _cause(error: Exception, said: str, call: str) -> Refusal | None:
         return CTC if "_ctc_loss" in said else SHAPE
     if any(code.co_name == "_detect_is_causal_mask" for code in codes):
         return CAUSAL
+    if any(code.co_name == "gaussian_nll_loss" for code in codes):
+        return VARIANCE
     if any(_IN_NESTED.search(code.co_filename) for code in codes):
         return NESTED
     if any(_counts_steps(frame.tb_frame) for frame in frames):

@@ -390,6 +390,18 @@ def test_a_mask_that_torch_looks_at() -> None:
     fxpipe.capture(Encoder(is_causal=True), loss, data())
 
 
+def test_a_check_of_variances() -> None:
+    error = refused(lambda x: F.gaussian_nll_loss(x, x.detach() + 1, x.exp()))
+    assert "whether a variance is negative" in error.what
+    assert "write it out" in error.hint
+
+    def written_out(x: Tensor) -> Tensor:
+        var = x.exp().clamp(min=1e-6)
+        return 0.5 * (var.log() + (x - 1) ** 2 / var)
+
+    fxpipe.capture(Net(written_out), loss, data())
+
+
 def test_a_library_is_named_beside_the_users_line(tmp_path: Path) -> None:
     folder = tmp_path / "site-packages"
     folder.mkdir()

@@ -226,7 +226,7 @@ RECIPES = (
     _values("correlation", correlated, differs=("(?s).", OF_THE_BATCH)),
     _of("two_tasks", two_tasks, valued, lambda: nn.Sequential(layers(3), nn.Linear(3, 1))),
     _of("gaussian_of_torch", lambda m, b: F.gaussian_nll_loss(m(b[0]), b[1], b[2] + 1), valued, lambda: layers(3),
-        refused=("branches on one", "torch looks whether any variance is negative; `gaussian` is the same loss")),
+        refused=("variance is negative", "torch looks whether any variance is negative; `gaussian` is the same loss")),
     _of("ctc", aligned, spoken, lambda: layers(CLASSES),
         refused=("shape depends on values", "torch's tensor is as long as the longest text; see `transducer`")),
     _of("transducer", transduced, spoken, Transducer),
