@@ -23,7 +23,7 @@ from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.runtime.worker.stage_code import explained
-from fxpipe.stages.compare import FLOOR_OF_SUMS
+from fxpipe.stages.compare import FLOOR_OF_SUMS, wide_dtype
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import Minibatches
@@ -165,10 +165,7 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
             of the loss to no more of it, either (`CANCELS`).
     """
     # In float64: the norm of a float16 may be infinite. An infinite gradient would hide what is wrong with all others.
-    norms = {
-        n: g.detach().to(torch.complex128 if g.is_complex() else torch.float64).norm().item()
-        for n, g in eager.gradients.items()
-    }
+    norms = {n: g.detach().to(wide_dtype(g)).norm().item() for n, g in eager.gradients.items()}
     largest = max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
     scale = floor * largest
     gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
@@ -199,7 +196,7 @@ def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: fl
         return math.inf
     if found.numel() == 0:
         return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
+    wide = wide_dtype(expected)
     found, expected = found.detach().to(wide), expected.detach().to(wide)
     difference = (found - expected).norm().item()
     if not math.isfinite(difference):

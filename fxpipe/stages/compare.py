@@ -57,6 +57,11 @@ class Difference:
         return f"{self.output} {self.reason or f'is off by {self.error:.1e}, relative to its norm'}"
 
 
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """In which dtype norms and differences of a tensor are computed: that of a float16 may be infinite in its own."""
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
 def tolerance(dtypes: Iterable[str], autocast: str | None = None) -> float:
     """The largest relative error that counts as right if these dtypes take part."""
     found = {*dtypes, *(["bfloat16"] if autocast else [])}
@@ -125,7 +130,7 @@ def _difference(name: str, found: Tensor | None, expected: Tensor, floor: float,
         wrong = int((found != expected).sum())
         reason = f"differs in {wrong} of {expected.numel()} elements"
         return Difference(name, math.inf, reason) if wrong else Difference(name, 0.0)
-    wide = torch.complex128 if expected.is_complex() else torch.float64
+    wide = wide_dtype(expected)
     found, expected = found.to(wide), expected.to(wide)
     if expected.isnan().any():
         if not nan_equals_nan:
@@ -176,7 +181,7 @@ def _size(row: Expected) -> float:
     value = row.value.detach()
     if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return 0.0
-    value = value.to(torch.complex128 if value.is_complex() else torch.float64)
+    value = value.to(wide_dtype(value))
     value = value[value.isfinite()]
     value = value[_groups(value)[0]]
     norm = value.norm().item()

@@ -104,9 +104,9 @@ def beside(program: Program, whole: Program | str) -> Program:
             node.meta[WHOLE] = whole
         return program
     pairs = _inputs(program, whole)
-    if (first := _pair(_phase(program, "F"), _phase(whole, "F"), pairs)) is not None:
+    mine = _phase(program, "F")
+    if (first := _pair(mine, _phase(whole, "F"), pairs)) is not None:
         place = f" ({info(first).source})" if info(first).source else ""
-        mine = _phase(program, "F")
         for node in mine[mine.index(first) :]:
             node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
     loss, its = program.loss_node, whole.loss_node

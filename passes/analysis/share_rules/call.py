@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fxpipe.passes.analysis.share import Alike, Known, Lost, Microbatches, Rows, Share
+from fxpipe.passes.analysis.share import Alike, Known, Lost, Microbatches, Rows, Share, fits
+from fxpipe.passes.analysis.whole_call import whole_shape
 from torch import fx
 
 from fxpipe.ir.program import info, value
@@ -54,6 +55,11 @@ class OperatorCall:
             return Lost(f"{self.node.name} {why}", self.node.name)
         place = f" ({info(self.node).source})" if info(self.node).source else ""
         return Lost(f"{self.name}{place} {why}", self.node.name)
+
+    def may_be(self, known: Known) -> bool:
+        """Whether the result's shape on the whole batch, if that is known, allows it."""
+        whole = whole_shape(self.node)
+        return whole is None or fits(known, self.shape(), whole, self.found.parts)
 
     def whole(self, node: fx.Node) -> bool:
         """Whether a value is the whole minibatch's, or can be: then it is made so (`Microbatches.totals`)."""

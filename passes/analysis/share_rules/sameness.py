@@ -7,7 +7,6 @@ rows are alike: they go with the rows of the batch, however many these are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from math import lcm, prod
 from typing import Any
 
@@ -54,16 +53,14 @@ def same_of(call: OperatorCall) -> Any:
 
 def _rows_of_view(call: OperatorCall, made: Alike | Share) -> Rows | None:
     """What is alike for each sample, seen with other dimensions as one: no longer alike, but rows all the same."""
-    shape, whole = call.shape(), whole_shape(call.node)
-    if _DIMS.get(call.name) is not _view or not whole or fits(made, shape, whole, call.found.parts):
+    if _DIMS.get(call.name) is not _view or call.may_be(made):
         return None
     source = call.tensors[0]
     own, theirs = call.shape(source), whole_shape(source) or ()
     grown = [d for d, (mine, its) in enumerate(zip(own, theirs, strict=True)) if mine != its]
     if len(grown) != 1 or own[grown[0]] != call.found.batch or grown[0] not in alike(call.known(source), len(own)):
         return None
-    may_be = partial(fits, own=shape, whole=whole, parts=call.found.parts)
-    return after_view(Rows(grown[0]), own, shape, call.found.batch, may_be)
+    return after_view(Rows(grown[0]), own, call.shape(), call.found.batch, call.may_be)
 
 
 def _blocks(call: OperatorCall) -> Rows | None:

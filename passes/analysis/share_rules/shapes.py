@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from fxpipe.passes.analysis.share import Known, Rows, after_view, fits
+from fxpipe.passes.analysis.share import Known, Rows, after_view
 from fxpipe.passes.analysis.share_rules.call import (
     MEAN,
     SAME,
@@ -29,9 +29,8 @@ def _view(call: OperatorCall) -> Known:
     known: Known = call.known(source)
     if not isinstance(known, Rows):
         return known
-    shape, whole = call.shape(), whole_shape(call.node)
-    may_be = lambda rows: whole is None or fits(rows, shape, whole, call.found.parts)  # noqa: E731
-    made = after_view(known, call.shape(source), shape, call.found.batch, may_be, groups=whole is not None)
+    groups = whole_shape(call.node) is not None
+    made = after_view(known, call.shape(source), call.shape(), call.found.batch, call.may_be, groups=groups)
     return made or call.lost("divides the batch over several dimensions")
 
 
