@@ -183,7 +183,8 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_margin_losses_are_not_what_torch_decomposes_them_into() -> None:
+def test_margin_losses_are_not_what_torch_decomposes_them_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")  # under which inductor would rather not call a kernel
     scores = (torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) * 2).round() / 4
     labels = torch.tensor([[3, -1, 0, 1, 2], [0, 1, 2, 3, 4], [-1, 0, 1, 2, 3], [1, 1, -1, 0, 0]])
 
