@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.testing import assert_close
 
@@ -114,6 +114,31 @@ def test_adam(kind: Callable[..., Optimizer], decoupled: float, amsgrad: bool) -
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("decay", [False, True], ids=["expected", "decay"])
+@pytest.mark.parametrize("options", [{}, {"decoupled_weight_decay": True}, {"maximize": True, "momentum_decay": 0.3}])
+def test_nadam_repeats_its_own_step_with_its_momentum_for_the_gradient(options: dict[str, Any], decay: bool) -> None:
+    """Or with a gradient of zero. The second moment is set before each step, so that v̂ stays as it is."""
+    make = partial(NAdam, lr=0.1, betas=(0.8, 0.9), weight_decay=0.2, eps=1e-3, **options)
+    predictor, optimizer, now = trained(make)
+    predictor = Predictor(optimizer, predictor.parameters, decay=decay)
+    assert predictor.rules == ("nadam",)
+    found = predictor.predict(4)
+    sign = -1 if optimizer.param_groups[0]["maximize"] else 1
+    decoupled = 0.2 if optimizer.param_groups[0]["decoupled_weight_decay"] else 0.0
+    for parameter, w, ahead in zip(predictor.parameters, now, found, strict=True):
+        own = w.clone().requires_grad_()
+        alone = make([own])
+        alone.param_groups[0]["weight_decay"] = 0.0
+        alone.state[own] = {k: torch.as_tensor(v).clone() for k, v in optimizer.state[parameter].items()}
+        state, second = alone.state[own], optimizer.state[parameter]["exp_avg_sq"] / (1 - 0.9**3)
+        for t in range(4, 8):
+            own.grad = 0 * w if decay else sign * state["exp_avg"].clone()
+            state["exp_avg_sq"].copy_((second * (1 - 0.9**t) - 0.1 * own.grad**2) / 0.9)
+            alone.step()
+        assert_close(ahead, own - 4 * 0.1 * decoupled * w)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_gradient(decay: float, sign: int) -> None:
@@ -155,7 +180,7 @@ def test_centered_rmsprop_bears_a_variance_of_zero() -> None:
 
 
 def test_any_other_optimizer_repeats_its_last_update() -> None:
-    for make in (Sign, Lion, NAdam):
+    for make in (Sign, Lion, RAdam):
         predictor, optimizer, before = trained(make)
         train(optimizer, predictor, updates=1)
         for live, w, ahead in zip(predictor.parameters, before, predictor.predict(4), strict=True):
@@ -188,10 +213,13 @@ OPTIMIZERS: dict[str, tuple[Make, str]] = {
     "rmsprop-momentum": (partial(RMSprop, lr=0.1, momentum=0.8, weight_decay=0.1, centered=True), "momentum"),
     "adagrad": (partial(Adagrad, lr=0.1), "adagrad"),
     "adagrad-maximize": (partial(Adagrad, lr=0.1, maximize=True), "adagrad"),
-    "nadam": (partial(NAdam, lr=0.1), "last-update"),
+    "radam": (partial(RAdam, lr=0.1), "last-update"),
     "own": (Sign, "last-update"),
     "lion": (Lion, "last-update"),
 }
+
+
+EVERY = {**OPTIMIZERS, "nadam": (partial(NAdam, lr=0.1), "nadam")}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -206,9 +234,9 @@ def test_one_step_ahead_repeats_the_last_update(name: str) -> None:
         assert not torch.equal(live, w)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_nothing_live_is_touched(name: str) -> None:
-    predictor, optimizer, now = trained(OPTIMIZERS[name][0])
+    predictor, optimizer, now = trained(EVERY[name][0])
     state = [{k: torch.as_tensor(v).clone() for k, v in s.items()} for s in optimizer.state.values()]
     once = predictor.predict(3)
     for ahead, live, w in zip(once, predictor.parameters, now, strict=True):
@@ -219,11 +247,11 @@ def test_nothing_live_is_touched(name: str) -> None:
     assert_close(predictor.predict(3), once, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_live_where_there_is_nothing_to_predict(name: str) -> None:
-    predictor, _, _ = trained(OPTIMIZERS[name][0])
+    predictor, _, _ = trained(EVERY[name][0])
     assert are_live(predictor.predict(0), predictor)
-    fresh, _, _ = trained(OPTIMIZERS[name][0], updates=0)
+    fresh, _, _ = trained(EVERY[name][0], updates=0)
     assert are_live(fresh.predict(2), fresh)
 
 
@@ -231,10 +259,10 @@ def are_live(ahead: list[Tensor], predictor: Predictor) -> bool:
     return all(a is p for a, p in zip(ahead, predictor.parameters, strict=True))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_frozen_parameters_are_live_and_a_subset_keeps_its_order(name: str) -> None:
     first, frozen, last = parameters = weights((2,), (3,), (4,))
-    optimizer = OPTIMIZERS[name][0]([last, first])
+    optimizer = EVERY[name][0]([last, first])
     predictor = Predictor(optimizer, parameters)
     train(optimizer, predictor)
     everything = predictor.predict(2)
@@ -322,9 +350,9 @@ def test_groups_of_one_optimizer_have_rules_of_their_own() -> None:
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_gradients_are_needed_by_the_rules_that_read_them(name: str) -> None:
-    make, rule = OPTIMIZERS[name]
+    make, rule = EVERY[name]
     predictor, _, _ = trained(make)
     before = predictor.predict(2)
     assert predictor.keeps_gradients == (rule in ("gradient", "rmsprop", "adagrad"))
@@ -336,10 +364,10 @@ def test_gradients_are_needed_by_the_rules_that_read_them(name: str) -> None:
         assert_close(predictor.predict(2), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_weight_form_repeats_the_last_update_of_every_optimizer(name: str) -> None:
     parameters = weights((3, 2), (4,))
-    optimizer = OPTIMIZERS[name][0](parameters)
+    optimizer = EVERY[name][0](parameters)
     predictor = Predictor(optimizer, parameters, weight_form=True)
     train(optimizer, predictor)
     before = [p.detach().clone() for p in parameters]
@@ -351,10 +379,10 @@ def test_the_weight_form_repeats_the_last_update_of_every_optimizer(name: str) -
         assert_close(ahead, live + 3 * (live - w))
 
 
-@pytest.mark.parametrize("name", [name for name, (_, rule) in OPTIMIZERS.items() if name != "tensor-lr"])
+@pytest.mark.parametrize("name", [name for name, (_, rule) in EVERY.items() if name != "tensor-lr"])
 def test_rates_known_ahead_are_summed(name: str) -> None:
     """As if the rate stood still at the mean of those to come."""
-    make, rule = OPTIMIZERS[name]
+    make, rule = EVERY[name]
     parameters = weights((3, 2), (4,))
     optimizer = make(parameters)
     base = float(optimizer.param_groups[0]["lr"])
@@ -549,9 +577,9 @@ def test_rules_keep_each_parameter_s_type(make: Make) -> None:
         assert (ahead != parameter).all()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_memory_given_back_is_used_again_and_says_nothing_of_its_past(name: str) -> None:
-    predictor, _, _ = trained(OPTIMIZERS[name][0])
+    predictor, _, _ = trained(EVERY[name][0])
     once = predictor.predict(2)
     values = [tensor.clone() for tensor in once]
     addresses = {tensor.data_ptr() for tensor in once}

@@ -164,8 +164,8 @@ class Predictor:
                 what, hint = "the weight form of prediction has no momentum to decay", "leave out +decay"
             elif rule is LAST_UPDATE:
                 what = f"decay needs momentum, and fxpipe does not know that of {kind}{where}"
-                hint = "use SGD or RMSprop with momentum, Adam or AdamW (not a subclass), or leave out +decay"
+                hint = "use SGD or RMSprop with momentum, Adam, AdamW or NAdam (not a subclass), or leave out +decay"
             else:
                 what = f"decay needs momentum, and {kind}{where} has none"
-                hint = "use SGD or RMSprop with momentum > 0, Adam or AdamW, or leave out +decay"
+                hint = "use SGD or RMSprop with momentum > 0, Adam, AdamW or NAdam, or leave out +decay"
             raise PolicyError(what, hint=hint)
