@@ -379,7 +379,7 @@ def test_the_weight_form_repeats_the_last_update_of_every_optimizer(name: str) -
         assert_close(ahead, live + 3 * (live - w))
 
 
-@pytest.mark.parametrize("name", [name for name, (_, rule) in EVERY.items() if name != "tensor-lr"])
+@pytest.mark.parametrize("name", [name for name, (_, rule) in OPTIMIZERS.items() if name != "tensor-lr"])
 def test_rates_known_ahead_are_summed(name: str) -> None:
     """As if the rate stood still at the mean of those to come."""
     make, rule = EVERY[name]
