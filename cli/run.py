@@ -17,6 +17,8 @@ from fxpipe.cli.output import emit_json, print_table, warn, working
 from fxpipe.options import flags
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
+from fxpipe.schedule import Segments
+from fxpipe.schedule import make as make_schedule
 
 if TYPE_CHECKING:
     from fxpipe.plan.spec import Plan
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 @click.argument("build", type=click.Path())
 @option_fields(RunOptions, "steps", "epochs", "eval_every")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
-@option_fields(RunOptions, "schedule", "policy", "clip_norm", "ema", "log_staleness", "trace", "tensorboard", "backend")
-@option_fields(RunOptions, "weights", "seed", "out", "model_file")
+@option_fields(RunOptions, "schedule", "policy", "sync_steps", "clip_norm", "ema", "log_staleness", "trace")
+@option_fields(RunOptions, "tensorboard", "backend", "weights", "seed", "out", "model_file")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -45,11 +47,15 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
     other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
+    --sync-steps makes the first steps of async synchronous, in the same build: in them nothing is stale, clipping is
+    exact, and workers wait for each other. Give it where a run starts badly, or at a high learning rate: while the loss
+    falls fast, stale weights do most harm (the warm-up of PipeMare, arXiv 1910.05124).
     --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
 
     \b
     fxpipe run build/ --steps 500
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
+    fxpipe run build/ --steps 500 --sync-steps 50
     fxpipe run build/ --steps 40 --eval-every 20 --json
     fxpipe run build/ --steps 50 --local --json
     fxpipe run build/ --steps 40 --trace trace.json --out run/
@@ -149,6 +155,7 @@ def _checked_plan(options: RunOptions) -> Plan:
     if options.eval_every is not None:
         check_evaluation(plan, "--eval-every")
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
+    Segments.of(options.sync_steps, make_schedule(options.schedule or plan.schedule, plan.workers, plan.microbatches))
     check_current(plan, options.build, options.model_file)
     if options.weights is not None:
         Checkpoint.open(options.weights, plan)  # refuse what does not fit before any process is started

@@ -157,12 +157,13 @@ class Record:
         """Of the whole run, including the filling and emptying of the pipeline."""
         return sum(self._samples) / max(self.seconds, 1e-9)
 
-    def steady_samples_per_second(self, workers: int) -> float | None:
+    def steady_samples_per_second(self, workers: int, before: int = 0) -> float | None:
         """Between the filling and the emptying of the pipeline; None if there is little between them.
 
-        Steps after an evaluation do not count: the workers first have to get into step again.
+        It fills after the first `before` steps. Steps after an evaluation do not count: the workers first have to get
+        into step again.
         """
-        first, last = workers, len(self._ends) - workers - 1
+        first, last = before + workers, len(self._ends) - workers - 1
         disturbed = {
             evaluation["step"] for evaluation in self.evaluations
         }  # the end of one is the beginning of the next

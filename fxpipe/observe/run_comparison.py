@@ -16,8 +16,8 @@ Pair = list[Any]
 """A value of the first run and of the second; None if there is none."""
 
 SETTINGS = (
-    "schedule", "policy", "microbatches", "seed", "clip_norm", "ema", "threads", "transport", "device", "samples",
-    "steps",
+    "schedule", "policy", "microbatches", "sync_steps", "seed", "clip_norm", "ema", "threads", "transport", "device",
+    "samples", "steps",
 )  # fmt: skip
 
 SMOOTH = 20

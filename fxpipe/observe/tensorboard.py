@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _INSTALL = "pip install tensorboard"
-_SETTINGS = ("schedule", "policy", "microbatches", "clip_norm", "ema", "seed", "steps", "samples", "threads", "device")
+_SETTINGS = (
+    "schedule", "policy", "microbatches", "sync_steps", "clip_norm", "ema", "seed", "steps", "samples", "threads",
+    "device",
+)  # fmt: skip
 _RESULTS = ("seconds", "samples_per_second", "bubble", "efficiency")
 
 

@@ -65,6 +65,8 @@ class Watch:
     Attributes:
         refills: an evaluation gets the workers out of step, because their pipeline does not empty before it. What a
             worker then waits, until its first backward is over, counts as evaluation.
+        fills: how many backwards the worker makes before the pipeline begins to fill for the last time; so far it fills
+            and empties with every minibatch.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -73,6 +75,7 @@ class Watch:
         self._minibatch = self._microbatch = 0
         self._wholes: list[int] = []  # of what is open
         self.refills = False
+        self.fills = 0
         self._spans: Spans | None = None
         self.begin()
 
@@ -169,7 +172,7 @@ class Watch:
 
     @property
     def fill(self) -> float:
-        """The seconds of waiting before its first backward could run: the pipeline fills."""
+        """The seconds of waiting before its first backward without a flush could run: the pipeline fills."""
         return self._fill / 1e9
 
     @property
@@ -211,7 +214,7 @@ class Watch:
         if kind == "wait" and mark.cause is not None and not self._refilling:
             key = (mark.cause.what, mark.cause.worker)
             self._waits[key] = self._waits.get(key, 0) + now - begin
-            if not self._closed[_NUMBER["B"]]:
+            if self._closed[_NUMBER["B"]] <= self.fills:
                 self._fill += now - begin
         self._closed[mark.kind] += 1
         if self._spans is not None:

@@ -5,6 +5,7 @@ Both ends of a weight edge compute the same messages from it, so that workers ne
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from fxpipe.plan.spec import ParameterSpec, Phase, Plan
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import Versions
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
@@ -23,7 +25,8 @@ class WeightReads:
     """What one phase of a worker reads of one owner's trained parameters, all at the same lags.
 
     Attributes:
-        lags: by microbatch: an action of minibatch m reads version max(start, m − lag).
+        lags: by microbatch: an action of minibatch m reads version max(start, m − lag), where the segment of m begins
+            with minibatch `start`.
         past: these are own weights, and some action reads a version that has been replaced by then: copies are kept.
         names: the parameters.
         positions: their places in the `weights` argument.
@@ -63,6 +66,9 @@ class Demand:
     With a policy whose backward keeps the weights of its forward, B reads the version that F saw: on its own worker or,
     if B's worker has no forward of that parameter, on the nearest worker that has one.
 
+    Attributes:
+        segments: of the run. In a segment of one minibatch nothing is late, and nothing is predicted.
+
     Raises:
         PolicyError: the policy asks for a version that does not exist yet.
     """
@@ -72,12 +78,19 @@ class Demand:
         self.schedule = schedule
         self.policy = policy
         self.versions = Versions(schedule)
+        self.segments = Segments()
         self.parameters: dict[str, ParameterSpec] = {n: p for p in plan.parameters for n in p.names}
         self._forwards: dict[str, list[int]] = {}
         for worker, stage in enumerate(plan.stages):
             for name in dict.fromkeys(self.parameters[n].name for n in stage.forward.weights):
                 self._forwards.setdefault(name, []).append(worker)
         self._readings = {(w, ph): self._group(w, ph) for w in range(plan.workers) for ph in PHASES}
+
+    def divided(self, segments: Segments) -> Demand:
+        """The same for a run in these segments."""
+        found = copy.copy(self)
+        found.segments = segments
+        return found
 
     def readings(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:
         """All trained weights that `worker` reads in `phase`, by owner and lag."""
@@ -102,8 +115,17 @@ class Demand:
         return found
 
     def version(self, reading: WeightReads, action: Action, start: int) -> int:
-        """How many updates the weights that an action reads have had."""
-        return max(start, action.minibatch - reading.lags[action.microbatch])
+        """How many updates the weights that an action reads have had.
+
+        Args:
+            start: the minibatch after the caller's last flush, 0 without one.
+        """
+        first = self.segments.begins(action.minibatch, start)
+        return max(first, action.minibatch - reading.lags[action.microbatch])
+
+    def newest(self, action: Action, reader: int, owner: int, start: int) -> int:
+        """The newest version of `owner`'s weights that an action on `reader` could read."""
+        return self.versions.version(action, reader, owner, self.segments.begins(action.minibatch, start))
 
     def ahead(self, reading: WeightReads, action: Action, version: int) -> int:
         """How many updates after `version` the policy predicts for an action.
@@ -111,6 +133,8 @@ class Demand:
         Raises:
             PolicyError: the policy's answer makes no sense.
         """
+        if self.segments.is_single(action.minibatch):
+            return 0
         if action.phase == "B" and self.policy.keeps_forward:
             action = Action("F", action.minibatch, action.microbatch)
         ahead = self.policy.ahead(action, version, reading.owner, self.schedule)
@@ -126,7 +150,7 @@ class Demand:
         """What `reader` needs of `owner`'s `version`: one message for each prediction distance, in rising order.
 
         Args:
-            start: the minibatch with which the pipeline began; its version serves all minibatches of the warm-up.
+            start: the minibatch after the caller's last flush; its version serves all minibatches of the warm-up.
             stop: the first minibatch that never comes; None while the end is not known.
 
         With `reader == owner`: what its own actions read of `version`, in place as long as that is the live version.
@@ -147,8 +171,11 @@ class Demand:
 
     def _reads(self, reading: WeightReads, version: int, start: int) -> Iterator[Action]:
         """The actions that read `version`, in an endless run."""
+        single = self.segments.is_single(version)
         for microbatch, lag in enumerate(reading.lags):
-            for minibatch in range(start if version == start else version + lag, version + lag + 1):
+            last = version if single else version + lag
+            first = version if version == self.segments.begins(version, start) else last
+            for minibatch in range(first, last + 1):
                 yield Action(reading.phase, minibatch, microbatch)
 
     def _group(self, worker: int, phase: Phase) -> tuple[WeightReads, ...]:

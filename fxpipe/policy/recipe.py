@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
@@ -10,19 +10,33 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.segments import Segments
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a plan is run: the schedule, the policy, and what follows from them for the weights."""
+    """How a plan is run: the schedule, the policy, and what follows from them for the weights of a run."""
 
     schedule: Schedule
     policy: Policy
     demand: Demand
 
+    @property
+    def segments(self) -> Segments:
+        """Those of the run."""
+        return self.demand.segments
 
-def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None = None) -> Recipe:
+    @property
+    def steady(self) -> Recipe:
+        """The same without synchronous steps at the start."""
+        return replace(self, demand=self.demand.divided(Segments()))
+
+
+def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None = None, sync_steps: int = 0) -> Recipe:
     """The schedule and policy asked for, by default the plan's; another schedule brings its own default policy.
+
+    Args:
+        sync_steps: how many of the run's first steps are synchronous.
 
     Raises:
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
@@ -32,4 +46,4 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
     chosen = policies.make(policy) if isinstance(policy, str) else policy
     chosen.check(made)
-    return Recipe(made, chosen, Demand(plan, made, chosen))
+    return Recipe(made, chosen, Demand(plan, made, chosen).divided(Segments.of(sync_steps, made)))

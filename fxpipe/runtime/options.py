@@ -23,6 +23,8 @@ class PipelineOptions:
     Attributes:
         schedule: its name; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
+        sync_steps: so many of the first steps of a run under `async` are synchronous: each begins and ends with an
+            empty pipeline, and equals that step under `1f1b`. Other schedules take 0.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
         ema: keep a moving average of the trained weights, of which each update leaves this share (see
             `fxpipe.runtime.worker.averages`); None keeps none.
@@ -39,6 +41,13 @@ class PipelineOptions:
         None, "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]"
     )
     policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
+    sync_steps: int = option(
+        0,
+        "--sync-steps",
+        minimum=0,
+        metavar="K",
+        help="Under async, make the first K steps as 1f1b does: a synchronous warm-up, for runs that start badly.",
+    )
     clip_norm: float | None = option(
         None,
         "--clip-norm",

@@ -30,10 +30,10 @@ def forecast(
 
 
 def expect(plan: Plan, costs: BuildCosts, recipe: Recipe) -> tuple[Scenario, Simulation]:
-    """What `forecast` simulates, and the simulation, for a build and a recipe.
+    """What `forecast` simulates, and the simulation, for a build and a recipe, whose synchronous start is left out.
 
     Raises:
         BuildError: like `forecast`.
     """
-    scenario = scenario_of(plan, costs, recipe.demand)
+    scenario = scenario_of(plan, costs, recipe.steady.demand)
     return scenario, simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))

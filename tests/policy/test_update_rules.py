@@ -120,15 +120,18 @@ def same(built: Built) -> Callable[..., None]:
         optimizer: str = "momentum",
         factor: Rate | None = None,
         flush_at: int | None = None,
+        sync_steps: int = 0,
     ) -> None:
         kind, rule, lr = OPTIMIZERS[optimizer]
         workers = at_most(workers, text, microbatches)
         data = batches(workers, microbatches)
         folder = built(workers, microbatches)
         scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor) if factor else None
-        losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at)
+        losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at, sync_steps=sync_steps)
         rate = (lambda i: lr * factor(i)) if factor else (lambda _: lr)
-        expected = direct.train(text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at)
+        expected = direct.train(
+            text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at, sync_steps=sync_steps
+        )
         agree(losses, state, expected.losses, expected.layers)
 
     return check
@@ -141,9 +144,10 @@ def piped(
     optimizer: Callable[[list[Tensor]], Optimizer],
     scheduler: Callable[[Optimizer], Any] | None = None,
     flush_at: int | None = None,
+    **options: Any,
 ) -> tuple[list[float], list[Layer]]:
     """Losses and last weights of fxpipe."""
-    pipeline = pipeline_of(folder, lambda named: optimizer([p for _, p in named]), scheduler, policy=text)
+    pipeline = pipeline_of(folder, lambda named: optimizer([p for _, p in named]), scheduler, policy=text, **options)
     losses = []
     for m, batch in enumerate(data):
         if m == flush_at:
@@ -310,6 +314,47 @@ def test_error_feedback(same: Any, name: str, setting: tuple[int, int, str, Rate
 def test_error_feedback_across_a_flush(same: Any, microbatches: int) -> None:
     """What is not yet taken back is taken back after it."""
     same("spectrain+ef", 4, microbatches, "adamw", flush_at=13)
+
+
+# ── Synchronous steps at the start ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    covering(
+        [*direct.POLICIES, *OPTIONS],
+        [
+            (4, 1, "momentum", wave, 1),
+            (5, 2, "momentum-weight-decay", warm_up, 6),
+            (4, 3, "momentum", None, 4),
+            (6, 1, "momentum-weight-decay", wave, 2),
+        ],
+        strength=1,
+    ),
+)
+def test_synchronous_start(same: Any, name: str, setting: tuple[int, int, str, Rate | None, int]) -> None:
+    """Then the rule of the policy, from where it always has the weights: `sc` and `ef` first make up for the start."""
+    workers, microbatches, optimizer, factor, sync_steps = setting
+    same(name, workers, microbatches, optimizer, factor, sync_steps=sync_steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "sync_steps", "flush_at"),
+    [
+        ("spectrain+ef", "adamw", 5, None),
+        ("spectrain+ef", "adamw", 7, 13),
+        ("latest+ef", "adam", 2, None),
+        ("stash+sc", "momentum-weight-decay", 3, 9),
+        ("spectrain", "own", 4, None),
+        ("lwp+ef", "nesterov", 5, None),
+        ("pipeoptim", "sgd", UPDATES, None),
+        ("vertical+ef", "adamw", UPDATES + 5, None),
+    ],
+)
+def test_synchronous_start_with_others(
+    same: Any, name: str, optimizer: str, sync_steps: int, flush_at: int | None
+) -> None:
+    same(name, 4, 1, optimizer, wave, flush_at, sync_steps)
 
 
 @pytest.mark.parametrize("repair", ["sc", "ef"])

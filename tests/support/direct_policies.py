@@ -43,13 +43,14 @@ class Rule(Protocol):
 
 @dataclass
 class Momentum:
-    """torch.optim.SGD with momentum; with `spike` updates of delay, Kosson's compensation of it."""
+    """torch.optim.SGD with momentum; with `spike` updates of delay, Kosson's compensation of it while it `is_late`."""
 
     gamma: float = 0.9
     nesterov: bool = False
     dampening: float = 0.0
     weight_decay: float = 0.0
     spike: int = 0
+    is_late: bool = True
     buffer: Tensor | None = None
 
     def update(self, w: Tensor, g: Tensor, rate: float) -> Tensor:
@@ -57,9 +58,19 @@ class Momentum:
         self.buffer = g if self.buffer is None else self.gamma * self.buffer + (1 - self.dampening) * g
         if self.nesterov:
             return w - rate * (g + self.gamma * self.buffer)
-        a = self.gamma**self.spike
-        b = sum(self.gamma**i for i in range(self.spike))
+        spike = self.spike if self.is_late else 0
+        a = self.gamma**spike
+        b = sum(self.gamma**i for i in range(spike))
         return w - rate * (a * self.buffer + b * g)
+
+    def lead(self, w: Tensor, rate: float) -> Tensor:
+        """Where momentum alone takes the weights in as many updates as gradients are late."""
+        assert self.buffer is not None
+        speed = self.buffer
+        for _ in range(self.spike):
+            speed = self.gamma * speed
+            w = w - rate * speed
+        return w
 
     def ahead(self, w: Tensor, rates: Sequence[float], decay: bool) -> Tensor:
         assert self.buffer is not None
@@ -151,7 +162,10 @@ class Worker:
     Attributes:
         known: whether the rates of later updates are known ahead of them.
         feedback: updates of delay that error feedback repairs; 0 for none.
+        spike: the same of spike compensation.
+        plain: the weights with every step of the optimizer once.
         moved: by update, what the optimizer alone subtracted.
+        is_late: whether the gradients of this segment are late, and whether those of the last update were.
         start: the minibatch that first found the pipeline empty: 0, or the first one after a flush.
         kept: what a policy keeps between the actions of a worker, by phase, minibatch and microbatch.
         saw: by action, the version it found live and the steps predicted from it, for tests of this file.
@@ -166,6 +180,11 @@ class Worker:
     known: bool = True
     decay: bool = False
     feedback: int = 0
+    spike: int = 0
+    plain: Layer | None = None
+    began: Layer = field(init=False)
+    is_late: bool = True
+    was_late: bool = True
     moved: list[Layer] = field(default_factory=list)
     start: int = 0
     kept: dict[tuple[str, int, int], Any] = field(default_factory=dict)
@@ -181,14 +200,26 @@ class Worker:
         return self.history[-1]
 
     def update(self, gradients: Layer) -> None:
+        """With error feedback, the weights are those of all steps and the last ones again, if gradients are late."""
         rate = self.rate(self.version)
-        made = Layer(*(r.update(w, g, rate) for r, w, g in zip(self.rules, self.live, gradients, strict=True)))
+        live = self.live
+        if self.is_late and not self.was_late:
+            if self.feedback:
+                live = self.fed_back(self.plain or live)
+            if self.spike:
+                live = Layer(*(r.lead(w, rate) for r, w in zip(self.rules, live, strict=True)))  # type: ignore[attr-defined]
+        self.began = live
+        made = Layer(*(r.update(w, g, rate) for r, w, g in zip(self.rules, live, gradients, strict=True)))
         if self.feedback:
-            self.moved.append(Layer(*(before - after for before, after in zip(self.live, made, strict=True))))
-            first = self.version - self.feedback
-            back = self.moved[first] if first >= 0 else [0.0, 0.0]
-            made = Layer(*(w - 2 * u + b for w, u, b in zip(self.live, self.moved[-1], back, strict=True)))
+            self.moved.append(Layer(*(before - after for before, after in zip(live, made, strict=True))))
+            self.plain = Layer(*(w - u for w, u in zip(self.plain or self.history[0], self.moved[-1], strict=True)))
+            made = self.fed_back(self.plain) if self.is_late else self.plain
+        self.was_late = self.is_late
         self.history.append(made)
+
+    def fed_back(self, plain: Layer) -> Layer:
+        last = self.moved[-self.feedback :]
+        return Layer(*(w - sum(steps) for w, *steps in zip(plain, *last, strict=True)))
 
     def ahead(self, target: int) -> Layer:
         """The weights of version `target` as the optimizer's own direction has them."""
@@ -200,11 +231,11 @@ class Worker:
         return Layer(*(r.ahead(w, rates, self.decay) for r, w in zip(self.rules, self.live, strict=True)))
 
     def line(self, target: int) -> Layer:
-        """The weights of version `target` on the line through the last two versions."""
+        """The weights of version `target` on the line of the last update, which begins where it was made from."""
         steps = self.steps_to(target)
         if not steps:
             return self.live
-        return Layer(*(now + steps * (now - was) for was, now in zip(*self.history[-2:], strict=True)))
+        return Layer(*(now + steps * (now - was) for was, now in zip(self.began, self.live, strict=True)))
 
     def steps_to(self, target: int) -> int:
         """0 from version 0: nothing has a direction yet."""
@@ -395,8 +426,12 @@ def train(
     *,
     known: bool = True,
     flush_at: int | None = None,
+    sync_steps: int = 0,
 ) -> Run:
-    """Train the chain under policy `text`; each batch is one minibatch, the pipeline is emptied before `flush_at`."""
+    """Train the chain under policy `text`; each batch is one minibatch, the pipeline is emptied before `flush_at`.
+
+    The first `sync_steps` minibatches are synchronous: nothing but the live weights is read, and nothing is repaired.
+    """
     chosen, options = policy(text)
     n = len(initial)
     workers = [
@@ -407,13 +442,21 @@ def train(
         if "ef" in options:
             worker.feedback = chosen.lag(worker)
         if "sc" in options:
+            worker.spike = chosen.lag(worker)
             for each in worker.rules:
                 assert isinstance(each, Momentum)
-                each.spike = chosen.lag(worker)
+                each.spike = worker.spike
     losses: list[float] = []
-    ends = sorted({flush_at or 0, 0, len(batches)})
+    ends = sorted({flush_at or 0, *range(min(sync_steps, len(batches)) + 1), len(batches)})
     for start, end in pairwise(ends):
-        losses += _segment(chosen, workers, batches, range(start, end))
+        for worker in workers:
+            worker.is_late = start >= sync_steps
+            for each in worker.rules:
+                if isinstance(each, Momentum):
+                    each.is_late = worker.is_late
+        losses += _segment(chosen if start >= sync_steps else Policy(), workers, batches, range(start, end))
+        for worker in workers:
+            chosen.updated(worker)
     assert not any(worker.kept for worker in workers)
     return Run(losses, [worker.live for worker in workers], workers)
 

@@ -39,6 +39,9 @@ class ErrorFeedback:
     every step once: the model looks as far ahead as its gradients are late, by the steps that were really made. With
     τ = 0 this is the optimizer itself, bit for bit: nothing is computed. What a step does not move has u_t = 0.
 
+    Updates whose gradients are not late are the optimizer's own, and W = X after them. The first late update after them
+    begins with W ← W − (u_{t−1} + … + u_{t−τ}): from then on the weights stand where the formula always has them.
+
     Cost: τ + 1 copies of the late parameters, τ steps and the weights before the present one; four passes over them.
 
     From: Zmushko et al. 2026 (ICML), arXiv 2606.30634, for τ = 1; the formula for longer delays is ours.
@@ -60,27 +63,38 @@ class ErrorFeedback:
             if delay and id(parameter) in trained:
                 late.setdefault(delay, _Late(delay)).weights.append(parameter)
         self._late = list(late.values())
+        self._in_time = False  # the last update was: no step counts twice
 
     @torch.no_grad()
-    def before_step(self) -> None:
-        """Call right before every `optimizer.step()`: keeps a copy of the weights."""
+    def before_step(self, is_late: bool = True) -> None:
+        """Call before every `optimizer.step()`, and before anything that it compares with: keeps a copy of the weights.
+
+        Args:
+            is_late: the gradients of this update arrive as late as in steady state; else they are in time.
+        """
         for late in self._late:
+            if is_late and self._in_time:
+                for made in late.steps:
+                    torch._foreach_sub_(late.weights, made)
             if late.spare is None:
                 late.spare = [torch.empty_like(weight, requires_grad=False) for weight in late.weights]
             torch._foreach_copy_(late.spare, late.weights)
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Call right after every `optimizer.step()`: turns the copy into u_t, and the update into that above."""
+    def after_step(self, is_late: bool = True) -> None:
+        """Call right after every `optimizer.step()`: turns the copy into u_t, and a late update into that above."""
+        self._in_time = not is_late
         for late in self._late:
             assert late.spare is not None, "before_step() comes first"
             made, late.spare = late.spare, None
             torch._foreach_sub_(made, late.weights)
-            torch._foreach_sub_(late.weights, made)
+            if is_late:
+                torch._foreach_sub_(late.weights, made)
             late.steps.append(made)
             if len(late.steps) > late.delay:
                 late.spare = late.steps.popleft()
-                torch._foreach_add_(late.weights, late.spare)
+                if is_late:
+                    torch._foreach_add_(late.weights, late.spare)
 
     def held(self, parameter: Tensor) -> list[Tensor]:
         """What is kept for a parameter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ class SpikeCompensation:
     `optimizer.step()` has made W − lr·buf, so what is left to add is lr·((1−a)·buf − b·g). The weight decay in g needs
     the weights before the update: they are W_after + lr·buf, so no copy is kept.
 
+    At a constant rate the weights are always X − lr·(γ + … + γ^D)·buf, where X is what SGD alone would have made of the
+    same gradients: D updates further, by momentum alone. Updates whose gradients are not late are SGD's, and W = X
+    after them. The first late update after them begins with W ← W − lr·(γ + … + γ^D)·buf: else D updates of the
+    momentum that they left would be lost.
+
     Cost: no memory; the late parameters are read twice, and once more with weight decay.
 
     From: Kosson et al. 2020 (Pipelined Backpropagation at Scale), arXiv 2003.11666.
@@ -42,27 +47,51 @@ class SpikeCompensation:
         assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
         self.optimizer = optimizer
         self._delays = {id(parameter): delay for parameter, delay in delays.items() if delay > 0}
+        self._in_time = False  # the last update was: W = X
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Call right after every `optimizer.step()`, while the gradients and the rate are still those of the step."""
+    def before_step(self, is_late: bool = True) -> None:
+        """Call before every `optimizer.step()`, and before anything that it compares with.
+
+        Args:
+            is_late: the gradients of this update arrive as late as in steady state; else they are in time.
+        """
+        if not (is_late and self._in_time):
+            return
         for group in self.optimizer.param_groups:
-            late: dict[int, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                moved = self.optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
-                if id(parameter) in self._delays and parameter.grad is not None and moved:
-                    late[self._delays[id(parameter)]].append(parameter)
+            gamma, lr = float(group["momentum"]), float(group["lr"])
+            for delay, weights in self._late(group["params"]).items():
+                further = sum(gamma**i for i in range(1, delay + 1))
+                torch._foreach_add_(weights, self._buffers(weights), alpha=-lr * further)
+
+    @torch.no_grad()
+    def after_step(self, is_late: bool = True) -> None:
+        """Call right after every `optimizer.step()`, while the gradients and the rate are still those of the step."""
+        self._in_time = not is_late
+        for group in self.optimizer.param_groups if is_late else ():
             gamma, lr, decay = (float(group[key]) for key in ("momentum", "lr", "weight_decay"))
             if gamma == 0:  # a scheduler did this: a = 0, b = 1, which is what SGD without momentum has done
                 continue
-            for delay, weights in late.items():
+            for delay, weights in self._late([p for p in group["params"] if p.grad is not None]).items():
                 a, b = gamma**delay, sum(gamma**i for i in range(delay))
-                buffers = [self.optimizer.state[weight]["momentum_buffer"] for weight in weights]
+                buffers = self._buffers(weights)
                 if decay:
                     torch._foreach_mul_(weights, 1 - lr * b * decay)
                 torch._foreach_add_(weights, buffers, alpha=lr * (1 - a - b * lr * decay))
                 gradients = [weight.grad for weight in weights if weight.grad is not None]
                 torch._foreach_add_(weights, gradients, alpha=lr * b if group["maximize"] else -lr * b)
+
+    def _late(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """Those that are late and have moved, by delay."""
+        late: dict[int, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            moved = self.optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            if id(parameter) in self._delays and moved:
+                late[self._delays[id(parameter)]].append(parameter)
+        return late
+
+    def _buffers(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [self.optimizer.state[weight]["momentum_buffer"] for weight in weights]
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:

@@ -70,7 +70,7 @@ class LocalPipeline:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
         self.options = options
-        self.recipe: Recipe = choose(self.plan, options.schedule, options.policy)
+        self.recipe: Recipe = choose(self.plan, options.schedule, options.policy, options.sync_steps)
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -105,8 +105,8 @@ class LocalPipeline:
     def step(self, batch: Any) -> Tensor:
         """Feed one minibatch and run every action that can run; return its loss (a detached float32 scalar).
 
-        With a synchronous schedule, the update is then made; with `async`, some backwards of this minibatch, and of
-        those before it, may wait for later steps or `flush`.
+        With a synchronous schedule, and in the first `sync_steps` steps, the update is then made; with `async`, some
+        backwards of this minibatch, and of those before it, may wait for later steps or `flush`.
 
         Raises:
             BatchError: the batch does not fit the build.
@@ -232,7 +232,7 @@ class LocalPipeline:
     def _begin(self) -> None:
         self._ending = False
         schedule = self.recipe.schedule
-        self._rows = [schedule.actions(w, self.fed) for w in range(self.plan.workers)]
+        self._rows = [self.recipe.segments.actions(schedule, w, self.fed) for w in range(self.plan.workers)]
         self._next = [next(row) for row in self._rows]
         for executor in self.executors:
             executor.reset()

@@ -116,7 +116,7 @@ class RankRun:
         progress: Progress | None,
     ) -> None:
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
-        recipe = choose(plan, options.schedule, options.policy)
+        recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.recipe = recipe
         # In the order of a local run: the data, then the rest of the user's code.
         self.feed = Feed(task, options.seed) if rank == 0 else None
@@ -138,7 +138,6 @@ class RankRun:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
             self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data)
             self.executor.evaluates = every(options.eval_every, self.total)
-            self.executor.watch.refills = not recipe.schedule.synchronous
         if options.trace:
             self.executor.watch.record()
         if rank == 0:
@@ -208,7 +207,7 @@ class RankRun:
             board.begin()
             if record is not None:
                 record.begin(board)
-            actions = self.recipe.schedule.until(self.rank, self.total)
+            actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
             feed, report = (None, None) if record is None else (self._feed, record.step)
             if self.coming is not None:
                 self.coming.begin()
@@ -227,7 +226,9 @@ class RankRun:
         self._evaluated = version
         watch = self.executor.watch
         watch.at(Action("B", version - 1))
-        if self.rank and self.recipe.schedule.synchronous:  # otherwise it would wait as long for the next minibatch
+        flushed = self.recipe.schedule.synchronous or self.recipe.segments.is_single(version - 1)
+        watch.refills = not flushed
+        if self.rank and flushed:  # otherwise it would wait as long for the next minibatch
             watch.open("wait", Cause("token", "evaluation", self.rank - 1))
             self.evaluation.await_start()
             watch.close()

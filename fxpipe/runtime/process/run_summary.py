@@ -36,8 +36,8 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     and the entries of `spent` add up to it; `evaluate` is the time of evaluations during training, which comes on top.
     `took` is the time of its forwards, of its backwards without updates, and of its updates, each without waits and
     receives, as the plan has it (see `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and
-    from whom, `fill` how much of that came before the first backward. `staleness` is there if it was logged (see
-    `StalenessLog.summary`).
+    from whom, `fill` how much of that came before the first backward that no flush followed. `staleness` is there if it
+    was logged (see `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
     if log is not None:
@@ -92,13 +92,14 @@ def summarize_run(
     seconds = max(row["seconds"] for row in rows)
     rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
     forecast = _forecast(options.build, plan, recipe) if together else None
-    steady = record.steady_samples_per_second(plan.workers)
+    steady = record.steady_samples_per_second(plan.workers, options.sync_steps)
     summary: dict[str, Any] = {
         "format": FORMAT,
         "build": {"folder": options.build, "digest": plan.digest},
         "schedule": recipe.schedule.name,
         "policy": str(recipe.policy),
         "microbatches": plan.microbatches,
+        "sync_steps": options.sync_steps,
         "seed": options.seed,
         "weights": options.weights,
         "clip_norm": options.clip_norm,
@@ -114,7 +115,9 @@ def summarize_run(
         "bubble": 1 - sum(row["busy"] for row in rows) / len(rows) if together else None,
         "forecast": forecast,
         "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
-        "time_losses": time_losses(rows, forecast, seconds, steps, plan.microbatches, recipe.schedule.name)
+        "time_losses": time_losses(
+            rows, forecast, seconds, steps, plan.microbatches, recipe.schedule.name, options.sync_steps
+        )
         if together
         else [],
         "workers": list(rows),

@@ -60,13 +60,15 @@ def open_worker(
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options, device)
     held = {b.name: tensors.pop(b.name) for b in buffers}
-    clip = make_clip(options.clip_norm, plan, worker, recipe.schedule, transport)
+    clip = make_clip(options.clip_norm, plan, worker, recipe, transport)
     store = WeightStore(plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip, options.seed)
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path)
-    return Executor(plan, worker, stages, store, held, transport, options.seed, device)
+    executor = Executor(plan, worker, stages, store, held, transport, options.seed, device)
+    executor.watch.fills = recipe.segments.single * plan.microbatches
+    return executor
 
 
 def _weight_names(plan: Plan, worker: int) -> set[str]:

@@ -17,38 +17,31 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.segments import Segments
 
 
 class Clip(ABC):
-    """Scales one worker's gradients so that the norm over all workers' is at most `limit`.
+    """Scales one worker's gradients so that the norm over all workers' is at most a limit.
 
     Attributes:
         norm: of all gradients, as this worker knew it at its last update; exact on worker 0.
-        waits: whether `apply` may have to wait for other workers.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
-        self.limit = limit
-        self.worker = worker
-        self.last = plan.workers - 1
-        self.transport = transport
-        self.norm: float | None = None
-        self.waits = False
-        self._final = plan.microbatches - 1
-        self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
-        # The norm's dtype: torch's own norm of tensors of these dtypes has it.
-        self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
+    norm: float | None = None
 
+    @abstractmethod
     def expect(self, action: Action) -> None:
         """Announce to the transport what will be received around an action, some actions before it."""
-        if action.phase == "B" and action.microbatch == self._final and self.worker < self.last:
-            self.transport.expect_note(self.worker + 1, ("behind", action.minibatch), self._behind)
 
     def forward(self, minibatch: int) -> None:  # noqa: B027
         """The first forward of a minibatch is about to run."""
+
+    def waits(self, minibatch: int) -> bool:
+        """Whether `apply` may have to wait for other workers."""
+        return False
 
     @abstractmethod
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -62,6 +55,24 @@ class Clip(ABC):
     def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """Scale the gradients in place; may wait for other workers."""
 
+
+class _ByNorm(Clip):
+    """What both ways of clipping have in common: norms come up after the backwards."""
+
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+        self.limit = limit
+        self.worker = worker
+        self.last = plan.workers - 1
+        self.transport = transport
+        self._final = plan.microbatches - 1
+        self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
+        # The norm's dtype: torch's own norm of tensors of these dtypes has it.
+        self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
+
+    def expect(self, action: Action) -> None:
+        if action.phase == "B" and action.microbatch == self._final and self.worker < self.last:
+            self.transport.expect_note(self.worker + 1, ("behind", action.minibatch), self._behind)
+
     @property
     @abstractmethod
     def _behind(self) -> int:
@@ -72,7 +83,7 @@ class Clip(ABC):
         torch.nn.utils.clip_grads_with_norm_(parameters, self.limit, norm)
 
 
-class ExactClip(Clip):
+class ExactClip(_ByNorm):
     """`torch.nn.utils.clip_grad_norm_` over all workers, for schedules with a flush.
 
     The norm of every gradient travels up to worker 0, which knows the total norm when its last backward is over; the
@@ -82,7 +93,6 @@ class ExactClip(Clip):
 
     def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
         super().__init__(limit, plan, worker, transport)
-        self.waits = worker > 0
         trained = [p for p in plan.parameters if p.trained]
         self._order = sorted(range(len(trained)), key=lambda i: trained[i].owner)  # stable: each worker's own order
         self._count = sum(p.owner > worker for p in trained)
@@ -95,6 +105,9 @@ class ExactClip(Clip):
         super().expect(action)
         if action.phase == "B" and action.microbatch == self._final and self.worker > 0:
             self.transport.expect_note(self.worker - 1, ("total", action.minibatch), 1)
+
+    def waits(self, minibatch: int) -> bool:
+        return self.worker > 0
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         norms = iter(_norms(parameters))
@@ -122,7 +135,7 @@ class ExactClip(Clip):
         self._scale(parameters, self._total.to(self._dtype))
 
 
-class PipelinedClip(Clip):
+class PipelinedClip(_ByNorm):
     """Clipping without a flush: no worker waits; norms of the workers before it are some minibatches old.
 
     The update of minibatch m on worker k uses the norm over
@@ -158,9 +171,13 @@ class PipelinedClip(Clip):
         if self.worker < self.last:
             self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + self._own)
 
-    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+    def learn(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These are the newest gradients of this worker: the next forwards take their norm down."""
         square = sum(norm * norm for norm in _norms(parameters))
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
+
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.learn(parameters)
         self._known = self._own
         if self.worker < self.last:
             self._known = self._known + self.transport.recv_note(self.worker + 1, ("behind", minibatch))
@@ -173,14 +190,51 @@ class PipelinedClip(Clip):
         self._scale(parameters, torch.tensor(everything**0.5, dtype=torch.promote_types(self._dtype, torch.float32)))
 
 
+class ClipInSegments(Clip):
+    """Exact in segments of one minibatch, where a flush follows anyway, and pipelined in the rest of a run.
+
+    So the first forwards without a flush take down the norms of the last minibatch with one.
+    """
+
+    def __init__(self, exact: ExactClip, pipelined: PipelinedClip, segments: Segments) -> None:
+        self._exact = exact
+        self._pipelined = pipelined
+        self._segments = segments
+
+    def expect(self, action: Action) -> None:
+        self._of(action.minibatch).expect(action)
+
+    def forward(self, minibatch: int) -> None:
+        self._of(minibatch).forward(minibatch)
+
+    def waits(self, minibatch: int) -> bool:
+        return self._of(minibatch).waits(minibatch)
+
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        if self._segments.is_single(minibatch) and not self._segments.is_single(minibatch + 1):
+            self._pipelined.learn(parameters)
+        self._of(minibatch).announce(minibatch, parameters)
+
+    def ready(self, minibatch: int) -> bool:
+        return self._of(minibatch).ready(minibatch)
+
+    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        clip = self._of(minibatch)
+        clip.apply(minibatch, parameters)
+        self.norm = clip.norm
+
+    def _of(self, minibatch: int) -> Clip:
+        return self._exact if self._segments.is_single(minibatch) else self._pipelined
+
+
 def _norms(parameters: Sequence[nn.Parameter]) -> list[float]:
     """The norms of the gradients, without those that are None."""
     present = [p.grad for p in parameters if p.grad is not None]
     return torch.stack([norm.double() for norm in torch._foreach_norm(present)]).tolist() if present else []
 
 
-def make_clip(limit: float | None, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> Clip | None:
-    """The clipping that fits a schedule; None without a limit.
+def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, transport: Transport) -> Clip | None:
+    """The clipping that fits a schedule and the run's segments; None without a limit.
 
     Raises:
         RunError: the limit is not above 0.
@@ -189,5 +243,9 @@ def make_clip(limit: float | None, plan: Plan, worker: int, schedule: Schedule, 
         return None
     if not limit > 0:
         raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
-    kind = ExactClip if schedule.synchronous else PipelinedClip
-    return kind(limit, plan, worker, transport)
+    if recipe.schedule.synchronous:
+        return ExactClip(limit, plan, worker, transport)
+    pipelined = PipelinedClip(limit, plan, worker, transport)
+    if not recipe.segments.single:
+        return pipelined
+    return ClipInSegments(ExactClip(limit, plan, worker, transport), pipelined, recipe.segments)

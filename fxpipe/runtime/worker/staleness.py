@@ -76,7 +76,7 @@ class StalenessLog:
         if not self._reads:
             return
         if self._sample is None:
-            minibatch = version + self._reach
+            minibatch = version + (0 if self.demand.segments.is_single(version) else self._reach)
             if stop is not None and minibatch >= stop:
                 return
             self._sample = _Sample(minibatch, {})

@@ -19,6 +19,7 @@ from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
 
 
@@ -29,6 +30,7 @@ class Updater:
         trained: the parameters by name; none on a worker that trains nothing.
         gradients: sums the backwards' gradients for the next update.
         delays: how many updates old each parameter's gradients are, for spike compensation and error feedback.
+        segments: of the run; in those of one minibatch no gradient is late.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; the scheduler that it returns, if any, makes a step after every update.
         keep_gradients: leave them in `grad` until the next update.
@@ -53,6 +55,7 @@ class Updater:
         divisor: int,
         policy: Policy,
         delays: Mapping[Tensor, int],
+        segments: Segments,
         task: TrainingTask,
         clip: Clip | None,
         keep_gradients: bool,
@@ -64,9 +67,9 @@ class Updater:
         self.clip = clip
         self.scheduler: Any = None
         self.predictor: Predictor | None = None
-        self.feedback: ErrorFeedback | None = None
+        self.repair: SpikeCompensation | ErrorFeedback | None = None
         self._divisor = divisor
-        self._spike: SpikeCompensation | None = None
+        self._segments = segments
         self._rates: LearningRates | None = None
         self._seed = seed
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
@@ -88,9 +91,9 @@ class Updater:
                 rates=self._rates,
             )
         if policy.sc:
-            self._spike = SpikeCompensation(self.optimizer, delays)
+            self.repair = SpikeCompensation(self.optimizer, delays)
         if policy.ef:
-            self.feedback = ErrorFeedback(self.optimizer, delays)
+            self.repair = ErrorFeedback(self.optimizer, delays)
         self._keeps = keep_gradients or (self.predictor is not None and self.predictor.keeps_gradients)
 
     @property
@@ -135,18 +138,17 @@ class Updater:
         return [parameter.grad for parameter in self.parameters]
 
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
+        late = not self._segments.is_single(minibatch)
         try:
+            if self.repair is not None:
+                self.repair.before_step(late)
             if self.predictor is not None:
                 self.predictor.before_step()
-            if self.feedback is not None:
-                self.feedback.before_step()
             if self._may_draw(optimizer):
                 self._reseed(self.worker, "update", minibatch)
             optimizer.step()
-            if self._spike is not None:
-                self._spike.after_step()
-            if self.feedback is not None:
-                self.feedback.after_step()
+            if self.repair is not None:
+                self.repair.after_step(late)
             if self.predictor is not None:
                 self.predictor.observe()
         except Exception as error:

@@ -87,6 +87,7 @@ class WeightStore:
             divisor=plan.loss_divisor,
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
+            segments=demand.segments,
             task=task,
             clip=clip,
             keep_gradients=keep_gradients,
@@ -144,7 +145,7 @@ class WeightStore:
             owner = reading.owner
             if owner == self.worker:
                 continue
-            version = self.demand.versions.version(action, self.worker, owner, self._unread.start)
+            version = self.demand.newest(action, self.worker, owner, self._unread.start)
             while self._expected[owner] < version:
                 self._expected[owner] += 1
                 for ahead, unread in self._unread.of(owner, self._expected[owner]).items():
@@ -198,7 +199,7 @@ class WeightStore:
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
         self.updater.gather(minibatch)
         clip = self.updater.clip
-        if clip is None or not clip.waits:
+        if clip is None or not clip.waits(minibatch):
             self._step(minibatch)
         else:
             self._pending = minibatch

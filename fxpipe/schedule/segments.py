@@ -1,0 +1,60 @@
+"""Where a run's pipeline is empty: a run is made in segments, of which each begins and ends with an empty pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The first `single` minibatches of a run have a segment each; the rest of it has one, unless a caller flushes.
+
+    A segment of one minibatch is that minibatch under a flush: all its actions read the weights after the updates of
+    all minibatches before it, and no others. With `async` its order is that of `1f1b`. Here single = 2:
+
+        worker 0: F0 .. .. B0 F1 .. .. B1 F2 F3 .. B2 F4 B3 ..
+        worker 1: .. F0 B0 .. .. F1 B1 .. .. F2 B2 F3 B3 F4 ..
+    """
+
+    single: int = 0
+
+    @staticmethod
+    def of(steps: int, schedule: Schedule) -> Segments:
+        """Those of a run whose first `steps` steps are synchronous.
+
+        Raises:
+            ScheduleError: there cannot be so many, or all steps of the schedule are synchronous.
+        """
+        if steps < 0:
+            raise ScheduleError(f"a run cannot begin with {steps} synchronous steps", hint="sync_steps of 0 or more")
+        if steps and schedule.synchronous:
+            raise ScheduleError(
+                f"all steps are synchronous with schedule '{schedule.name}', not only the first {steps}",
+                hint="leave out --sync-steps, or train with --schedule async",
+            )
+        return Segments(steps)
+
+    def is_single(self, minibatch: int) -> bool:
+        """Whether a minibatch has a segment of its own: nothing in it is late."""
+        return minibatch < self.single
+
+    def begins(self, minibatch: int, start: int) -> int:
+        """The first minibatch of the segment of `minibatch`, if a caller's last flush was before `start`."""
+        return minibatch if self.is_single(minibatch) else max(start, self.single)
+
+    def actions(self, schedule: Schedule, worker: int, start: int = 0) -> Iterator[Action]:
+        """The endless row of a worker, as `Schedule.actions`."""
+        for minibatch in range(start, self.single):
+            yield from schedule.until(worker, minibatch + 1, minibatch)
+        yield from schedule.actions(worker, max(start, self.single))
+
+    def until(self, schedule: Schedule, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
+        """The row of minibatches [start, stop), as `Schedule.until`."""
+        for minibatch in range(start, min(stop, self.single)):
+            yield from schedule.until(worker, minibatch + 1, minibatch)
+        yield from schedule.until(worker, stop, max(start, self.single))
