@@ -138,6 +138,7 @@ def run_in_threads(
     by_channel: bool,
     schedule: str | None = None,
     evaluated: list[Any] | None = None,
+    options: PipelineOptions = PipelineOptions(),  # noqa: B008 (it is frozen)
 ) -> ThreadedRun:
     """Train a build on `data`, a thread a worker; every message that was sent was received.
 
@@ -145,7 +146,7 @@ def run_in_threads(
         evaluated: batches for an evaluation after every step but the last.
     """
     plan = read_plan(folder)
-    recipe = choose(plan, schedule)
+    recipe = choose(plan, schedule, options.policy, options.sync_steps)
     hub = Hub()
     task = ObjectTask(optimizer)
     run = ThreadedRun()
@@ -170,7 +171,7 @@ def run_in_threads(
                 plan,
                 run.executors[worker],
                 transport,
-                recipe.schedule.until(worker, len(data)),
+                recipe.segments.until(recipe.schedule, worker, len(data)),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm: run.losses.append(loss)) if first else None,
                 evaluations[worker],
@@ -184,7 +185,7 @@ def run_in_threads(
     for worker in range(plan.workers):
         wires: Any = StrictWires(hub, worker, by_channel)
         transport = DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
-        run.executors.append(open_worker(plan, folder, worker, recipe, transport, task, PipelineOptions()))
+        run.executors.append(open_worker(plan, folder, worker, recipe, transport, task, options))
         evaluations.append(None)
         if evaluated is not None:
             run.executors[-1].evaluates = lambda version: 0 < version < len(data)
