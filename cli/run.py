@@ -17,8 +17,8 @@ from fxpipe.cli.output import emit_json, print_table, warn, working
 from fxpipe.options import flags
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
-from fxpipe.schedule import Segments
 from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.segments import Segments
 
 if TYPE_CHECKING:
     from fxpipe.plan.spec import Plan

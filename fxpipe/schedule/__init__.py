@@ -1,7 +1,7 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
 action → base → gpipe, one_f_one_b, asynchronous; then order (the laws, and a run in which nothing is computed) →
-versions (which weights every action sees) → check (the user's verdict and picture); segments (a run with flushes).
+versions (which weights every action sees) → check (the user's verdict and picture).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import Report, check, grid
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.one_f_one_b import OneFOneB
-from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import Versions
 
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in (GPipe, OneFOneB, Async)}
@@ -40,7 +39,6 @@ __all__ = [
     "OneFOneB",
     "Report",
     "Schedule",
-    "Segments",
     "Versions",
     "check",
     "grid",

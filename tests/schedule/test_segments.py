@@ -7,7 +7,8 @@ from itertools import islice
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Segments, make
+from fxpipe.schedule import make
+from fxpipe.schedule.segments import Segments
 
 SIZES = [(workers, microbatches) for workers in (1, 2, 5) for microbatches in (1, 3, 7)]
 
