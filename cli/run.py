@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 @click.argument("build", type=click.Path())
 @option_fields(RunOptions, "steps", "epochs", "eval_every")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
-@option_fields(RunOptions, "schedule", "policy", "sync_steps", "clip_norm", "ema", "log_staleness", "trace")
-@option_fields(RunOptions, "tensorboard", "backend", "weights", "seed", "out", "model_file")
+@option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
+@option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
+@option_fields(RunOptions, "model_file")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -49,7 +50,8 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     other schedules; with async no worker waits, and the norms of earlier workers are some minibatches old.
     --sync-steps makes the first steps of async synchronous, in the same build: in them nothing is stale, clipping is
     exact, and workers wait for each other. Give it where a run starts badly, or at a high learning rate: while the loss
-    falls fast, stale weights do most harm (the warm-up of PipeMare, arXiv 1910.05124).
+    falls fast, stale weights do most harm (the warm-up of PipeMare, arXiv 1910.05124). --rate-discount, of the same
+    paper, makes no worker wait: in the first steps, the later a worker's gradients are, the smaller its learning rate.
     --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
 
     \b

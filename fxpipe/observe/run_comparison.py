@@ -16,7 +16,8 @@ Pair = list[Any]
 """A value of the first run and of the second; None if there is none."""
 
 SETTINGS = (
-    "schedule", "policy", "microbatches", "sync_steps", "seed", "clip_norm", "ema", "threads", "transport", "device",
+    "schedule", "policy", "microbatches", "sync_steps", "rate_discount", "seed", "clip_norm", "ema", "threads",
+    "transport", "device",
     "samples", "steps",
 )  # fmt: skip
 

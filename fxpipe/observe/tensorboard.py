@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install tensorboard"
 _SETTINGS = (
-    "schedule", "policy", "microbatches", "sync_steps", "clip_norm", "ema", "seed", "steps", "samples", "threads",
-    "device",
+    "schedule", "policy", "microbatches", "sync_steps", "rate_discount", "clip_norm", "ema", "seed", "steps",
+    "samples", "threads", "device",
 )  # fmt: skip
 _RESULTS = ("seconds", "samples_per_second", "bubble", "efficiency")
 

@@ -25,6 +25,9 @@ class PipelineOptions:
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
         sync_steps: so many of the first steps of a run under `async` are synchronous: each begins and ends with an
             empty pipeline, and equals that step under `1f1b`. Other schedules take 0.
+        rate_discount: so many steps it takes until the learning rate of parameters whose gradients are late, which
+            begins divided by the number of updates they are late, is whole (see
+            `fxpipe.policy.optimizers.rate_discount`); None discounts nothing.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
         ema: keep a moving average of the trained weights, of which each update leaves this share (see
             `fxpipe.runtime.worker.averages`); None keeps none.
@@ -47,6 +50,13 @@ class PipelineOptions:
         minimum=0,
         metavar="K",
         help="Under async, make the first K steps as 1f1b does: a synchronous warm-up, for runs that start badly.",
+    )
+    rate_discount: int | None = option(
+        None,
+        "--rate-discount",
+        minimum=1,
+        metavar="K",
+        help="In step t < K, divide rates by τ^(1−t/K) where gradients are τ updates late: for runs that diverge.",
     )
     clip_norm: float | None = option(
         None,

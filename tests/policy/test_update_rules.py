@@ -121,17 +121,18 @@ def same(built: Built) -> Callable[..., None]:
         factor: Rate | None = None,
         flush_at: int | None = None,
         sync_steps: int = 0,
+        rate_discount: int = 0,
     ) -> None:
         kind, rule, lr = OPTIMIZERS[optimizer]
         workers = at_most(workers, text, microbatches)
         data = batches(workers, microbatches)
         folder = built(workers, microbatches)
         scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor) if factor else None
-        losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at, sync_steps=sync_steps)
+        more = {"sync_steps": sync_steps, "rate_discount": rate_discount or None}
+        losses, state = piped(folder, text, data, partial(kind, lr=lr), scheduler, flush_at, **more)
         rate = (lambda i: lr * factor(i)) if factor else (lambda _: lr)
-        expected = direct.train(
-            text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at, sync_steps=sync_steps
-        )
+        start = {"sync_steps": sync_steps, "rate_discount": rate_discount}
+        expected = direct.train(text, initial(workers), data, microbatches, rule, rate, flush_at=flush_at, **start)
         agree(losses, state, expected.losses, expected.layers)
 
     return check
@@ -355,6 +356,44 @@ def test_synchronous_start_with_others(
     same: Any, name: str, optimizer: str, sync_steps: int, flush_at: int | None
 ) -> None:
     same(name, 4, 1, optimizer, wave, flush_at, sync_steps)
+
+
+# ── Smaller rates at the start ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    covering(
+        [*direct.POLICIES, *OPTIONS],
+        [
+            (4, 1, "momentum", wave, 9),
+            (5, 2, "momentum-weight-decay", warm_up, 40),
+            (6, 1, "momentum-weight-decay", None, 5),
+        ],
+        strength=1,
+    ),
+)
+def test_discounted_rates(same: Any, name: str, setting: tuple[int, int, str, Rate | None, int]) -> None:
+    workers, microbatches, optimizer, factor, steps = setting
+    same(name, workers, microbatches, optimizer, factor, rate_discount=steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "sync_steps", "flush_at"),
+    [
+        ("spectrain", "adamw", 0, None),
+        ("spectrain+ef", "adam", 4, None),
+        ("pipeoptim+decay", "adamw", 0, 7),
+        ("pipeoptim", "sgd", 3, 8),
+        ("spectrain", "own", 0, None),
+        ("xpipe", "own", 5, None),
+        ("stash+sc", "momentum", 6, None),
+    ],
+)
+def test_discounted_rates_with_others(
+    same: Any, name: str, optimizer: str, sync_steps: int, flush_at: int | None
+) -> None:
+    same(name, 5, 1, optimizer, wave, flush_at, sync_steps, rate_discount=12)
 
 
 @pytest.mark.parametrize("repair", ["sc", "ef"])

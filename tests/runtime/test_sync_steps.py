@@ -129,6 +129,7 @@ def test_a_run_of_synchronous_steps_only(toy: Any, batches: Any, tmp_path: Path)
     ("toy_options", "options"),
     [
         ({**MIXED, "policy": "spectrain"}, {"sync_steps": 3, "clip_norm": 0.05}),
+        ({**MIXED, "policy": "spectrain+ef"}, {"sync_steps": 2, "rate_discount": 5}),
         ({**MIXED, "microbatches": 2, "policy": "pipeoptim"}, {"policy": "stash+sc", "sync_steps": 1}),
         ({**LINE, "microbatches": 4}, {"policy": "2bw+predict+ef", "sync_steps": 4, "clip_norm": 0.05}),
         ({**LINE}, {"policy": "vertical", "sync_steps": 20}),
@@ -189,7 +190,7 @@ def test_processes_train_as_one_process_does(tmp_path: Path) -> None:
     common: dict[str, Any] = {"steps": 9, "threads": 1, "clip_norm": 1.0, "ema": 0.9, "log_staleness": True}
     wanted = [
         {"schedule": "async", "policy": "spectrain", "sync_steps": 4, "eval_every": 2},
-        {"schedule": "async", "policy": "latest", "sync_steps": 3, "eval_every": 1},
+        {"schedule": "async", "policy": "latest", "sync_steps": 3, "eval_every": 1, "rate_discount": 8},
         {"schedule": "async", "policy": "spectrain", "sync_steps": 4},
         {"schedule": "1f1b"},
     ]

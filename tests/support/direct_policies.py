@@ -427,10 +427,12 @@ def train(
     known: bool = True,
     flush_at: int | None = None,
     sync_steps: int = 0,
+    rate_discount: int = 0,
 ) -> Run:
     """Train the chain under policy `text`; each batch is one minibatch, the pipeline is emptied before `flush_at`.
 
     The first `sync_steps` minibatches are synchronous: nothing but the live weights is read, and nothing is repaired.
+    In the first `rate_discount` updates, rates are divided by τ^(1 − t/`rate_discount`) where gradients are τ late.
     """
     chosen, options = policy(text)
     n = len(initial)
@@ -439,6 +441,8 @@ def train(
         for k, layer in enumerate(initial)
     ]
     for worker in workers:
+        if rate_discount:
+            worker.rate = _discounted(rate, chosen.lag(worker), rate_discount, sync_steps)
         if "ef" in options:
             worker.feedback = chosen.lag(worker)
         if "sc" in options:
@@ -459,6 +463,14 @@ def train(
             chosen.updated(worker)
     assert not any(worker.kept for worker in workers)
     return Run(losses, [worker.live for worker in workers], workers)
+
+
+def _discounted(rate: Rate, late: int, steps: int, sync_steps: int) -> Rate:
+    def of(update: int) -> float:
+        left = max(0.0, 1 - update / steps) if update >= sync_steps else 0.0
+        return rate(update) / max(late, 1) ** left
+
+    return of
 
 
 def order(k: int, workers: int, count: int) -> Iterator[tuple[str, int]]:

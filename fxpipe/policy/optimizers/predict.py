@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
+from fxpipe.policy.optimizers.rate_discount import RateDiscount
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
 
 
@@ -35,6 +36,7 @@ class Predictor:
         weight_form: for every optimizer, Ŵ = W + steps·(W_t − W_{t−1}), no matter what the learning rate does.
         decay: predict only what momentum still carries if all future gradients are zero.
         rates: the future learning rates, if they are known; else the current rate is used for all of them.
+        discount: multiplies the future rates.
 
     Attributes:
         rules: the name of each parameter group's rule.
@@ -52,12 +54,14 @@ class Predictor:
         weight_form: bool = False,
         decay: bool = False,
         rates: LearningRates | None = None,
+        discount: RateDiscount | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
         self.weight_form = weight_form
         self.decay = decay
         self.rates = rates
+        self.discount = discount
         groups = optimizer.param_groups
         self._rules = [LAST_UPDATE if weight_form else rule_of(optimizer, group) for group in groups]
         self.rules = tuple(rule.name for rule in self._rules)
@@ -146,7 +150,10 @@ class Predictor:
     def _to_come(self, steps: int, number: int, present: float) -> Sequence[float]:
         """The rates of the next updates; the current rate for all of them if no more is known."""
         known = self.rates.reach(number, steps) if self.rates else None
-        return [present] * steps if known is None else known
+        rates = [present] * steps if known is None else known
+        if self.discount is None:
+            return rates
+        return [rate * factor for rate, factor in zip(rates, self.discount.to_come(number, steps), strict=True)]
 
     def _repeats(self, steps: int, number: int) -> float:
         """How many times the last update fits into the next ones: more than `steps` if the rate grows."""

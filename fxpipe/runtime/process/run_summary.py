@@ -100,6 +100,7 @@ def summarize_run(
         "policy": str(recipe.policy),
         "microbatches": plan.microbatches,
         "sync_steps": options.sync_steps,
+        "rate_discount": options.rate_discount,
         "seed": options.seed,
         "weights": options.weights,
         "clip_norm": options.clip_norm,

@@ -10,6 +10,7 @@ from fxpipe.engines.attach import engines_of, equip
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
 from fxpipe.plan.spec import Plan
+from fxpipe.policy.optimizers.rate_discount import check_rate_discount
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
@@ -61,7 +62,10 @@ def open_worker(
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options, device)
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(options.clip_norm, plan, worker, recipe, transport)
-    store = WeightStore(plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip, options.seed)
+    check_rate_discount(options.rate_discount, recipe.schedule.synchronous)
+    store = WeightStore(
+        plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip, options.seed, options.rate_discount
+    )
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)

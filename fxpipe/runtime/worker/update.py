@@ -15,6 +15,7 @@ from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.predict import Predictor
+from fxpipe.policy.optimizers.rate_discount import RateDiscount
 from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.worker.clip import Clip
@@ -31,6 +32,7 @@ class Updater:
         gradients: sums the backwards' gradients for the next update.
         delays: how many updates old each parameter's gradients are, for spike compensation and error feedback.
         segments: of the run; in those of one minibatch no gradient is late.
+        rate_discount: over how many steps the rates of late gradients are discounted; None does not.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
             optimizer; the scheduler that it returns, if any, makes a step after every update.
         keep_gradients: leave them in `grad` until the next update.
@@ -56,6 +58,7 @@ class Updater:
         policy: Policy,
         delays: Mapping[Tensor, int],
         segments: Segments,
+        rate_discount: int | None,
         task: TrainingTask,
         clip: Clip | None,
         keep_gradients: bool,
@@ -71,6 +74,7 @@ class Updater:
         self._divisor = divisor
         self._segments = segments
         self._rates: LearningRates | None = None
+        self._discount: RateDiscount | None = None
         self._seed = seed
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
         self._keeps = keep_gradients
@@ -81,6 +85,8 @@ class Updater:
                 return
             self._reseed("lr_scheduler")
             self.scheduler = _scheduler(task, self.optimizer)
+        if rate_discount is not None:
+            self._discount = RateDiscount(self.optimizer, delays, rate_discount, segments)
         if policy.predicts:
             self._rates = LearningRates(self.optimizer, self.scheduler)
             self.predictor = Predictor(
@@ -89,6 +95,7 @@ class Updater:
                 weight_form=policy.weight_form,
                 decay=policy.decay,
                 rates=self._rates,
+                discount=self._discount,
             )
         if policy.sc:
             self.repair = SpikeCompensation(self.optimizer, delays)
@@ -98,7 +105,7 @@ class Updater:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group; None where there is none."""
+        """The learning rate of the optimizer's first group, before any discount; None where there is none."""
         return None if self.optimizer is None else rate_of(self.optimizer.param_groups[0])
 
     @property
@@ -140,17 +147,18 @@ class Updater:
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         late = not self._segments.is_single(minibatch)
         try:
-            if self.repair is not None:
-                self.repair.before_step(late)
-            if self.predictor is not None:
-                self.predictor.before_step()
-            if self._may_draw(optimizer):
-                self._reseed(self.worker, "update", minibatch)
-            optimizer.step()
-            if self.repair is not None:
-                self.repair.after_step(late)
-            if self.predictor is not None:
-                self.predictor.observe()
+            with nullcontext() if self._discount is None else self._discount.during(minibatch):
+                if self.repair is not None:
+                    self.repair.before_step(late)
+                if self.predictor is not None:
+                    self.predictor.before_step()
+                if self._may_draw(optimizer):
+                    self._reseed(self.worker, "update", minibatch)
+                optimizer.step()
+                if self.repair is not None:
+                    self.repair.after_step(late)
+                if self.predictor is not None:
+                    self.predictor.observe()
         except Exception as error:
             raise self._failed(error, minibatch, optimizer) from error
         try:

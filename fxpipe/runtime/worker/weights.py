@@ -44,6 +44,7 @@ class WeightStore:
         keep_gradients: `gradients()` is wanted; otherwise they are freed right after the update.
         clip: scales the gradients before every update; None leaves them as they are.
         seed: of the run, for random numbers in the optimizer.
+        rate_discount: over how many steps the rates of late gradients are discounted; None does not.
 
     Attributes:
         parameters: the owned ones by name, live: the optimizer updates them in place.
@@ -65,6 +66,7 @@ class WeightStore:
         keep_gradients: bool = False,
         clip: Clip | None = None,
         seed: int = 0,
+        rate_discount: int | None = None,
     ) -> None:
         self.worker = worker
         self.demand = demand
@@ -88,6 +90,7 @@ class WeightStore:
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
             segments=demand.segments,
+            rate_discount=rate_discount,
             task=task,
             clip=clip,
             keep_gradients=keep_gradients,
