@@ -43,6 +43,11 @@ OPTIMIZERS = {
     "adamw": "torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)",
     "momentum": "torch.optim.SGD([p for _, p in named_parameters], lr=0.05, momentum=0.9)",
     "plain": "torch.optim.SGD([p for _, p in named_parameters], lr=0.05)",
+    "nadam": "torch.optim.NAdam([p for _, p in named_parameters], lr=1e-2, betas=(0.99, 0.999))",
+    "muon": """[kind(own, lr=1e-2) for kind, own in (
+        (torch.optim.Muon, [p for _, p in named_parameters if p.dim() == 2]),
+        (torch.optim.AdamW, [p for _, p in named_parameters if p.dim() != 2]),
+    ) if own]""",
 }
 STEPS = 7  # more than an epoch, and enough for prediction to set in on every worker
 
@@ -85,6 +90,8 @@ TWO = [
     (1, 1, "2bw+predict", "plain", {"log_staleness": True}),
     (1, 2, "spectrain+ef", "adamw", {"clip_norm": 0.5}),
     (1, 2, "spectrain", "plain", {"clip_norm": 0.5, "log_staleness": True}),
+    (1, 1, "spectrain", "nadam", {"clip_norm": 0.5}),
+    (1, 1, "lwp", "muon", {"clip_norm": 0.5, "log_staleness": True}),
 ]
 FOUR = [
     (1, 1, "latest", "adamw", {}),
@@ -96,6 +103,8 @@ FOUR = [
     (0, 4, "pipeoptim+sc", "momentum", {"clip_norm": 0.5}),
     (1, 4, "lwp+ef", "adamw", {}),
     (0, 4, "2bw+predict+ef", "momentum", {"clip_norm": 0.5}),
+    (1, 4, "spectrain+ef", "muon", {"clip_norm": 0.5}),
+    (1, 4, "2bw+predict", "nadam", {}),
 ]
 
 

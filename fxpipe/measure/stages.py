@@ -33,6 +33,7 @@ from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.task.hooks import ObjectTask
 from fxpipe.task.model_file import MakeOptimizer, default_optimizer
+from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.threads import threads as worker_threads
 
 if TYPE_CHECKING:
@@ -166,9 +167,8 @@ class _Worker:
         device: torch.device,
     ) -> None:
         def still(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-            made = optimizer(named)
-            if isinstance(made, torch.optim.Optimizer):  # else the worker refuses it
-                hold_still(made)
+            made = one_optimizer(optimizer(named))
+            hold_still(made)
             return made
 
         self.plan = plan

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.task.model_file import MakeOptimizer
-from fxpipe.task.one_optimizer import OptimizerRefused, check_one_optimizer
+from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
 
 
 def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
-    """The user's optimizer of these parameters, checked; None where it chooses none of them.
+    """The user's optimizer of these parameters, or all of theirs in one, checked; None where it chooses none of them.
 
     A rate that is a tensor is the optimizer's own from then on: a scheduler writes into it.
 
@@ -21,17 +21,11 @@ def make_optimizer(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]
     """
     before = [_hooks(parameter) for _, parameter in named]
     try:
-        made = make(list(named))
+        made = one_optimizer(make(list(named)))
     except Exception as error:
         if _chose_none(error):
             return None
         raise
-    check_one_optimizer(made)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise OptimizerRefused(
-            f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer",
-            hint="return one optimizer; parameters that need other options can be other groups of it",
-        )
     _refuse_foreign_parameters(made, named)
     hooked = [name for (name, p), count in zip(named, before, strict=True) if _hooks(p) != count]
     if hooked:

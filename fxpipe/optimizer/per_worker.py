@@ -99,6 +99,7 @@ def check_per_worker(
         if not together.kinds or len({row.owner for row in rows}) < 2:
             return None
         divided = _divided(copies)
+        _refuse_lost(copies, together, divided)
         if compare(together, divided).share > SAME:
             found = _second_look(copies, together.kinds[0], accepted)
         else:
@@ -166,6 +167,23 @@ def _divided(copies: Copies) -> Played:
             where=WHERE,
             hint="optimizer(named_parameters) is called on every worker, with the parameters that it owns",
         ) from error
+
+
+def _refuse_lost(copies: Copies, together: Played, divided: Played) -> None:
+    """What one over all parameters trains, and a worker's own does not: torch takes no empty list.
+
+    A run takes a worker whose optimizer would be over nothing for one that trains nothing.
+    """
+    pairs = zip(copies.rows, together.options[0], divided.options[0], strict=True)
+    lost = [row for row, one, own in pairs if one and not own]
+    if lost:
+        raise TaskError(
+            f"optimizer() trains {lost[0].name} where it is given all parameters, but not where it is given those of "
+            f"its worker {lost[0].owner} alone: an optimizer over an empty list raises an error",
+            where=WHERE,
+            hint="a worker may own parameters of one kind alone: leave out what has none, as in "
+            "`[torch.optim.Muon(matrices)] if matrices else []`",
+        )
 
 
 def _second_look(copies: Copies, kind: str, accepted: bool) -> str | None:

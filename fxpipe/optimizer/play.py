@@ -18,6 +18,7 @@ from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
+from fxpipe.task.several_optimizers import name_of
 
 ELEMENTS = 64
 """Of a copy, at most."""
@@ -134,7 +135,7 @@ class Copies:
             if follow is not None:
                 follow.end(copies)
             weights.append(_values(copies))
-        kinds = tuple(type(optimizer).__name__ for optimizer in made)
+        kinds = tuple(name_of(optimizer) for optimizer in made)
         options = before, _options(copies, made)
         if gradients is None:
             self._check_zero_grad(copies, made)
@@ -156,7 +157,7 @@ class Copies:
         else:
             return
         raise OptimizerRefused(
-            f"{type(optimizer).__name__}.zero_grad() keeps gradients for the next step, and a pipeline gives every "
+            f"{name_of(optimizer)}.zero_grad() keeps gradients for the next step, and a pipeline gives every "
             "step the gradients of its minibatch alone",
             hint="keep what is carried over in the optimizer's state, and add it in step()",
         )

@@ -13,7 +13,7 @@ from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
-from fxpipe.task.one_optimizer import check_one_optimizer
+from fxpipe.task.one_optimizer import one_optimizer
 
 
 class TrainingTask(Protocol):
@@ -86,8 +86,7 @@ class ObjectTask:
 
     def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         made = (self.make_optimizer or default_optimizer)(named_parameters)
-        check_one_optimizer(made)
-        return made
+        return one_optimizer(made)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         return self.make_scheduler(optimizer) if self.make_scheduler else None

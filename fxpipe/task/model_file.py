@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TaskError
-from fxpipe.task.one_optimizer import check_one_optimizer
+from fxpipe.task.one_optimizer import one_optimizer
 
 REQUIRED = ("model", "loss", "train_data")
 OPTIONAL = ("optimizer", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
@@ -40,7 +40,7 @@ SIGNATURES = {
     "train_data": "def train_data() -> Iterable[batch]",
 }
 
-MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -105,13 +105,7 @@ class Task:
         if not hasattr(self.module, "optimizer"):
             return default_optimizer(named_parameters)
         made = self._call("optimizer", named_parameters)
-        check_one_optimizer(made, self._place("optimizer"))
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TaskError(
-                f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer",
-                where=self._place("optimizer"),
-            )
-        return made
+        return one_optimizer(made, self._place("optimizer"))
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         """The user's learning-rate scheduler, stepped once after every update; None if none is defined."""

@@ -1,11 +1,14 @@
-"""Is what optimizer() returned one optimizer that a worker can step?"""
+"""What optimizer() returned, as one optimizer that a worker can step."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
+
 from fxpipe.errors import TaskError
+from fxpipe.task.several_optimizers import SeveralOptimizers
 
 NEEDS_CLOSURE = (
     "a pipeline makes the gradients of a minibatch once, so step() gets none: take an optimizer whose step() needs no "
@@ -17,20 +20,41 @@ class OptimizerRefused(TaskError):
     """An optimizer that no run can use, whatever parameters it is given."""
 
 
-def check_one_optimizer(made: Any, where: str | None = None) -> None:
-    """Refuse several optimizers, and one whose step() computes the loss again.
+def one_optimizer(made: Any, where: str | None = None) -> torch.optim.Optimizer:
+    """The optimizer, or one that steps all of a list or tuple.
 
     Raises:
-        OptimizerRefused: it is one of these.
+        OptimizerRefused: something in it is no optimizer, or has a step() that computes the loss again; or two of them
+            hold the same parameter.
+        ValueError: a list of none, as any torch.optim.Optimizer says that it has no parameters.
     """
-    if isinstance(made, (list, tuple, dict)):
-        kinds = [type(part).__name__ for part in (made.values() if isinstance(made, dict) else made)]
+    several = isinstance(made, (list, tuple))
+    for each in made if several else [made]:
+        _refuse(each, type(made).__name__ if several else None, where)
+    if not several:
+        one: torch.optim.Optimizer = made
+        return one
+    try:
+        return SeveralOptimizers(made)
+    except ValueError as error:
+        if "more than one parameter group" not in str(error):
+            raise
         raise OptimizerRefused(
-            f"optimizer() returned a {type(made).__name__} ({', '.join(kinds)}), not one optimizer",
+            f"a parameter is in more than one of the optimizers that optimizer() returned ({_kinds(made)})",
             where=where,
-            hint="groups of parameters may have options of their own: torch.optim.AdamW([{'params': …, 'lr': …}, …]); "
-            "optimizers of several kinds become one whose step() calls theirs (docs/guide.md, Several optimizers); a "
-            "scheduler is made by lr_scheduler(optimizer)",
+            hint="give each parameter to one of them",
+        ) from error
+
+
+def _refuse(made: Any, container: str | None, where: str | None) -> None:
+    if not isinstance(made, torch.optim.Optimizer):
+        held = f" in a {container}" if container else ""
+        kinds = f" ({_kinds(made.values() if isinstance(made, dict) else made)})" if _holds_some(made) else ""
+        raise OptimizerRefused(
+            f"optimizer() returned {type(made).__name__}{kinds}{held}, not a torch.optim.Optimizer",
+            where=where,
+            hint="return an optimizer, or a list of optimizers, each over parameters of its own; leave out those that "
+            "have none; a scheduler is made by lr_scheduler(optimizer)",
         )
     if _needs_closure(made):
         raise OptimizerRefused(
@@ -39,6 +63,14 @@ def check_one_optimizer(made: Any, where: str | None = None) -> None:
             where=where,
             hint=NEEDS_CLOSURE,
         )
+
+
+def _kinds(made: Any) -> str:
+    return ", ".join(type(part).__name__ for part in made)
+
+
+def _holds_some(made: Any) -> bool:
+    return isinstance(made, (list, tuple, dict))
 
 
 def _needs_closure(made: Any) -> bool:

@@ -47,10 +47,18 @@ def test_none_is_seen_below_the_error_of_a_model_file() -> None:
         make_optimizer(broken, named())
 
 
+def test_a_list_becomes_one_that_steps_them_all() -> None:
+    given = named()
+    made = make_optimizer(lambda given: [torch.optim.SGD([p], lr=0.1) for _, p in given], given)
+    assert made is not None
+    assert [group["params"] for group in made.param_groups] == [[p] for _, p in given]
+    assert make_optimizer(lambda _: [], given) is None
+
+
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(OptimizerRefused, match="returned a list") as caught:
-        make_optimizer(lambda given: [torch.optim.SGD([p], lr=0.1) for _, p in given], named())  # type: ignore[arg-type, return-value]
-    assert "groups" in str(caught.value.hint)
+    with pytest.raises(OptimizerRefused, match="returned dict") as caught:
+        make_optimizer(lambda given: {n: torch.optim.SGD([p], lr=0.1) for n, p in given}, named())  # type: ignore[arg-type, return-value]
+    assert "a list of optimizers" in str(caught.value.hint)
 
 
 def test_other_parameters_are_refused() -> None:

@@ -1,20 +1,21 @@
-"""What optimizer() may not return, and the cures that the refusals name."""
+"""What optimizer() may return, and what not."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
 from fxpipe.task.model_file import load_task
-from fxpipe.task.one_optimizer import check_one_optimizer
+from fxpipe.task.one_optimizer import one_optimizer
+from fxpipe.task.several_optimizers import SeveralOptimizers
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 FILE = """
 import torch
 from torch import nn
@@ -31,52 +32,120 @@ def parameters() -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: [torch.optim.SGD(p[:1]), torch.optim.Adam(p[1:])], r"a list \(SGD, Adam\), not one optimizer"),
-        (lambda p: (torch.optim.SGD(p), None), r"a tuple \(SGD, NoneType\), not one"),
-        (lambda p: {"a": torch.optim.SGD(p)}, r"a dict \(SGD\), not one"),
+        (lambda p: (torch.optim.SGD(p), None), r"NoneType in a tuple, not a torch"),
+        (lambda p: ([torch.optim.SGD(p)], []), r"list \(SGD\) in a tuple, not"),
+        (lambda p: {"a": torch.optim.SGD(p)}, r"dict \(SGD\), not"),
         (torch.optim.LBFGS, r"LBFGS\.step\(\) needs a closure"),
+        (lambda p: [torch.optim.LBFGS(p)], r"LBFGS\.step\(\) needs a closure"),
+        (lambda p: [torch.optim.SGD(p), torch.optim.Adam(p[1:])], r"in more than one .* \(SGD, Adam\)"),
     ],
 )
 def test_it_is_refused(make: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(TaskError, match=message) as caught:
-        check_one_optimizer(make(parameters()))
+        one_optimizer(make(parameters()))
     assert caught.value.hint
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_closure_that_may_be_left_out_is_no_matter(make: Callable[[Any], Any]) -> None:
-    check_one_optimizer(make(parameters()))
+    made = make(parameters())
+    assert one_optimizer(made) is made
 
 
 def test_a_model_file_is_told_where(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
-    path.write_text(FILE + "def optimizer(named): return [torch.optim.SGD([p for _, p in named])]\n")
+    path.write_text(FILE + "def optimizer(named): return [torch.optim.SGD([p for _, p in named]), None]\n")
     with pytest.raises(TaskError) as caught:
         load_task(path).optimizer([("a", parameters()[0])])
     assert caught.value.where == "model.py:7, in optimizer"
 
 
-def test_the_guides_several_optimizers_step_as_they_would_alone() -> None:
-    """Learning rates of a scheduler reach both, and so do gradients."""
-    code = GUIDE.read_text().split("### Several optimizers")[1].split("```python\n")[1].split("```")[0]
-    space: dict[str, Any] = {}
-    exec(code, space)
+def muon_and_adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    matrices, rest = [p for _, p in named if p.dim() == 2], [p for _, p in named if p.dim() != 2]
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)] if matrices else []
+    return [*made, *([torch.optim.AdamW(rest, lr=1e-3)] if rest else [])]
+
+
+def gradients(*given: Tensor) -> None:
+    for parameter in given:
+        parameter.grad = torch.randn(parameter.shape)
+
+
+def test_several_optimizers_step_as_they_would_alone() -> None:
+    """Learning rates of a scheduler reach both, and so do gradients; the state is that of both."""
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
     own_matrix, own_vector = (nn.Parameter(p.detach().clone()) for p in (matrix, vector))
-    both = space["optimizer"]([("matrix", matrix), ("vector", vector)])
-    assert isinstance(both, torch.optim.Optimizer)
-    check_one_optimizer(both)
-    alone = [torch.optim.SGD([own_matrix], lr=0.1, momentum=0.9), torch.optim.AdamW([own_vector], lr=1e-3)]
+    both = one_optimizer(muon_and_adamw([("matrix", matrix), ("vector", vector)]))
+    assert isinstance(both, SeveralOptimizers)
+    alone = [type(o)(**_groups_of(o, p)) for o, p in zip(both.optimizers, (own_matrix, own_vector), strict=True)]
+    assert [type(o) for o in alone] == [torch.optim.Muon, torch.optim.AdamW]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (both, *alone)]
     for _ in range(4):
-        matrix.grad = own_matrix.grad = torch.randn(3, 3)
-        vector.grad = own_vector.grad = torch.randn(3)
+        gradients(matrix, vector)
+        own_matrix.grad, own_vector.grad = matrix.grad, vector.grad
         for optimizer in (both, *alone):
             optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
     assert torch.equal(matrix, own_matrix)
     assert torch.equal(vector, own_vector)
-    assert not torch.equal(matrix, torch.zeros(3, 3))
-    assert [space["optimizer"]([("vector", vector)]).step()] == [None], "a worker may have parameters of one kind"
+    assert both.state[vector].keys() == alone[1].state[own_vector].keys()
+    assert set(both.state) == {matrix, vector}
+    both.zero_grad()
+    assert matrix.grad is vector.grad is None
+
+
+def _groups_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    group = optimizer.param_groups[0]
+    return {"params": [parameter], **{k: v for k, v in group.items() if k in ("lr", "weight_decay", "momentum")}}
+
+
+def test_a_worker_may_have_parameters_of_one_kind_or_none() -> None:
+    vector = nn.Parameter(torch.randn(3))
+    [part] = one_optimizer(muon_and_adamw([("vector", vector)])).optimizers  # type: ignore[attr-defined]
+    assert type(part) is torch.optim.AdamW
+    with pytest.raises(ValueError, match="empty parameter list"):
+        one_optimizer(muon_and_adamw([]))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_state_that_is_loaded_is_that_of_each(copied: bool) -> None:
+    """A copy's as well: its groups are its own optimizers'."""
+    torch.manual_seed(0)
+    first = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+
+    def made(given: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return one_optimizer((torch.optim.SGD(given[:1], lr=0.1, momentum=0.9), torch.optim.NAdam(given[1:], lr=0.1)))
+
+    one, other = made(first), made(second)
+    for _ in range(3):
+        gradients(*first)
+        one.step()
+    one.param_groups[1]["lr"] = 0.03
+    if copied:
+        second, other = copy.deepcopy((first, one))
+    else:
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+        for p, q in zip(first, second, strict=True):
+            q.data.copy_(p.data)
+    for _ in range(2):
+        gradients(*first)
+        for p, q in zip(first, second, strict=True):
+            q.grad = p.grad
+        for optimizer in (one, other):
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+    assert not any(p is q for p, q in zip(first, second, strict=True))
+
+
+def test_a_scheduler_may_change_what_all_have() -> None:
+    p = parameters()
+    both = one_optimizer([torch.optim.AdamW(p[:1]), torch.optim.NAdam(p[1:])])
+    torch.optim.lr_scheduler.OneCycleLR(both, max_lr=0.1, total_steps=5)
+    assert [group["betas"][0] for group in both.param_groups] == [0.95, 0.95]
+    mixed = one_optimizer([torch.optim.AdamW(p[:1]), torch.optim.SGD(p[1:], momentum=0.9)])
+    with pytest.raises(ValueError, match="momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(mixed, max_lr=0.1, total_steps=5)

@@ -132,21 +132,22 @@ def train_eagerly(recipe: Recipe) -> Trained:
     """As a user writes it, without fxpipe: each step on its whole batch."""
     model = recipe.make()
     named = recipe.named(model)
-    optimizer = recipe.optimizer(named)
-    scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
+    made = recipe.optimizer(named)
+    optimizers = made if isinstance(made, list) else [made]
+    schedulers = [recipe.scheduler(each) for each in optimizers] if recipe.scheduler is not None else []
     moving = None if recipe.ema is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
     losses = []
     for batch in recipe.batches():
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         with SteadyRandomness() if recipe.random else contextlib.nullcontext():
             with autocasting("cpu", recipe.autocast):
                 loss = recipe.loss(model, batch)
             loss.backward()
         if recipe.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
+        for each in (*optimizers, *schedulers):
+            each.step()
         if moving is not None:
             moving.update_parameters(model)
         losses.append(loss.item())
@@ -155,7 +156,7 @@ def train_eagerly(recipe: Recipe) -> Trained:
     if moving is not None:
         found.averages = dict(moving.module.state_dict())
     if recipe.averaged is not None:
-        kept = {id(dict(named)[name]): v.detach().clone() for name, v in recipe.averaged(optimizer, named).items()}
+        kept = {id(dict(named)[name]): v.detach().clone() for name, v in recipe.averaged(made, named).items()}
         every = model.named_parameters(remove_duplicate=False)
         found.averages = {**state, **{name: kept[id(p)] for name, p in every if id(p) in kept}}
     if recipe.metrics is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import PolicyError
+from fxpipe.task.several_optimizers import stepped_by
 
 
 @dataclass
@@ -116,8 +117,8 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
+        kind = stepped_by(optimizer, group).__name__
         where = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
         momentum = momentum_of(group)
         if momentum is None:

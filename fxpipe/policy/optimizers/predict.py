@@ -13,6 +13,7 @@ from fxpipe.errors import PolicyError
 from fxpipe.policy.optimizers.learning_rates import LearningRates, rate_of
 from fxpipe.policy.optimizers.rate_discount import RateDiscount
 from fxpipe.policy.optimizers.rules import LAST_UPDATE, Look, Rule, add, rule_of
+from fxpipe.task.several_optimizers import stepped_by
 
 
 class Predictor:
@@ -163,10 +164,14 @@ class Predictor:
         return math.fsum(rate / used for rate in self._to_come(steps, number, present))
 
     def _refuse_decay(self) -> None:
+        groups = self.optimizer.param_groups
         for number, rule in enumerate(self._rules):
             if rule.momentum:
                 continue
-            kind, where = type(self.optimizer).__name__, f" in parameter group {number}" if len(self._rules) > 1 else ""
+            kind, where = (
+                stepped_by(self.optimizer, groups[number]).__name__,
+                f" in parameter group {number}" if len(self._rules) > 1 else "",
+            )
             if self.weight_form:
                 what, hint = "the weight form of prediction has no momentum to decay", "leave out +decay"
             elif rule is LAST_UPDATE:

@@ -46,6 +46,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.task.several_optimizers import stepped_by
+
 Group = dict[str, Any]
 
 
@@ -99,11 +101,11 @@ class Rule:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
-    """The rule of a parameter group: by the optimizer's exact type and the group's options as they are now.
+    """The rule of a parameter group: by the exact type of what steps it and the group's options as they are now.
 
     A subclass may do anything, so its last update is repeated; so is that of complex parameters if the rule divides.
     """
-    kind = type(optimizer)
+    kind = stepped_by(optimizer, group)
     if kind in (torch.optim.SGD, torch.optim.RMSprop) and group["momentum"] != 0:
         return MOMENTUM
     if kind is torch.optim.SGD:

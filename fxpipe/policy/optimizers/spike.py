@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import PolicyError
+from fxpipe.task.several_optimizers import name_of, parts_of
 
 
 class SpikeCompensation:
@@ -95,8 +96,8 @@ class SpikeCompensation:
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer).__name__
-    if type(optimizer) is not torch.optim.SGD:
+    kind = name_of(optimizer)
+    if any(type(part) is not torch.optim.SGD for part in parts_of(optimizer)):
         raise PolicyError(
             f"spike compensation is defined for torch.optim.SGD with momentum, not for {kind}: "
             "it splits a gradient by how momentum would have spread it",

@@ -22,6 +22,7 @@ from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.several_optimizers import parts_of
 
 
 class Updater:
@@ -172,9 +173,7 @@ class Updater:
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update may use random numbers; torch's own optimizers do not. Keeping the state takes 0.2 ms."""
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-        return bool(hooks) or not own or self.scheduler is not None
+        return self.scheduler is not None or any(map(_is_changed, parts_of(optimizer)))
 
     def _reseed(self, *place: object) -> None:
         seed_generators(seed_of(self._seed, *place), self._device_type)
@@ -185,6 +184,13 @@ class Updater:
             where=f"{type(what).__name__}.step()",
             hint="it is called once after every update, without arguments",
         )
+
+
+def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step may be more than torch's own."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    return bool(hooks) or not own
 
 
 def _scheduler(task: TrainingTask, optimizer: torch.optim.Optimizer) -> Any:

@@ -55,7 +55,7 @@ class Recipe:
     model: Callable[[], nn.Module]
     loss: Loss
     batch: Callable[[int], Any]
-    optimizer: Callable[[Named], torch.optim.Optimizer] = momentum
+    optimizer: Callable[[Named], Any] = momentum
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip: float | None = None
     ema: float | None = None

@@ -15,7 +15,7 @@ from families.recipe_parts import layers, masked, valued
 
 ALL = "trains otherwise with one for each worker"
 TOGETHER = "it looks at all parameters at once"
-Make = Callable[[Named], torch.optim.Optimizer]
+Make = Callable[[Named], Any]
 
 
 def _torch(name: str, **options: Any) -> Make:
@@ -54,23 +54,10 @@ def _pytorch_optimizer(name: str, **options: Any) -> Make:
     return make
 
 
-class Several(torch.optim.Optimizer):
-    """As the guide has it: matrices and the rest are stepped in different ways."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.optimizers:
-            each.step()
-
-
-def _muon(named: Named) -> torch.optim.Optimizer:
+def _muon(named: Named) -> list[torch.optim.Optimizer]:
     wide, rest = [p for _, p in named if p.dim() == 2], [p for _, p in named if p.dim() != 2]
     made: list[torch.optim.Optimizer] = [torch.optim.Muon(wide, lr=1e-2)] if wide else []
-    return Several(*made, *([torch.optim.AdamW(rest, lr=1e-2)] if rest else []))
+    return [*made, *([torch.optim.AdamW(rest, lr=1e-2)] if rest else [])]
 
 
 def _of(library: str, name: str, make: Make, needs: tuple[str, ...] = (), **more: Any) -> Recipe:

@@ -1,0 +1,97 @@
+"""Several optimizers, each over parameters of its own, as the one that everything else steps and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Steps its optimizers one after the other; its groups are theirs, the very same dictionaries, in that order.
+
+    So a scheduler changes the rates of all of them. Its state is theirs as well, and a state that is loaded becomes
+    theirs.
+
+    Args:
+        optimizers: of disjoint parameters.
+
+    Attributes:
+        optimizers: as given.
+
+    Raises:
+        ValueError: they have no parameters, or a parameter in common; as any torch.optim.Optimizer says it.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        first, *others = [each.defaults for each in self.optimizers] or [{}]
+        common = {name: value for name, value in first.items() if all(name in other for other in others)}
+        # torch looks for parameters that are twice there; the groups themselves must not be touched.
+        super().__init__([{"params": list(group["params"])} for group in self._groups()], {})
+        self.defaults = common  # what a scheduler asks for, such as momentum that it may change in every group
+        self.param_groups = self._groups()
+        self.state = _StateOfAll(self.optimizers)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of each. A closure would be called by none: a pipeline has made the gradients."""
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Gives each its part of a state that `state_dict` has returned."""
+        super().load_state_dict(state_dict)
+        groups, state = iter(self.param_groups), self.state
+        for each in self.optimizers:
+            own = [next(groups) for _ in each.param_groups]
+            held = {p: state[p] for group in own for p in group["params"] if p in state}
+            each.__setstate__({"state": type(each.state)(dict, held), "param_groups": own})
+        self.param_groups = self._groups()
+        self.state = _StateOfAll(self.optimizers)  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.optimizers for group in each.param_groups]
+
+
+class _StateOfAll(Mapping[Tensor, Any]):
+    """The optimizers' states in one, as they are now."""
+
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        for each in self._optimizers:
+            if parameter in each.state:  # looked for first: a missing entry would be made
+                return each.state[parameter]
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for each in self._optimizers:
+            yield from each.state
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that make its step: itself, or the several that it is made of."""
+    return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def stepped_by(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
+    """The type that makes the step of one of its groups."""
+    return next(type(part) for part in parts_of(optimizer) if any(own is group for own in part.param_groups))
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """What a message calls it: `AdamW`, `Muon and AdamW`."""
+    return " and ".join(dict.fromkeys(type(part).__name__ for part in parts_of(optimizer)))
