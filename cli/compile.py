@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
+    from fxpipe.inspection.other_microbatches import Prospect
     from fxpipe.lowering.compare_with_eager import Agreement
     from fxpipe.plan.cost_records import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
@@ -69,6 +71,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
+    from fxpipe.inspection.other_microbatches import own_and_others
     from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager, worst_agreement
     from fxpipe.plan.build_folder import check_target
     from fxpipe.simulator.forecast import forecast
@@ -82,6 +85,7 @@ def compile_command(
         _check_profile_path(Path(save_profile), Path(out))
     made = build_model(model, ModelOptions(device, seed, meta), options, costs)
     simulation = forecast(made.build.plan, made.build.costs)
+    prospects = own_and_others(made.build)
     build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
         Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
@@ -99,20 +103,35 @@ def compile_command(
     limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
     if as_json:
-        emit_json(_as_json(build, out, agreement, simulation))
+        emit_json(_as_json(build, out, agreement, simulation, prospects))
     else:
-        _print(build, out, agreement, simulation, None if made.options.device is None else made.options.device.name)
+        _print(
+            build,
+            out,
+            agreement,
+            simulation,
+            prospects,
+            None if made.options.device is None else made.options.device.name,
+        )
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
     return 1 if failed else 0
 
 
-def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simulation, device: str | None) -> None:
+def _print(
+    build: Build,
+    out: str,
+    agreement: Agreement | None,
+    simulation: Simulation,
+    prospects: Sequence[Prospect],
+    device: str | None,
+) -> None:
     from fxpipe.errors import listed
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.inspection.shapes import shape_lines
     from fxpipe.observe.record import samples_of
+    from fxpipe.schedule import make as make_schedule
 
     plan = build.plan
     rows = []
@@ -142,6 +161,11 @@ def _print(build: Build, out: str, agreement: Agreement | None, simulation: Simu
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
         click.echo(plain(line))
+    if prospects and not make_schedule(plan.schedule, plan.workers).synchronous:
+        own, *rest = prospects
+        click.echo(f"staleness: {own.staleness}")
+        if rest:
+            click.echo(f"other microbatches (estimated): {'; '.join(map(str, rest))}")
     if build.costs.partitions:
         *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
@@ -205,7 +229,9 @@ def _milliseconds(worker: WorkerSummary) -> dict[str, Any]:
     return {f"{name}_ms" if name in times else name: 1e3 * v if name in times else v for name, v in row.items()}
 
 
-def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Simulation) -> dict[str, Any]:
+def _as_json(
+    build: Build, out: str, agreement: Agreement | None, simulation: Simulation, prospects: Sequence[Prospect]
+) -> dict[str, Any]:
     plan = build.plan
     from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.inspection.microbatches import microbatch_facts
@@ -230,6 +256,8 @@ def _as_json(build: Build, out: str, agreement: Agreement | None, simulation: Si
             "milliseconds": 1e3 * simulation.seconds_per_minibatch,
             "bubble": simulation.bubble,
         },
+        "staleness": dataclasses.asdict(prospects[0].staleness) if prospects else None,
+        "other_microbatches": [dataclasses.asdict(prospect) for prospect in prospects[1:]],
         "evaluation": evaluation_facts(plan),
         "workers": [_milliseconds(w) for w in build.costs.workers],
         "times": [

@@ -80,7 +80,7 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     for warning in task.warnings:
         warn(warning)
     named = options.constant_batch
-    options = options.for_task(task, example)
+    options = options.for_task(task)
     options = dataclasses.replace(options, command=_command(path, made, options, named))
     evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
     with working("compiling") as say:
@@ -107,7 +107,8 @@ def _command(path: str, made: ModelOptions, options: CompileOptions, constants: 
     parts = ["fxpipe compile", Path(path).name, f"-n {options.workers}"]
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
-    parts += [f"--schedule {options.schedule}", f"--microbatches {options.microbatches}"]
+    parts += [f"--schedule {options.schedule}"]
+    parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
     parts += [f"--constant-batch {shlex.quote(name)}" for name in constants]
     parts += [f"--scan {options.scan}"] if options.scan > 1 else []

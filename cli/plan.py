@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import emit_json, print_table, size, warn, working
+from fxpipe.cli.output import emit_json, print_table, size, working
+from fxpipe.cli.plan_comparison import COMPARED, compare, comparison_json, print_comparison
+from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.planner.links import Links
@@ -18,11 +19,18 @@ from fxpipe.task.model_options import ModelOptions
 if TYPE_CHECKING:
     from fxpipe.planner.partition import Load, Partition
     from fxpipe.planner.profile import Profile
-    from fxpipe.planner.workers import Workers
-    from fxpipe.schedule.base import Schedule
     from fxpipe.simulator.result import Simulation
 
 MODES = ("same", "bidirectional", "three-way")
+
+
+def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """`1,2,4` as numbers."""
+    parts = text.split(",") if isinstance(text, str) else map(str, text)
+    found = tuple(dict.fromkeys(int(part) if part.strip().isdecimal() else 0 for part in parts))
+    if 0 in found:
+        raise click.BadParameter(f"{text!r} is not a number of microbatches, 1 or more, or several: 1,2,4,8")
+    return found
 
 
 @click.command("plan")
@@ -33,8 +41,15 @@ MODES = ("same", "bidirectional", "three-way")
     CompileOptions,
     "schedule",
     "policy",
-    microbatches="Pieces of a minibatch. [default: like `compile`]",
     autocast="Run a model's step under torch.autocast.",
+)
+@click.option(
+    "--microbatches",
+    "counts",
+    type=_counts,
+    default=(),
+    metavar="M[,M…]",
+    help="Pieces of a minibatch; several numbers, 1,2,4,8, are compared. [default: like `compile`]",
 )
 @click.option("--no-communication", is_flag=True, help="Balance computation alone: messages cost nothing.")
 @click.option(
@@ -52,6 +67,7 @@ MODES = ("same", "bidirectional", "three-way")
 def plan_command(
     target: str,
     cuts: tuple[str, ...],
+    counts: tuple[int, ...],
     no_communication: bool,
     weight_fraction: float,
     meta: bool,
@@ -68,14 +84,12 @@ def plan_command(
     ideal time (all work divided by the workers' speeds) over the slowest worker's.
 
     \b
+    fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
     fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
     fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
     fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
     fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
     """
-    from fxpipe.planner.advice import advised_partitions
-    from fxpipe.schedule import make
-
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
     is_model = target.endswith(".py")
@@ -83,56 +97,30 @@ def plan_command(
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
-    options = CompileOptions(**asked)
+    options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
     if not is_model:
         _refuse_model_options(options, costs)
     options = costs.applied(options, meta=meta)
     if no_communication:
         options = replace(options, links=Links())
-    cuts = tuple(mode for mode in MODES if mode in cuts)
-    workers = options.workers
+    modes = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
-        if is_model:
-            subject = _profile_model(target, ModelOptions(meta=meta), options, not cuts or "three-way" in cuts, say)
+        read = of_model(target, ModelOptions(meta=meta), options) if is_model else of_profile(target, weight_fraction)
+        if len(counts) > 1:
+            rows = compare(read, options, counts, modes or COMPARED, say)
         else:
-            subject = _read_profile(target, options.microbatches or 1, weight_fraction)
-        setting = replace(options, microbatches=subject.microbatches).setting(subject.device, subject.optimizer_bytes)
-        found: dict[str, Partition] = {}
-        for profile, modes in subject.profiles(cuts or MODES):
-            found.update(advised_partitions(profile, setting, workers, modes, say))
-        order = make(setting.schedule, workers, setting.microbatches)
-        simulated = {}
-        for mode, partition in found.items():
-            say(f"{mode}: simulating")
-            simulated[mode] = _simulate(subject, partition, setting.workers(workers), order)
-    if as_json:
-        emit_json(_as_json(subject, found, simulated, cuts or MODES))
+            subject = read(options.microbatches, not modes or "three-way" in modes, say)
+            found = planned(subject, options, modes or MODES, say)
+    if len(counts) > 1:
+        if as_json:
+            emit_json(comparison_json(rows))
+        else:
+            print_comparison(rows)
+    elif as_json:
+        emit_json(_as_json(found, modes or MODES))
     else:
-        _print(subject, found, simulated, setting.links, workers, cuts or MODES)
+        _print(found, options.workers, modes or MODES)
     return 0
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """What is planned: a profile with W as part of B, and one for three-way cuts, which may be the same."""
-
-    whole: Profile
-    apart: Profile
-    microbatches: int
-    samples: int | None
-    optimizer_bytes: float
-    device: str = "cpu"
-
-    def profiles(self, modes: tuple[str, ...]) -> list[tuple[Profile, list[str]]]:
-        """Which profile serves which modes."""
-        if self.apart is self.whole:
-            return [(self.whole, list(modes))]
-        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.apart)]
-        return [(profile, wanted) for profile, wanted in groups if wanted]
-
-    def of(self, mode: str) -> Profile:
-        """The profile of a mode."""
-        return self.apart if mode == "three-way" else self.whole
 
 
 def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
@@ -142,53 +130,15 @@ def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
         raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
 
 
-def _read_profile(path: str, microbatches: int, weight_fraction: float) -> PlanInput:
-    from fxpipe.planner.pipedream import read_profile
-    from fxpipe.planner.setting import MOMENTUM
-
-    profile = read_profile(path)
-    if weight_fraction:
-        profile = profile.split_backward(weight_fraction)
-    return PlanInput(profile, profile, microbatches, None, MOMENTUM)
-
-
-def _profile_model(
-    path: str, made: ModelOptions, options: CompileOptions, three_way: bool, say: Callable[[str], None]
-) -> PlanInput:
-    from fxpipe.lowering.model_profile import profile_model
-    from fxpipe.runtime.process.allocator import reuse_freed_memory
-    from fxpipe.task.model_file import load_task
-
-    reuse_freed_memory()
-    task = load_task(path)
-    for warning in task.warnings:
-        warn(warning)
-    model, batch = made.make(task)
-    found = profile_model(model, task.loss, batch, options.for_task(task, batch), three_way=three_way, say=say)
-    for warning in found.warnings:
-        warn(warning)
-    return PlanInput(found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device)
-
-
-def _simulate(subject: PlanInput, partition: Partition, workers: Workers, schedule: Schedule) -> Simulation:
-    from fxpipe.simulator.of_partition import scenario_of_partition
-    from fxpipe.simulator.simulate import simulate, steady_minibatches
-
-    scenario = scenario_of_partition(subject.of(partition.mode), partition, workers, schedule)
-    return simulate(schedule, scenario, steady_minibatches(schedule))
-
-
-def _as_json(
-    subject: PlanInput, found: dict[str, Partition], simulated: dict[str, Simulation], modes: tuple[str, ...]
-) -> dict[str, Any]:
-    first = next(iter(found.values()))
+def _as_json(made: Planned, modes: tuple[str, ...]) -> dict[str, Any]:
+    subject, first = made.subject, next(iter(made.found.values()))
     result: dict[str, Any] = {
         "ideal_ms": 1e3 * first.ideal,
         "units": [u.name for u in subject.whole.units],
         "microbatches": subject.microbatches,
     }
     for mode in modes:
-        result[mode] = _mode_as_json(subject, found[mode], simulated[mode]) if mode in found else None
+        result[mode] = _mode_as_json(subject, made.found[mode], made.simulated[mode]) if mode in made.found else None
     return result
 
 
@@ -218,14 +168,8 @@ def _mode_as_json(subject: PlanInput, partition: Partition, simulation: Simulati
     return result
 
 
-def _print(
-    subject: PlanInput,
-    found: dict[str, Partition],
-    simulated: dict[str, Simulation],
-    links: Links,
-    workers: int,
-    modes: tuple[str, ...],
-) -> None:
+def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
+    subject, found, links = made.subject, made.found, made.setting.links
     shown: dict[tuple[tuple[int, ...], ...], str] = {}
     for mode, partition in found.items():
         cuts = (partition.forward, partition.backward, partition.weights)
@@ -239,7 +183,7 @@ def _print(
         if mode not in found:
             rows.append([mode, "does not fit", *[""] * 6])
             continue
-        partition, simulation = found[mode], simulated[mode]
+        partition, simulation = found[mode], made.simulated[mode]
         slowest = max(range(workers), key=lambda k: partition.loads[k].total)
         rows.append(
             [

@@ -31,7 +31,7 @@ def test_compile_save_load_and_train(tmp_path: Path) -> None:
 def test_weights_load_back_into_the_model() -> None:
     case = CASES["conv"]
     model = case.make()
-    build = fxpipe.compile(model, case.loss, case.batches(1)[0], workers=3, cost="analytic")
+    build = fxpipe.compile(model, case.loss, case.batches(1)[0], workers=3, microbatches=1, cost="analytic")
     pipeline = build.local()
     pipeline.run(case.batches(3))
     model.load_state_dict(pipeline.state_dict())

@@ -14,7 +14,6 @@ from small_models import CASES
 
 import fxpipe as api
 from fxpipe.errors import CaptureError, TaskError
-from fxpipe.task.batch import default_microbatches
 
 MODEL = """
 import torch
@@ -121,12 +120,6 @@ def test_workers_of_a_build_cannot_be_chosen_again(model: Path, tmp_path: Path) 
     result = fxpipe("run", tmp_path / "build", "-n", "3", "--out", tmp_path / "out")
     assert result.code == 2
     assert "-n goes with a model file" in result.err
-
-
-def test_default_microbatches_divide_the_batch() -> None:
-    assert default_microbatches(torch.zeros(32, 2), 3) == 4
-    assert default_microbatches(torch.zeros(6, 2), 3) == 3
-    assert default_microbatches(torch.zeros(2, 2), 3) == 2
 
 
 @pytest.mark.parametrize(

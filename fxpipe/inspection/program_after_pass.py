@@ -31,7 +31,7 @@ CAPTURE = "capture"
 
 _MADE_BY = ", made by: "
 AS_MADE = ModelOptions()
-ASKED = CompileOptions(microbatches=None)
+ASKED = CompileOptions()
 
 
 def pass_names() -> tuple[str, ...]:
@@ -79,6 +79,7 @@ def after(
         BuildError: the model file is not the one that the build was made from, or the build has none.
     """
     from fxpipe.ir.printer import print_program
+    from fxpipe.lowering.captured_step import captured_step
     from fxpipe.lowering.minibatch_loss import capture_microbatch
     from fxpipe.task.model_file import load_task
 
@@ -96,8 +97,12 @@ def after(
         made, options = ModelOptions(plan.device, meta=plan.meta), _options_of(plan, target)
     say("capturing")
     model, example = made.make(task)
-    options = options.for_task(task, example)
-    program = capture_microbatch(model, task.loss, example, options)
+    options = options.for_task(task)
+    if options.microbatches is None:
+        step = captured_step(model, task.loss, example, options)
+        program, options = step.program, step.options
+    else:
+        program = capture_microbatch(model, task.loss, example, options)
     if pass_name == CAPTURE:
         return print_program(program)
     names = pass_names()

@@ -13,12 +13,12 @@ from fxpipe.errors import BackendError
 from fxpipe.ir.program import Buffer, Parameter, Program
 from fxpipe.ir.program_table import table_of
 from fxpipe.ir.transform import Observer, PassLines, run_passes
+from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_cuts import Choice, choose_cuts
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.make_plan import make_plan
-from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes, with_shape
+from fxpipe.lowering.shapes import CapturedShape, with_shape
 from fxpipe.lowering.step_costs import StepCosts, has_no_values, step_costs
 from fxpipe.lowering.totals import with_totals
 from fxpipe.measure.engines import choose_engines
@@ -68,21 +68,20 @@ def compile(
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
-    options = changed(options, changes).for_batch(batch)
-    options.check()
-    program = capture_microbatch(model, loss, batch, options)
-    whole_loss = checked_loss(program, model, loss, batch, options)
-    others = [capture_shape(model, loss, b, options) for b in further_shapes(batch, shapes, options.constant_batch)]
+    step = captured_step(model, loss, batch, changed(options, changes), shapes)
+    options = step.options
     evaluations = None
     if evaluation is not None:
         evaluations = capture_evaluations(
             model,
             *evaluation,
-            program.device,
+            step.program.device,
             loss_weight=options.loss_weight,
             constant_batch=options.constant_batch,
         )
-    return lower(program, options, whole_loss=whole_loss, shapes=others, evaluations=evaluations, say=say)
+    return lower(
+        step.program, options, whole_loss=step.whole_loss, shapes=step.shapes, evaluations=evaluations, say=say
+    )
 
 
 def lower(

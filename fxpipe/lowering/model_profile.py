@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.minibatch_loss import capture_microbatch
+from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import step_costs
 from fxpipe.passes import front_passes
@@ -63,8 +63,8 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
-    options = options.for_batch(batch)
-    captured, whole_loss = capture_microbatch(model, loss, batch, options), options.whole_loss()
+    step = captured_step(model, loss, batch, options)
+    captured, whole_loss, options = step.program, step.whole_loss, step.options
     program = run_passes(captured, front_passes(whole_loss=whole_loss))
     split_up = run_passes(captured, front_passes(True, whole_loss)) if three_way else program
     say("costing the step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from fxpipe.planner.setting import Setting
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
-from fxpipe.schedule import SCHEDULES
+from fxpipe.schedule import SCHEDULES, kind_of
 from fxpipe.schedule import make as make_schedule
 
 if TYPE_CHECKING:
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task
+
+IN_PYTHON = "fxpipe.compile(...)"
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
@@ -53,8 +56,9 @@ class CompileOptions:
             worker between two cuts at one place has nothing to do in that phase.
         schedule: 'async', '1f1b' or 'gpipe'.
         policy: the schedule's own default where None.
-        microbatches: how many make a minibatch; the step is captured on one of them. None: 1 for async, else a divisor
-            of the batch near the number of workers.
+        microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
+            the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
+            change the loss.
         microbatch_dims: along which dimension the leaves of a batch are cut into microbatches: in the place of every
             leaf a number, or None if every microbatch gets it whole; or by the leaves' names, `batch[0]`. Found by how
             the step uses them if it is not given.
@@ -100,11 +104,10 @@ class CompileOptions:
     schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
     policy: str | None = policy_option("by schedule")
     microbatches: int | None = option(
-        1,
+        None,
         "--microbatches",
-        on_command_line=None,
         minimum=1,
-        help="Pieces of a minibatch. [default: 1 for async, else a divisor of the batch near -n]",
+        help="Pieces of a minibatch. [default: a divisor of the batch near -n; 1 for async with -n 2]",
     )
     microbatch_dims: Any = option(
         None,
@@ -159,7 +162,7 @@ class CompileOptions:
         help="Allow an optimizer that looks at all parameters at once: each worker has its own.",
     )
     known_costs: Path | None = None
-    command: str = "fxpipe.compile(...)"
+    command: str = IN_PYTHON
 
     @property
     def count(self) -> int:
@@ -190,22 +193,36 @@ class CompileOptions:
         """Whether operators that make input and weight gradients in one call are to make them in two."""
         return self.split_backward or (self.planned and self.cuts == "three-way")
 
-    def for_batch(self, batch: Any) -> CompileOptions:
-        """With the number of microbatches decided, by the whole minibatch."""
-        from fxpipe.task.batch import default_microbatches
+    def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
+        """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
+
+        Raises:
+            BatchError: a batch cannot be cut.
+        """
+        from fxpipe.task.batch import samples_of
 
         if self.microbatches is not None:
             return self
-        dims = None if self.microbatch_dims is None else self.dims(batch)
-        count = 1 if self.schedule == "async" else default_microbatches(batch, self.workers, dims, self.constant_batch)
-        return replace(self, microbatches=count)
+        kind = kind_of(self.schedule)
+        if kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
+            return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
+        sizes = [
+            samples_of(batch, None if self.microbatch_dims is None else self.dims(batch), self.constant_batch)
+            for batch in batches
+        ]
+        return self.of_microbatches(kind.usual_microbatches(self.workers, math.gcd(*sizes)))
 
-    def for_task(self, task: Task, batch: Any) -> CompileOptions:
-        """With what a model file, its first batch and this machine decide where nothing was asked."""
+    def of_microbatches(self, count: int) -> CompileOptions:
+        """With so many microbatches, also in the command that makes the build again."""
+        command = self.command if self.command == IN_PYTHON else f"{self.command} --microbatches {count}"
+        return replace(self, microbatches=count, command=command)
+
+    def for_task(self, task: Task) -> CompileOptions:
+        """With what a model file and this machine decide where nothing was asked."""
         from fxpipe.threads import threads_for
 
         threads = threads_for(self.threads, self.workers)
-        given = replace(
+        return replace(
             self,
             microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
             constant_batch=self.constant_batch or task.constant_batch,
@@ -214,7 +231,6 @@ class CompileOptions:
             lr_scheduler=self.lr_scheduler or task.lr_scheduler,
             threads=threads,
         )
-        return given.for_batch(batch)
 
     def check(self) -> None:
         """Refuse what makes no sense for any model.

@@ -18,17 +18,26 @@ from fxpipe.schedule.versions import Versions
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in (GPipe, OneFOneB, Async)}
 
 
+def kind_of(name: str) -> type[Schedule]:
+    """The schedules called `name`, of any number of workers.
+
+    Raises:
+        ScheduleError: no schedule has this name.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"there is no schedule '{name}'{near(name, SCHEDULES)}", hint=f"one of: {', '.join(SCHEDULES)}"
+        )
+    return SCHEDULES[name]
+
+
 def make(name: str, workers: int, microbatches: int = 1) -> Schedule:
     """The schedule called `name`.
 
     Raises:
         ScheduleError: no schedule has this name, or `workers` or `microbatches` is below 1.
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(
-            f"there is no schedule '{name}'{near(name, SCHEDULES)}", hint=f"one of: {', '.join(SCHEDULES)}"
-        )
-    return SCHEDULES[name](workers, microbatches)
+    return kind_of(name)(workers, microbatches)
 
 
 __all__ = [
@@ -42,6 +51,7 @@ __all__ = [
     "Versions",
     "check",
     "grid",
+    "kind_of",
     "make",
     "parse_row",
 ]

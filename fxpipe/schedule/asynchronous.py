@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
-from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.base import Schedule, divisors
 
 
 class Async(Schedule):
@@ -24,6 +24,20 @@ class Async(Schedule):
 
     name: ClassVar[str] = "async"
     synchronous: ClassVar[bool] = False
+
+    @classmethod
+    def usual_microbatches(cls, workers: int, samples: int) -> int:
+        """As many as leave every worker's weights one update old at most: N, or the nearest divisor from N−1 to 2N.
+
+        Without such a divisor, the largest one below. Two workers are one update late with a single microbatch, which
+        is then the fastest. benchmarks/accuracy has what each choice costs.
+        """
+        if workers < 3:
+            return 1
+        known = divisors(samples)
+        enough = [d for d in known if workers - 1 <= d <= 2 * workers]
+        few = max(d for d in known if d < workers)
+        return min(enough, key=lambda d: (abs(d - workers), -d), default=few)
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
         ahead = self.workers - 1 - worker

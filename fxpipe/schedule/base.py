@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
@@ -33,6 +34,15 @@ class Schedule(ABC):
             if value < 1:
                 raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
 
+    @classmethod
+    def usual_microbatches(cls, workers: int, samples: int) -> int:
+        """How many microbatches to make of a minibatch of `samples`, where nothing is asked; a divisor of `samples`.
+
+        With a flush, as many as keep all workers busy: the smallest divisor that is not below their number, else the
+        largest.
+        """
+        return min((d for d in divisors(samples) if d >= workers), default=samples)
+
     @abstractmethod
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
         """The endless schedule of `worker` from minibatch `start` on, beginning with an empty pipeline."""
@@ -60,3 +70,9 @@ class Schedule(ABC):
             backwards -= action.phase == "B"
             if backwards == 0:
                 return
+
+
+def divisors(number: int) -> list[int]:
+    """The numbers that divide one, in rising order."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

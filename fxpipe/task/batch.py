@@ -231,15 +231,17 @@ def asked_dims(batch: Any, asked: Any) -> dict[str, int | None]:
     return dims
 
 
-def default_microbatches(batch: Any, workers: int, dims: Dims | None = None, constants: Sequence[str] = ()) -> int:
-    """How many microbatches keep `workers` busy: the batch's smallest divisor that is not below, else its largest."""
+def samples_of(batch: Any, dims: Dims | None = None, constants: Sequence[str] = ()) -> int:
+    """How many samples a batch has along the dimensions in which it is cut: what its microbatches must divide.
+
+    Raises:
+        BatchError: its tensors differ, or it has none.
+    """
     leaves = describe(batch, constants)[0]
     cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
     if not constants:
         check_sizes(leaves, cut)
-    size = _common_size(leaves, cut)
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    return min((d for d in divisors if d >= workers), default=size)
+    return _common_size(leaves, cut)
 
 
 def check_sizes(leaves: Sequence[LeafSpec], dims: Dims) -> None:

@@ -102,3 +102,36 @@ def test_a_policy_that_makes_no_sense_is_refused(profile: Path) -> None:
     assert "policy '2bw' needs 3 microbatches on 4 workers" in result.err
     fits = fxpipe("plan", profile, "-n", "3", "--policy", "2bw", "--microbatches", "2", "--cuts", "same", "--json")
     assert fits.code == 0, fits.err
+
+
+def test_numbers_of_microbatches_are_compared(digits: Path) -> None:
+    arguments = ("plan", digits, "-n", "3", "--microbatches", "1,3,4", "--cost", "analytic")
+    rows = fxpipe(*arguments, "--json").json["microbatches"]
+    assert [row["microbatches"] for row in rows] == [1, 3, 4]
+    assert "do not divide a batch of" in rows[1]["refused"]
+    assert [rows[i]["staleness"]["updates"] for i in (0, 2)] == [2, 1]
+    alone = fxpipe("plan", digits, "-n", "3", "--microbatches", "4", "--cost", "analytic", "--json").json
+    chosen = alone[rows[2]["cuts"]]
+    assert rows[2]["samples_per_second"] == pytest.approx(chosen["samples_per_second"])
+    assert rows[2]["memory_bytes"] == pytest.approx(chosen["memory_bytes"])
+    table = fxpipe(*arguments)
+    assert table.code == 0
+    assert "2 updates" in table.out
+    assert "3: 3 microbatches do not divide a batch of" in table.out
+
+
+def test_profiles_are_compared_by_time(profile: Path) -> None:
+    rows = fxpipe("plan", profile, "-n", "3", "--microbatches", "1,2", "--policy", "2bw", "--json").json["microbatches"]
+    assert "needs 2 microbatches on 3 workers" in rows[0]["refused"]
+    assert rows[1]["samples_per_second"] is None
+    assert rows[1]["milliseconds"] > 0
+    nothing = fxpipe("plan", profile, "-n", "4", "--microbatches", "1,2", "--policy", "2bw")
+    assert nothing.code == 1
+    assert "needs 3 microbatches" in nothing.err
+
+
+@pytest.mark.parametrize("text", ["0", "a", "1,,2", "2,x"])
+def test_microbatches_that_are_no_numbers(profile: Path, text: str) -> None:
+    result = fxpipe("plan", profile, "--microbatches", text)
+    assert result.code == 2
+    assert "is not a number of microbatches, 1 or more, or several: 1,2,4,8" in result.err

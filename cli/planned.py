@@ -1,0 +1,123 @@
+"""What `fxpipe plan` plans: a model or a profile, the best cuts of each kind, and what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fxpipe.cli.output import warn
+
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.task.model_options import ModelOptions
+
+if TYPE_CHECKING:
+    from fxpipe.planner.partition import Partition
+    from fxpipe.planner.profile import Profile
+    from fxpipe.planner.setting import Setting
+    from fxpipe.simulator.result import Simulation
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What is planned: a profile with W as part of B, and one for three-way cuts, which may be the same."""
+
+    whole: Profile
+    apart: Profile
+    microbatches: int
+    samples: int | None
+    optimizer_bytes: float
+    device: str = "cpu"
+
+    def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
+        """Which profile serves which modes."""
+        if self.apart is self.whole:
+            return [(self.whole, list(modes))]
+        groups = [(p, [m for m in modes if self.of(m) is p]) for p in (self.whole, self.apart)]
+        return [(profile, wanted) for profile, wanted in groups if wanted]
+
+    def of(self, mode: str) -> Profile:
+        """The profile of a mode."""
+        return self.apart if mode == "three-way" else self.whole
+
+
+Read = Callable[[int | None, bool, Say], PlanInput]
+"""Makes what is planned, for so many microbatches (None: as `compile` chooses), and for three-way cuts, too, or not."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The best partition of each mode, of those that fit into memory, and its simulation."""
+
+    subject: PlanInput
+    setting: Setting
+    found: dict[str, Partition]
+    simulated: dict[str, Simulation]
+
+
+def of_profile(path: str, weight_fraction: float) -> Read:
+    """A profile, whose microbatches are as large however many there are."""
+    from fxpipe.planner.pipedream import read_profile
+    from fxpipe.planner.setting import MOMENTUM
+
+    profile = read_profile(path)
+    if weight_fraction:
+        profile = profile.split_backward(weight_fraction)
+    return lambda microbatches, three_way, say: PlanInput(profile, profile, microbatches or 1, None, MOMENTUM)
+
+
+def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
+    """A model file: its batch is cut into so many microbatches, and the step is captured and costed on one."""
+    from fxpipe.lowering.model_profile import profile_model
+    from fxpipe.runtime.process.allocator import reuse_freed_memory
+    from fxpipe.task.model_file import load_task
+
+    reuse_freed_memory()
+    task = load_task(path)
+    model, batch = made.make(task)
+    asked = options.for_task(task)
+    told = dict.fromkeys(task.warnings)
+    for warning in told:
+        warn(warning)
+
+    def read(microbatches: int | None, three_way: bool, say: Say) -> PlanInput:
+        counted = replace(asked, microbatches=microbatches)
+        found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say)
+        for warning in found.warnings:
+            if warning not in told:
+                told[warning] = None
+                warn(warning)
+        return PlanInput(
+            found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device
+        )
+
+    return read
+
+
+def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> Planned:
+    """Plan and simulate.
+
+    Raises:
+        PolicyError: the policy makes no sense with so many microbatches.
+        CutError: nothing fits into memory.
+    """
+    from fxpipe.planner.advice import advised_partitions
+    from fxpipe.schedule import make
+    from fxpipe.simulator.of_partition import scenario_of_partition
+    from fxpipe.simulator.simulate import simulate, steady_minibatches
+
+    counted = replace(options, microbatches=subject.microbatches)
+    setting = counted.setting(subject.device, subject.optimizer_bytes)
+    found: dict[str, Partition] = {}
+    for profile, wanted in subject.profiles(modes):
+        found.update(advised_partitions(profile, setting, options.workers, wanted, say))
+    schedule = make(setting.schedule, options.workers, setting.microbatches)
+    simulated = {}
+    for mode, partition in found.items():
+        say(f"{mode}: simulating")
+        workers = setting.workers(options.workers)
+        scenario = scenario_of_partition(subject.of(mode), partition, workers, schedule)
+        simulated[mode] = simulate(schedule, scenario, steady_minibatches(schedule))
+    return Planned(subject, setting, found, simulated)

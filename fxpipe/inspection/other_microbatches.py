@@ -1,0 +1,119 @@
+"""What a build does with its number of microbatches, and would do with others, by the costs that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import PolicyError
+from fxpipe.inspection.staleness import Staleness, ago, staleness_of
+from fxpipe.ir.program_table import ProgramTable
+from fxpipe.observe.record import samples_of
+from fxpipe.plan.spec import Phase, Plan
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.device import LAUNCH
+from fxpipe.planner.quantity import size
+from fxpipe.policy import copies
+from fxpipe.policy.recipe import Recipe, choose
+from fxpipe.schedule.base import divisors
+from fxpipe.schedule.check import in_flight
+from fxpipe.simulator.of_build import scenario_of
+from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.simulate import simulate, steady_minibatches
+
+if TYPE_CHECKING:
+    from fxpipe.build.build import Build
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """One number of microbatches.
+
+    Attributes:
+        samples_per_second: in the steady state, as simulated.
+        memory_bytes: of the worker that holds most: weights, their gradients, the copies that the policy keeps, the
+            optimizer's state, replicas, and what the microbatches in flight save.
+    """
+
+    microbatches: int
+    staleness: Staleness
+    samples_per_second: float
+    memory_bytes: float
+
+    def __str__(self) -> str:
+        age = f"{ago(self.staleness.updates)} old" if self.staleness.updates else "not stale"
+        return f"{self.microbatches}: {age}, {self.samples_per_second:.1f} samples/s, {size(self.memory_bytes)}"
+
+
+def own_and_others(build: Build) -> tuple[Prospect, ...]:
+    """A build's own number of microbatches first; then one, and about half and twice as many.
+
+    Empty if it does not know its costs, or its policy is defined in a model file that is not imported here.
+    """
+    plan = build.plan
+    if build.nodes is None or not build.costs.workers:
+        return ()
+    known = divisors(samples_of(plan))
+    fewer = [d for d in known if 2 * d <= plan.microbatches]
+    more = [d for d in known if d >= 2 * plan.microbatches]
+    others = dict.fromkeys([*known[:1], *fewer[-1:], *more[:1]])
+    counts = [plan.microbatches, *(count for count in others if count != plan.microbatches)]
+    return tuple(prospects(plan, build.costs, build.nodes, counts))
+
+
+def prospects(plan: Plan, costs: BuildCosts, nodes: ProgramTable, counts: Sequence[int]) -> Iterator[Prospect]:
+    """What a plan does with these numbers of microbatches, cut where it is cut; what its policy refuses is left out.
+
+    A node's time is taken to grow in proportion to the microbatch above `LAUNCH`, the least that a node takes; messages
+    and saved values grow likewise. `fxpipe plan --microbatches` captures and measures each number instead.
+
+    Args:
+        nodes: says how many nodes a worker runs, and what each costs.
+    """
+    for count in counts:
+        other = replace(plan, microbatches=count)
+        try:
+            recipe = choose(other)
+        except PolicyError:
+            continue
+        scenario = _resized(scenario_of(other, costs, recipe.demand), nodes, plan.microbatches / count)
+        simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
+        memory = max(_memory(scenario, costs, recipe))
+        yield Prospect(
+            count,
+            staleness_of(recipe.policy, recipe.demand.versions),
+            simulation.samples_per_second(samples_of(plan)),
+            memory,
+        )
+
+
+def _resized(scenario: Scenario, nodes: ProgramTable, ratio: float) -> Scenario:
+    """The same with microbatches of another size."""
+    least: dict[tuple[int, Phase | None], float] = {}
+    for row in nodes.rows:
+        least[row.worker, row.phase] = least.get((row.worker, row.phase), 0.0) + min(LAUNCH, (row.ms or 0.0) / 1e3)
+
+    def time(seconds: float, worker: int, phase: Phase) -> float:
+        fixed = min(seconds, least.get((worker, phase), 0.0))
+        return fixed + ratio * (seconds - fixed)
+
+    workers = tuple(
+        replace(
+            w, forward=time(w.forward, k, "F"), backward=time(w.backward, k, "B"), saved_bytes=ratio * w.saved_bytes
+        )
+        for k, w in enumerate(scenario.workers)
+    )
+    return replace(
+        scenario,
+        workers=workers,
+        messages=tuple(replace(message, bytes=ratio * message.bytes) for message in scenario.messages),
+    )
+
+
+def _memory(scenario: Scenario, costs: BuildCosts, recipe: Recipe) -> Iterator[float]:
+    kept, flying = copies(recipe.policy, recipe.schedule), in_flight(recipe.schedule)
+    for worker, summary in enumerate(costs.workers):
+        cost = scenario.workers[worker]
+        more = (kept[worker] + costs.optimizer_bytes) * summary.owned_bytes
+        yield cost.static_bytes + cost.saved_bytes * flying[worker] + more

@@ -1,0 +1,43 @@
+"""How old the weights are that forwards see, and what the policy does about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.policy.base import Policy
+from fxpipe.schedule.versions import Versions
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """What a schedule, its microbatches and a policy make of the weights.
+
+    Attributes:
+        updates: how many updates a forward misses at most, on any worker and in any microbatch.
+        predicted: some forwards see weights that are predicted from there.
+        feedback: the updates make up for late gradients: 'error feedback', 'spike compensation', or ''.
+    """
+
+    updates: int
+    predicted: bool
+    feedback: str
+
+    def __str__(self) -> str:
+        if not self.updates:
+            return "no weights are stale"
+        how = ["predicted"] if self.predicted else []
+        how += [f"with {self.feedback}"] if self.feedback else []
+        return f"weights are at most {ago(self.updates)} old{''.join(f', {each}' for each in how)}"
+
+
+def staleness_of(policy: Policy, versions: Versions) -> Staleness:
+    """The staleness under a policy and the versions of a schedule, in steady state."""
+    workers, microbatches = range(versions.schedule.workers), range(versions.schedule.microbatches)
+    updates = max(policy.lag(versions, "F", microbatch, k, k) for k in workers for microbatch in microbatches)
+    feedback = "error feedback" if policy.ef else "spike compensation" if policy.sc else ""
+    return Staleness(updates, policy.predicts, feedback)
+
+
+def ago(updates: int) -> str:
+    """`1 update`, `3 updates`."""
+    return f"{updates} update{'' if updates == 1 else 's'}"

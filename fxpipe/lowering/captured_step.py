@@ -1,0 +1,80 @@
+"""The step as the options ask for it: captured on one of its microbatches, and compared with eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import BatchError, CaptureError
+from fxpipe.ir.program import Program
+from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes
+from fxpipe.passes.whole_loss import WholeLoss
+from fxpipe.schedule import kind_of
+from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.versions import Versions
+from fxpipe.tracing.capture import Loss
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step, captured, with the options that were decided on the way.
+
+    Attributes:
+        program: of one microbatch.
+        whole_loss: the pass that makes the microbatches' losses the whole batch's; None for one microbatch.
+        shapes: the same of minibatches of other shapes.
+        options: as asked, with the number of microbatches.
+    """
+
+    program: Program
+    whole_loss: WholeLoss | None
+    shapes: tuple[CapturedShape, ...]
+    options: CompileOptions
+
+
+def captured_step(
+    model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any] = ()
+) -> CapturedStep:
+    """Capture the step, and choose the number of microbatches where none is asked.
+
+    A schedule without a flush trains as well with one microbatch, only with staler weights: so it is one where the
+    batch cannot be cut as the schedule would like it, or its loss is not one of microbatches, and a warning says why.
+
+    Args:
+        batch: one whole minibatch.
+        shapes: more minibatches: those of another shape, or with other constants, are captured, too.
+
+    Raises:
+        FxpipeError: as `capture_microbatch` and `checked_loss`.
+    """
+    others = further_shapes(batch, shapes, options.constant_batch)
+    if options.microbatches is not None or kind_of(options.schedule).synchronous:
+        return _captured(model, loss, batch, others, options.for_batches([batch, *others]))
+    decided = None
+    try:
+        decided = options.for_batches([batch, *others])
+        return _captured(model, loss, batch, others, decided)
+    except (BatchError, CaptureError) as error:
+        if decided is not None and decided.count == 1:
+            raise
+        step = _captured(model, loss, batch, others, options.of_microbatches(1))
+        late = Versions(make_schedule(options.schedule, options.workers)).lag("F", 0, 0)
+        found = (
+            f"one microbatch a minibatch, so that forwards miss {late} updates: not "
+            f"{'several' if decided is None else decided.count}, since {error.what}; "
+            "--microbatches says what can be done about it"
+        )
+        return replace(step, program=replace(step.program, warnings=(*step.program.warnings, found)))
+
+
+def _captured(model: nn.Module, loss: Loss, batch: Any, others: Sequence[Any], options: CompileOptions) -> CapturedStep:
+    options.check()
+    program = capture_microbatch(model, loss, batch, options)
+    whole_loss = checked_loss(program, model, loss, batch, options)
+    shapes = tuple(capture_shape(model, loss, other, options) for other in others)
+    return CapturedStep(program, whole_loss, shapes, options)

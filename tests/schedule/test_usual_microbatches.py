@@ -1,0 +1,44 @@
+"""How many microbatches a schedule makes of a minibatch where nothing is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpipe.schedule import Versions, kind_of, make
+from fxpipe.schedule.base import divisors
+
+
+@pytest.mark.parametrize(("workers", "samples", "expected"), [(3, 32, 4), (3, 6, 3), (3, 2, 2), (1, 7, 1), (4, 7, 7)])
+def test_a_flush_wants_as_many_as_workers(workers: int, samples: int, expected: int) -> None:
+    assert kind_of("1f1b").usual_microbatches(workers, samples) == expected
+    assert kind_of("gpipe").usual_microbatches(workers, samples) == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "samples", "expected"),
+    [
+        (1, 32, 1),
+        (2, 32, 1),  # one update late anyway
+        (3, 32, 4),
+        (3, 6, 3),
+        (4, 6, 3),  # N−1 are enough
+        (8, 32, 8),
+        (8, 12, 12),
+        (8, 34, 2),  # 17 would be more than 2N
+        (8, 4, 4),
+        (5, 1, 1),
+    ],
+)
+def test_async_wants_weights_one_update_old(workers: int, samples: int, expected: int) -> None:
+    assert kind_of("async").usual_microbatches(workers, samples) == expected
+
+
+@pytest.mark.parametrize("workers", range(2, 18))
+def test_where_samples_allow_it_no_forward_misses_two_updates(workers: int) -> None:
+    count = kind_of("async").usual_microbatches(workers, 720720)  # every number up to 16 divides it
+    lags = [Versions(make("async", workers, count)).lag("F", k, k, j) for k in range(workers) for j in range(count)]
+    assert max(lags) == 1
+
+
+def test_divisors() -> None:
+    assert [divisors(n) for n in (1, 7, 12, 36)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
