@@ -25,7 +25,7 @@ class EagerCheck:
         run = Run(self.workload, self.optimizer, SYNCHRONOUS, 1, 1, self.rate, seed=0, steps=self.steps, points=1)
         pipeline = pipeline_of(run)
         model = workload.make(seed=0)
-        optimizer = make_optimizer(self.optimizer, list(model.parameters()), self.rate)
+        optimizer = make_optimizer(self.optimizer, list(model.named_parameters()), self.rate)
         scheduler = make_scheduler(optimizer, self.steps)
         for _, batch in zip(range(self.steps), workload.batches(seed=0), strict=False):
             pipeline.step(batch)

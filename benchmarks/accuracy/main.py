@@ -6,6 +6,7 @@ import argparse
 import datetime
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from journal import Journal
@@ -24,7 +25,7 @@ BUILD = HERE.parents[1] / "build"
 
 
 def main() -> int:
-    """Run what is missing, then make result.json, plots and tables; the committed ones only of the whole study."""
+    """Run what is missing, then make result.json, plots and tables; the committed ones with --publish."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small study, in minutes")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=cores(), help="processes, of one thread each; default: the cores")
     parser.add_argument("--out", type=Path, help="working folder; default: build/accuracy, or build/accuracy-quick")
     parser.add_argument("--report", action="store_true", help="run nothing: plots and tables of what is there")
+    parser.add_argument("--publish", action="store_true", help="of the full study, also here, – where a run is missing")
     options = parser.parse_args()
     study = QUICK if options.quick else FULL
     if options.only:
@@ -47,40 +49,47 @@ def main() -> int:
         except KeyboardInterrupt:
             print(f"\nstopped; the same command goes on from {journal.path}", file=sys.stderr)
             return 130
-    report(study, journal, out)
+    report(study, journal, [out, HERE] if options.publish and study == FULL else [out])
     return 1 if failed else 0
 
 
 def run(study: Study, journal: Journal, processes: int) -> int:
-    """Run all jobs that have no result yet; how many failed."""
-    missing = [job for job in study.jobs() if job not in journal]
-    print(f"{len(study.jobs())} jobs, {len(missing)} to run in {processes} processes", flush=True)
-    begin, failed = time.monotonic(), 0
-    for done, (job, result, error) in enumerate(results(missing, min(processes, len(missing) or 1)), start=1):
+    """Run all jobs that have no result yet, grid by grid; how many failed."""
+    failed: set[Job] = set()
+    for number, grid in enumerate(study.grids, start=1):
+        # The best rate of the first seed is that of the others: so there are new jobs once it is known.
+        while missing := [job for job in grid.runs(journal) if job not in journal and job not in failed]:
+            failed |= _run(missing, journal, processes, f"grid {number} of {len(study.grids)}")
+    failed |= _run([job for job in study.once() if job not in journal], journal, processes, "checks")
+    return len(failed)
+
+
+def _run(jobs: Sequence[Job], journal: Journal, processes: int, what: str) -> set[Job]:
+    print(f"{what}: {len(jobs)} jobs in {processes} processes", flush=True)
+    begin, failed = time.monotonic(), set()
+    for done, (job, result, error) in enumerate(results(jobs, min(processes, len(jobs) or 1)), start=1):
         if result is None:
-            failed += 1
+            failed.add(job)
             print(f"{job} failed:\n{error}", file=sys.stderr)
         else:
             journal.add(job, result)
-        left = (time.monotonic() - begin) / done * (len(missing) - done)
-        print(f"{done}/{len(missing)}  {_clock(left)} left  {_line(job, result)}", flush=True)
+        left = (time.monotonic() - begin) / done * (len(jobs) - done)
+        print(f"{done}/{len(jobs)}  {_clock(left)} left  {_line(job, result)}", flush=True)
     return failed
 
 
-def report(study: Study, journal: Journal, out: Path) -> None:
-    """Result, plots and tables into the working folder, and here once every job of the full study has a result."""
+def report(study: Study, journal: Journal, folders: Sequence[Path]) -> None:
+    """Result, plots and tables into these folders."""
     summary = summarize(study, journal)
-    targets = [out]
-    if study == FULL and all(job in journal for job in study.jobs()):
-        targets.append(HERE)
-    for folder in targets:
+    text = tables(summary)
+    for folder in folders:
         write_summary(summary, folder / "result.json")
         draw(summary, folder / "plots")
-    text = tables(summary)
-    (out / "tables.md").write_text(text)
-    if HERE in targets:
-        write_between_markers(text, HERE / "README.md")
-    print(f"written: {', '.join(str(folder) for folder in targets)}")
+        if folder == HERE:
+            write_between_markers(text, HERE / "README.md")
+        else:
+            (folder / "tables.md").write_text(text)
+    print(f"written: {', '.join(str(folder) for folder in folders)}")
 
 
 def _clock(seconds: float) -> str:
@@ -91,8 +100,8 @@ def _line(job: Job, result: dict[str, object] | None) -> str:
     if not isinstance(job, Run) or result is None:
         return f"{type(job).__name__} {job.workload} {job.optimizer}"
     said = f"diverged at step {result['diverged']}" if "diverged" in result else f"{result['final']:.4f}"
-    settings = f"{job.workload} {job.optimizer} {job.method} N={job.workers} rate {job.rate:g} seed {job.seed}"
-    return f"{settings}: {said} in {result['seconds']:.1f} s"
+    method = f"{job.method} N={job.workers} M={job.microbatches} rate {job.rate:g} seed {job.seed}"
+    return f"{job.workload} {job.optimizer} {method}: {said} in {result['seconds']:.1f} s"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The study's models: plain PyTorch, each with eight pieces to cut between. None uses dropout.
+"""The study's models: plain PyTorch, each with at least eight pieces to cut between. None uses dropout.
 
 Every model maps its inputs to logits whose last dimension is the classes.
 """
@@ -6,31 +6,37 @@ Every model maps its inputs to logits whose last dimension is the classes.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Norm = Callable[[int], nn.Module]
 
-def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """3×3 convolution, batch norm, ReLU."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
-    )
+
+def group_norm(channels: int) -> nn.Module:
+    """Over groups of four channels of one sample: what a microbatch is makes no difference to it."""
+    return nn.GroupNorm(channels // 4, channels)
+
+
+def convolution(inputs: int, outputs: int, norm: Norm, stride: int = 1) -> nn.Sequential:
+    """3×3 convolution, norm, ReLU."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), norm(outputs), nn.ReLU())
 
 
 class VGG(nn.Module):
-    """Six convolutions with batch norm and two linear layers: images [batch, 1, 8, 8] to logits [batch, 10]."""
+    """Six convolutions with norms and two linear layers: images [batch, 1, 8, 8] to logits [batch, 10]."""
 
-    def __init__(self, width: int = 12) -> None:
+    def __init__(self, norm: Norm = nn.BatchNorm2d, width: int = 12) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            convolution(1, width),
-            nn.Sequential(convolution(width, width), nn.MaxPool2d(2)),  # 4×4
-            convolution(width, 2 * width),
-            convolution(2 * width, 2 * width),
-            nn.Sequential(convolution(2 * width, 2 * width), nn.MaxPool2d(2)),  # 2×2
-            convolution(2 * width, 4 * width),
+            convolution(1, width, norm),
+            nn.Sequential(convolution(width, width, norm), nn.MaxPool2d(2)),  # 4×4
+            convolution(width, 2 * width, norm),
+            convolution(2 * width, 2 * width, norm),
+            nn.Sequential(convolution(2 * width, 2 * width, norm), nn.MaxPool2d(2)),  # 2×2
+            convolution(2 * width, 4 * width, norm),
             nn.Sequential(nn.Flatten(), nn.Linear(16 * width, 4 * width), nn.ReLU()),
             nn.Linear(4 * width, 10),
         )
@@ -42,14 +48,14 @@ class VGG(nn.Module):
 class BasicBlock(nn.Module):
     """ResNet's block: two convolutions with batch norm beside a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+    def __init__(self, inputs: int, outputs: int, norm: Norm, stride: int = 1) -> None:
         super().__init__()
-        self.first = convolution(inputs, outputs, stride)
+        self.first = convolution(inputs, outputs, norm, stride)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(outputs)
+        self.norm = norm(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm(self.second(self.first(x))) + self.shortcut(x))
@@ -58,16 +64,16 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """A stem, six basic blocks and a linear head: images [batch, 1, 8, 8] to logits [batch, 10]."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, norm: Norm = nn.BatchNorm2d, width: int = 8) -> None:
         super().__init__()
-        self.stem = convolution(1, width)
+        self.stem = convolution(1, width, norm)
         self.blocks = nn.Sequential(
-            BasicBlock(width, width),
-            BasicBlock(width, width),
-            BasicBlock(width, 2 * width, stride=2),  # 4×4
-            BasicBlock(2 * width, 2 * width),
-            BasicBlock(2 * width, 4 * width, stride=2),  # 2×2
-            BasicBlock(4 * width, 4 * width),
+            BasicBlock(width, width, norm),
+            BasicBlock(width, width, norm),
+            BasicBlock(width, 2 * width, norm, stride=2),  # 4×4
+            BasicBlock(2 * width, 2 * width, norm),
+            BasicBlock(2 * width, 4 * width, norm, stride=2),  # 2×2
+            BasicBlock(4 * width, 4 * width, norm),
         )
         self.head = nn.Linear(4 * width, 10)
 
@@ -99,12 +105,12 @@ class SNN(nn.Module):
 
 
 class ResidualLSTM(nn.Module):
-    """Eight LSTM layers, each added to its input: tokens [batch, length] to logits [batch, classes]."""
+    """LSTM layers, each added to its input: tokens [batch, length] to logits [batch, classes]."""
 
-    def __init__(self, vocabulary: int, classes: int, width: int = 32) -> None:
+    def __init__(self, vocabulary: int, classes: int, layers: int = 8, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(8))
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
         self.head = nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -136,17 +142,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Eight blocks. A causal one gives logits for every next token, any other one for the whole text.
+    """Pre-norm blocks. A causal one gives logits for every next token, any other one for the whole text.
 
     Tokens [batch, length] to logits [batch, length, classes], or [batch, classes].
     """
 
-    def __init__(self, vocabulary: int, length: int, classes: int, causal: bool, width: int = 32) -> None:
+    def __init__(self, vocabulary: int, length: int, classes: int, causal: bool, blocks: int = 8) -> None:
         super().__init__()
+        width = 32
         self.causal = causal
         self.embed = nn.Embedding(vocabulary, width)
         self.place = nn.Parameter(0.1 * torch.randn(length, width))
-        self.blocks = nn.ModuleList(Block(width, causal) for _ in range(8))
+        self.blocks = nn.ModuleList(Block(width, causal) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
         nn.init.normal_(self.embed.weight, std=0.1)

@@ -16,53 +16,81 @@ from matplotlib.figure import Figure
 from prediction import FURTHEST
 from study import METHODS
 from summary import Row
-from training import SYNCHRONOUS
+from training import FLUSHED, SYNCHRONOUS
 
-COLOURS = {SYNCHRONOUS: "black"} | {method: f"C{number}" for number, method in enumerate(METHODS)}
+COLOURS = {SYNCHRONOUS: "black", FLUSHED: "grey"} | {method: f"C{number}" for number, method in enumerate(METHODS)}
+SHOWN = 8  # workers
+LONG = "long_gpt"
 
 
 def draw(summary: dict[str, Any], folder: Path) -> None:
-    """Write curves.png, workers.png and prediction.png."""
+    """Write curves.png, workers.png, prediction.png, and long.png where there is a long run."""
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = summary["conditions"]
     _save(_curves(rows), folder / "curves.png")
     _save(_over_workers(rows), folder / "workers.png")
+    if any(row["workload"] == LONG for row in rows):
+        _save(_long(rows), folder / "long.png")
     _save(_predictions(summary["prediction_errors"]), folder / "prediction.png")
 
 
 def _curves(rows: Sequence[Row]) -> Figure:
-    """The held-out metric against steps, with the most workers, at each method's best rate."""
-    most = max((row["workers"] for row in rows), default=1)
-    figure, axes = _panels(rows)
+    """The held-out metric against steps, with as many microbatches as workers, at each method's best rate."""
+    counts = {row["workers"] for row in rows} - {1}
+    shown = SHOWN if SHOWN in counts else max(counts, default=1)
+    those = [
+        row
+        for row in rows
+        if (row["workers"], row["microbatches"]) in ((1, 1), (shown, shown)) and row["workload"] != LONG
+    ]
+    figure, axes = _panels(those)
     for (workload, optimizer), panel in axes.items():
-        for row in rows:
-            if (row["workload"], row["optimizer"]) != (workload, optimizer) or row["workers"] not in (1, most):
-                continue
-            if row["curve"]:
+        for row in those:
+            if (row["workload"], row["optimizer"]) == (workload, optimizer) and row["curve"]:
                 panel.plot(*zip(*row["curve"], strict=True), **_style(row["method"]))
         panel.set_xlabel("steps")
-    figure.suptitle(f"Held-out data along the way, {most} workers, best rate of each method")
+    figure.suptitle(f"Held-out data along the way, {shown} workers, {shown} microbatches, best rate of each method")
     return figure
 
 
 def _over_workers(rows: Sequence[Row]) -> Figure:
-    """The final metric against the number of workers; one worker is synchronous."""
-    figure, axes = _panels(rows)
-    counts = sorted({row["workers"] for row in rows})
-    for pair, panel in axes.items():
-        here = [row for row in rows if (row["workload"], row["optimizer"]) == pair and row["mean"] is not None]
-        start = [row for row in here if row["method"] == SYNCHRONOUS]
+    """What each method loses on average, against the workers: as many microbatches, and a single one."""
+    counts = sorted({row["workers"] for row in rows} - {1})
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), squeeze=False, sharey=True)
+    for panel, title, microbatches in zip(panels.flat, ("M = N", "M = 1"), (lambda n: n, lambda n: 1), strict=True):
         for method in METHODS:
-            line = start + [row for row in here if row["method"] == method]
-            if len(line) > len(start):
-                places = [counts.index(row["workers"]) for row in line]
-                spread = [row["std"] or 0.0 for row in line]
-                panel.errorbar(places, [row["mean"] for row in line], spread, capsize=2, **_style(method))
-        for row in start:
-            panel.axhline(row["mean"], color="black", linewidth=0.8, linestyle=":", label=SYNCHRONOUS)
+            points = []
+            for place, n in enumerate(counts):
+                key = (method, n, microbatches(n))
+                those = [row["lost"] for row in rows if (row["method"], row["workers"], row["microbatches"]) == key]
+                lost = [value for value in those if value is not None]
+                if lost:
+                    points.append((place, 100 * sum(lost) / len(lost)))
+            if points:
+                panel.plot(*zip(*points, strict=True), marker=".", **_style(method))
+        panel.axhline(0, color="black", linewidth=0.8, linestyle=":", label=SYNCHRONOUS)
         panel.set_xticks(range(len(counts)), [str(count) for count in counts])
         panel.set_xlabel("workers")
-    figure.suptitle("Held-out data at the end, best rate of each method")
+        panel.set_title(title, fontsize=9)
+    panels.flat[0].set_ylabel("% lost of the synchronous result")
+    figure.suptitle("Mean over the workloads that each number of workers has")
+    return figure
+
+
+def _long(rows: Sequence[Row]) -> Figure:
+    """The held-out metric of the long runs, and how much each differs from synchronous training."""
+    figure, (curves, differences) = plt.subplots(1, 2, figsize=(10, 3.6))
+    those = [row for row in rows if row["workload"] == LONG and row["curve"]]
+    alone = next((dict(row["curve"]) for row in those if row["method"] == SYNCHRONOUS), {})
+    for row in those:
+        curves.plot(*zip(*row["curve"], strict=True), **_style(row["method"]))
+        points = [(step, value - alone[step]) for step, value in row["curve"] if step in alone]
+        differences.plot(*zip(*points, strict=True), **_style(row["method"]))
+    curves.set_ylabel("nats/byte")
+    differences.set_ylabel("more than synchronous, nats/byte")
+    for panel in (curves, differences):
+        panel.set_xlabel("steps")
+    figure.suptitle("A byte GPT of 8 blocks, 8 workers, 8 microbatches")
     return figure
 
 

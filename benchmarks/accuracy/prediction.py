@@ -36,7 +36,7 @@ class PredictionError:
         workload = WORKLOADS[self.workload]
         model = workload.make(self.seed)
         parameters = list(model.parameters())
-        optimizer = make_optimizer(self.optimizer, parameters, self.rate)
+        optimizer = make_optimizer(self.optimizer, list(model.named_parameters()), self.rate)
         predictor = Predictor(optimizer, parameters)
         stale: list[list[float]] = [[] for _ in range(FURTHEST)]
         predicted: list[list[float]] = [[] for _ in range(FURTHEST)]

@@ -5,22 +5,47 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from eager import EagerCheck
 from prediction import PredictionError
-from training import SYNCHRONOUS, Run
-from workloads import WORKLOADS, Workload
-
-METHODS = ("latest", "stash", "2bw", "spectrain", "pipeoptim", "lwp")
-PREDICTED = (("transformer", "sgd"), ("transformer", "adamw"), ("gpt", "sgd"), ("gpt", "adamw"))
+from training import FLUSHED, SYNCHRONOUS, Run
+from workloads import WORKLOADS
 
 Job = Run | PredictionError | EagerCheck
+Pair = tuple[str, str]
+Method = tuple[str, int, int]
+"""A policy (or SYNCHRONOUS, or FLUSHED), the number of workers, and that of microbatches."""
+
+ALL = tuple((w.name, o) for w in WORKLOADS.values() for o in w.rates)
+EIGHT = tuple(pair for pair in ALL if not pair[0].startswith(("deep_", "long_")))
+SIXTEEN = tuple(pair for pair in ALL if pair[0] not in ("lstm", "deep_gpt", "long_gpt"))
+LONG = (("long_gpt", "adamw"),)
+FOUR = tuple(pair for pair in EIGHT if pair[1] != "muon" and not pair[0].endswith("_gn"))
+THIRTY_TWO = (("snn", "sgd"), ("deep_gpt", "adamw"))
+NORMS = tuple(pair for pair in EIGHT if pair[0].startswith(("vgg", "resnet")))
+PREDICTED = (("transformer", "sgd"), ("transformer", "adamw"), ("gpt", "sgd"), ("gpt", "adamw"))
+
+ALONE: Method = (SYNCHRONOUS, 1, 1)
+CONTENDERS = ("spectrain+ef", "spectrain", "latest", "2bw+predict+ef")
+OTHERS = ("2bw+predict", "2bw", "latest+ef", "stash", "pipeoptim", "lwp")
+WHOLE = ("latest", "stash", "spectrain", "pipeoptim", "lwp")
+METHODS = (*CONTENDERS, *OTHERS)
+
+
+class Results(Protocol):
+    """What is known so far, by job."""
+
+    def __contains__(self, job: Job) -> bool: ...
+    def __getitem__(self, job: Job) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
-class Study:
-    """A grid of runs.
+class Grid:
+    """Every pair trained by every method.
+
+    The first seed is trained at every rate, the others at the rate that was the best for it.
 
     Attributes:
         pairs: (workload, optimizer).
@@ -28,66 +53,126 @@ class Study:
         fraction: of a workload's steps that are trained.
     """
 
-    methods: tuple[str, ...] = METHODS
-    pairs: tuple[tuple[str, str], ...] = field(
-        default_factory=lambda: tuple((w.name, o) for w in WORKLOADS.values() for o in w.rates)
-    )
-    workers: tuple[int, ...] = (4, 8)
+    pairs: tuple[Pair, ...]
+    methods: tuple[Method, ...]
     factors: tuple[float, ...] = (0.3, 1.0, 3.0)
     seeds: tuple[int, ...] = (0, 1, 2)
     fraction: float = 1.0
     points: int = 20
 
-    def jobs(self) -> list[Job]:
-        """Everything to do. All of one seed comes before the next one, with the workloads in turn."""
-        checks = [EagerCheck(w, o, self._rates(w, o)[0], steps=10) for w, o in self.pairs]
-        errors = [
-            PredictionError(w, o, WORKLOADS[w].rates[o], seed, self._steps(WORKLOADS[w]), every=10)
-            for seed in self.seeds
-            for w, o in PREDICTED
-            if (w, o) in self.pairs
-        ]
-        runs = [
-            Run(
-                w, o, method, workers, microbatches(method, workers), rate, seed, self._steps(WORKLOADS[w]), self.points
-            )
-            for seed in self.seeds
-            for place in range(len(self.factors))
-            for method, workers in [(SYNCHRONOUS, 1), *((m, n) for n in self.workers for m in self.methods)]
+    def runs(self, results: Results) -> list[Run]:
+        """The runs that are known to belong to it: all of the first seed, and the others' once these have results."""
+        found = []
+        for first in self._firsts():
+            found += first
+            found += [
+                dataclasses.replace(run, seed=seed) for run in best_first(first, results)[:1] for seed in self.seeds[1:]
+            ]
+        return sorted(found, key=lambda run: self.seeds.index(run.seed))
+
+    def _firsts(self) -> list[list[Run]]:
+        return [
+            [
+                Run(w, o, method, workers, microbatches, rate, self.seeds[0], self._steps(w), self.points)
+                for rate in rates(w, o, self.factors)
+            ]
+            for method, workers, microbatches in self.methods
             for w, o in self.pairs
-            for rate in [self._rates(w, o)[place]]
         ]
-        return [*checks, *errors, *runs]
+
+    def _steps(self, workload: str) -> int:
+        return max(1, round(self.fraction * WORKLOADS[workload].steps / self.points)) * self.points
+
+
+def best_first(runs: Sequence[Run], results: Results) -> list[Run]:
+    """The runs of one condition and seed, best result first, those that diverged last; empty until all have results."""
+    if any(run not in results for run in runs):
+        return []
+    sign = 1 if WORKLOADS[runs[0].workload].metric == "nats" else -1
+    return sorted(runs, key=lambda run: sign * results[run].get("final", sign * float("inf")))
+
+
+def rates(workload: str, optimizer: str, factors: Sequence[float]) -> list[float]:
+    """The learning rates of a grid."""
+    return [float(f"{factor * WORKLOADS[workload].rates[optimizer]:.3g}") for factor in factors]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Grids, the most important one first, and what is asked of each workload once."""
+
+    grids: tuple[Grid, ...]
+    checks: tuple[Pair, ...] = ALL
+    predicted: tuple[Pair, ...] = PREDICTED
+
+    def once(self) -> list[Job]:
+        """The checks against eager PyTorch, and the prediction errors."""
+        return [
+            *(EagerCheck(w, o, rates(w, o, (0.3,))[0], steps=10) for w, o in self.checks),
+            *(
+                PredictionError(w, o, WORKLOADS[w].rates[o], seed, WORKLOADS[w].steps, every=10)
+                for w, o in self.predicted
+                for seed in (0, 1, 2)
+            ),
+        ]
 
     def only(self, workloads: Sequence[str]) -> Study:
         """The same study of some of the workloads."""
-        return dataclasses.replace(self, pairs=tuple(pair for pair in self.pairs if pair[0] in workloads))
+
+        def kept(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+            return tuple(pair for pair in pairs if pair[0] in workloads)
+
+        grids = tuple(dataclasses.replace(grid, pairs=kept(grid.pairs)) for grid in self.grids)
+        return Study(grids, kept(self.checks), kept(self.predicted))
 
     def of(self, methods: Sequence[str]) -> Study:
-        """The same study of some of the methods."""
-        return dataclasses.replace(self, methods=tuple(method for method in self.methods if method in methods))
+        """The same study of some of the policies; synchronous training stays."""
+        kept = (*methods, SYNCHRONOUS, FLUSHED)
+        grids = (
+            dataclasses.replace(grid, methods=tuple(method for method in grid.methods if method[0] in kept))
+            for grid in self.grids
+        )
+        return dataclasses.replace(self, grids=tuple(grids))
 
-    def _rates(self, workload: str, optimizer: str) -> list[float]:
-        return [float(f"{factor * WORKLOADS[workload].rates[optimizer]:.3g}") for factor in self.factors]
 
-    def _steps(self, workload: Workload) -> int:
-        return max(1, round(self.fraction * workload.steps / self.points)) * self.points
+def _at(policies: Sequence[str], workers: int, microbatches: int) -> tuple[Method, ...]:
+    return tuple((policy, workers, microbatches) for policy in policies)
 
 
-FULL = Study()
-QUICK = Study(
-    pairs=(("vgg", "sgd"), ("transformer", "adamw")),
-    workers=(4,),
-    factors=(1.0,),
-    seeds=(0,),
-    fraction=0.25,
-    points=5,
+FULL = Study(
+    (
+        Grid(EIGHT, (ALONE, *_at(CONTENDERS[:2], 8, 8))),
+        Grid(NORMS, _at(("spectrain",), 8, 1)),
+        Grid((("deep_lstm", "sgd"), ("deep_gpt", "adamw")), (ALONE,)),
+        Grid(THIRTY_TWO, _at(CONTENDERS[:2], 32, 32)),
+        Grid(SIXTEEN, _at(CONTENDERS[:2], 16, 16)),
+        Grid(LONG, (ALONE, (FLUSHED, 8, 8), *_at(CONTENDERS[:2], 8, 8)), factors=(1.0,)),
+        Grid(EIGHT, _at(CONTENDERS[2:], 8, 8)),
+        Grid(FOUR, _at(WHOLE, 4, 1)),
+        Grid(NORMS, (*_at(("spectrain", "spectrain+ef"), 8, 2), *_at(("spectrain", "spectrain+ef"), 8, 4))),
+        Grid(EIGHT, _at(WHOLE, 8, 1)),
+        Grid(EIGHT, _at(OTHERS, 8, 8)),
+        Grid(EIGHT, _at(CONTENDERS[:2], 8, 4)),
+        Grid(SIXTEEN, _at(("spectrain", "latest"), 16, 1)),
+        Grid(THIRTY_TWO, _at(("spectrain", "latest"), 32, 1)),
+        Grid(SIXTEEN, _at(CONTENDERS[2:], 16, 16)),
+        Grid(THIRTY_TWO, _at(CONTENDERS[2:], 32, 32)),
+    )
 )
-
-
-def microbatches(method: str, workers: int) -> int:
-    """Of a minibatch: double buffering needs at least N−1; all others train the minibatch as one."""
-    return workers if method == "2bw" else 1
+QUICK = Study(
+    (
+        Grid(
+            (("vgg", "sgd"), ("transformer", "adamw")),
+            (ALONE, *_at(METHODS, 4, 4), *_at(WHOLE, 4, 1)),
+            factors=(1.0,),
+            seeds=(0,),
+            fraction=0.25,
+            points=5,
+        ),
+    ),
+    checks=(("vgg", "sgd"), ("transformer", "adamw")),
+    predicted=(),
+)
 
 
 def key(job: Job) -> str:

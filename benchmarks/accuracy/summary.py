@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -15,9 +16,13 @@ import torch
 from eager import EagerCheck
 from journal import Journal
 from prediction import PredictionError
-from study import Study
-from training import SYNCHRONOUS, Run
+from study import Study, best_first
+from training import FLUSHED, SYNCHRONOUS, Run
 from workloads import WORKLOADS
+
+from fxpipe.schedule import make as make_schedule
+from fxpipe.simulator.scenario import Scenario, WorkerCost
+from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 WITHIN = 0.01  # of the synchronous result: near enough to have reached it
 
@@ -28,24 +33,27 @@ def summarize(study: Study, journal: Journal) -> dict[str, Any]:
     """Everything that tables and plots need, from those of the study's jobs that have a result.
 
     Returns:
-        `conditions`: a row for every workload, optimizer, method and number of workers, with its grid, and mean,
-        standard deviation and learning curve at its best rate; `prediction_errors`; `eager`; `environment`.
+        `conditions`: a row for every workload, optimizer, method, number of workers and of microbatches, with its grid,
+        and mean, standard deviation and learning curve at the rate that was best for its first seed; what it lost of
+        the synchronous result, and how long it takes; `prediction_errors`; `eager`; `environment`.
     """
-    done = [(job, journal[job]) for job in study.jobs() if job in journal]
     groups: dict[tuple[Any, ...], list[tuple[Run, Row]]] = defaultdict(list)
-    for job, result in done:
-        if isinstance(job, Run):
-            groups[job.workload, job.optimizer, job.method, job.workers, job.microbatches].append((job, result))
+    for grid in study.grids:
+        for run in grid.runs(journal):
+            if run in journal:
+                key = (run.workload, run.optimizer, run.method, run.workers, run.microbatches)
+                groups[key].append((run, journal[run]))
     conditions = [_condition(runs) for runs in groups.values()]
-    _add_steps_to_reach(conditions)
-    pairs = study.pairs
+    _compare_with_synchronous(conditions)
+    once = [(job, journal[job]) for job in study.once() if job in journal]
+    pairs = [(w.name, o) for w in WORKLOADS.values() for o in w.rates]
     return {
         "environment": {"python": platform.python_version(), "torch": torch.__version__},
         "conditions": sorted(conditions, key=lambda row: pairs.index((row["workload"], row["optimizer"]))),
-        "prediction_errors": _prediction_errors([(j, r) for j, r in done if isinstance(j, PredictionError)]),
+        "prediction_errors": _prediction_errors([(j, r) for j, r in once if isinstance(j, PredictionError)]),
         "eager": [
             {"workload": job.workload, "optimizer": job.optimizer, "steps": job.steps, **result}
-            for job, result in done
+            for job, result in once
             if isinstance(job, EagerCheck)
         ],
     }
@@ -71,11 +79,11 @@ def _condition(runs: Sequence[tuple[Run, Row]]) -> Row:
     metric = WORKLOADS[first.workload].metric
     rates = sorted({run.rate for run, _ in runs})
     grid = [_at_rate(rate, [result for run, result in runs if run.rate == rate]) for rate in rates]
-    best = None
-    for row in grid:
-        if row["mean"] is not None and (best is None or better(row["mean"], best["mean"], metric)):
-            best = row
-    curve = [] if best is None else _mean_curve([result for run, result in runs if run.rate == best["rate"]])
+    results = dict(runs)
+    seed = min(run.seed for run in results)
+    best = best_first([run for run in results if run.seed == seed], results)[0]
+    chosen = [result for run, result in runs if run.rate == best.rate]
+    at = _at_rate(best.rate, chosen)
     return {
         "workload": first.workload,
         "optimizer": first.optimizer,
@@ -84,13 +92,13 @@ def _condition(runs: Sequence[tuple[Run, Row]]) -> Row:
         "microbatches": first.microbatches,
         "metric": metric,
         "steps": first.steps,
-        "rate": None if best is None else best["rate"],
-        "mean": None if best is None else best["mean"],
-        "std": None if best is None else best["std"],
-        "n": len({run.seed for run, _ in runs}),
-        "reached": None,
+        "rate": best.rate,
+        "mean": at["mean"],
+        "std": at["std"],
+        "n": at["n"],
+        "diverged": at["diverged"],
+        "curve": [] if at["mean"] is None else _mean_curve(chosen),
         "grid": grid,
-        "curve": curve,
     }
 
 
@@ -115,16 +123,33 @@ def _mean_curve(results: Sequence[Row]) -> list[tuple[int, float]]:
     return [(step, round(statistics.mean(values), 5)) for step, values in zip(steps, columns, strict=True)]
 
 
-def _add_steps_to_reach(conditions: Sequence[Row]) -> None:
-    """The first step at which a method's mean curve comes within WITHIN of the synchronous mean."""
-    goals = {(row["workload"], row["optimizer"]): row["mean"] for row in conditions if row["method"] == SYNCHRONOUS}
+def _compare_with_synchronous(conditions: Sequence[Row]) -> None:
+    """Add to each row what it lost, its first step near enough to the synchronous result, and how long that takes."""
+    alone = {(row["workload"], row["optimizer"]): row for row in conditions if row["method"] == SYNCHRONOUS}
     for row in conditions:
-        goal = goals.get((row["workload"], row["optimizer"]))
-        if goal is None:
+        row |= {"lost": None, "within": None, "reached": None, "time": None}
+        synchronous = alone.get((row["workload"], row["optimizer"]))
+        if synchronous is None or synchronous["mean"] is None:
             continue
-        goal *= 1 + WITHIN if row["metric"] == "nats" else 1 - WITHIN
-        reached = [step for step, value in row["curve"] if not better(goal, value, row["metric"])]
+        goal, sign = synchronous["mean"], 1 if row["metric"] == "nats" else -1
+        if row["mean"] is not None:
+            row["lost"] = round(sign * (row["mean"] - goal) / goal, 5)
+            row["within"] = sign * (row["mean"] - goal) <= (synchronous["std"] or 0.0)
+        near = goal * (1 + sign * WITHIN)
+        reached = [step for step, value in row["curve"] if not better(near, value, row["metric"])]
         row["reached"] = reached[0] if reached else None
+        if reached:
+            row["time"] = round(reached[0] / speedup(row["method"], row["workers"], row["microbatches"]), 3)
+
+
+@functools.cache
+def speedup(method: str, workers: int, microbatches: int) -> float:
+    """How many times as fast equal workers train as one of them, without messages: simulated; a backward is two F."""
+    name = "async" if method not in (SYNCHRONOUS, FLUSHED) else "1f1b"
+    schedule = make_schedule(name, workers, microbatches)
+    cost = WorkerCost(1 / (workers * microbatches), 2 / (workers * microbatches))
+    simulated = simulate(schedule, Scenario((cost,) * workers), steady_minibatches(schedule))
+    return 3 / simulated.seconds_per_minibatch
 
 
 def _prediction_errors(done: Sequence[tuple[PredictionError, Row]]) -> list[Row]:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from study import METHODS
-from summary import Row, better
-from training import SYNCHRONOUS
+from summary import Row, speedup
+from training import FLUSHED, SYNCHRONOUS
 
+from fxpipe.policy import copies
+from fxpipe.policy import make as make_policy
+from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.check import in_flight
+
+OPTIMIZERS = ("sgd", "adamw", "muon")
 BEGIN, END = "<!-- tables: written by main.py -->", "<!-- end of tables -->"
 
-# The official port of SpecTrain: accuracy with 4 GPUs less that of data parallelism, in points; one run each.
-PORT = {
-    "vgg": ("VGG16", {"latest": -2.79, "stash": -2.19, "spectrain": -2.99}),
-    "resnet": ("ResNet50", {"latest": -1.67, "stash": -0.86, "spectrain": -0.93}),
-    "transformer": ("Transformer", {"latest": -3.86, "stash": -3.01, "spectrain": -1.41}),
-    "lstm": ("Residual LSTM", {"latest": -3.63, "stash": -3.50, "spectrain": -0.50}),
-}  # fmt: skip
+Key = tuple[int, int]  # workers, microbatches
 
 
 def tables(summary: dict[str, Any]) -> str:
     """All tables, those of results first."""
     rows: list[Row] = summary["conditions"]
-    pairs = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
-    workers = sorted({row["workers"] for row in rows if row["method"] != SYNCHRONOUS})
-    found = {(r["workload"], r["optimizer"], r["method"], r["workers"]): r for r in rows}
-    parts = [_results(found, pairs, n) for n in workers]
-    parts += [_steps(found, pairs, workers), _beside_port(found, pairs, workers[:1])]
+    alone = {(row["workload"], row["optimizer"]): row for row in rows if row["method"] == SYNCHRONOUS}
+    keys = sorted({(row["workers"], row["microbatches"]) for row in rows} - {(1, 1)}, key=lambda k: (k[0], -k[1]))
+    parts = [_lost(rows, keys), _resources(rows, keys)]
+    parts += [_results(rows, alone, key) for key in keys]
+    parts += [_steps(rows, alone, key) for key in keys]
     parts += [_prediction_errors(summary["prediction_errors"]), _eager(summary["eager"]), _grid(rows)]
     made = summary["environment"]
     return f"Python {made['python']}, torch {made['torch']}.\n\n" + "\n".join(parts)
@@ -40,50 +41,110 @@ def write_between_markers(text: str, path: Path) -> None:
     path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END)[1]}")
 
 
-def _results(found: dict[tuple[Any, ...], Row], pairs: Iterable[tuple[str, str]], workers: int) -> str:
-    rows = []
-    for workload, optimizer in pairs:
-        synchronous = found.get((workload, optimizer, SYNCHRONOUS, 1))
-        those = [found.get((workload, optimizer, method, workers)) for method in METHODS]
-        best: Row | None = None
-        for row in those:
-            if row and row["mean"] is not None and (not best or better(row["mean"], best["mean"], row["metric"])):
-                best = row
-        metric = next((row["metric"] for row in [synchronous, *those] if row), "")
-        cells = [f"**{_value(row)}**" if row is best and row else _value(row) for row in those]
-        rows.append([workload, optimizer, "%" if metric == "accuracy" else "nats/byte", _value(synchronous), *cells])
-    head = ["workload", "optimizer", "in", "synchronous", *METHODS]
-    title = f"**{workers} workers**: held-out accuracy, or loss, at the end; mean ± standard deviation at the best rate"
-    return f"{title}; the best asynchronous one is bold.\n\n{_table(head, rows)}"
+def _results(rows: Sequence[Row], alone: dict[tuple[str, str], Row], key: Key) -> str:
+    title = f"**{_named(key)}**: held-out accuracy, or loss, at the end; mean ± standard deviation"
+    about = "bold: no worse than synchronous training by more than its standard deviation."
+    return f"{title}; {about}\n\n{_by_method(rows, alone, key, _value, unit=True)}"
 
 
-def _steps(found: dict[tuple[Any, ...], Row], pairs: Iterable[tuple[str, str]], workers: Sequence[int]) -> str:
-    rows = []
-    for workload, optimizer in pairs:
-        cells = []
+def _steps(rows: Sequence[Row], alone: dict[tuple[str, str], Row], key: Key) -> str:
+    title = f"**{_named(key)}**: steps until within 1 % of the synchronous result (– never)"
+    return f"{title}.\n\n{_by_method(rows, alone, key, _reached)}"
+
+
+def _by_method(
+    rows: Sequence[Row],
+    alone: dict[tuple[str, str], Row],
+    key: Key,
+    cell: Callable[[Row | None], str],
+    unit: bool = False,
+) -> str:
+    """A line a workload, a column a method, synchronous training first."""
+    here = {(r["workload"], r["optimizer"], r["method"]): r for r in rows if (r["workers"], r["microbatches"]) == key}
+    pairs = [pair for pair in alone if any(found[:2] == pair for found in here)]
+    methods = [method for method in (*METHODS, FLUSHED) if any(found[2] == method for found in here)]
+    lines = []
+    for pair in pairs:
+        metric = alone[pair]["metric"]
+        of_what = ["%" if metric == "accuracy" else "nats/byte"] if unit else [str(alone[pair]["steps"])]
+        lines.append([*pair, *of_what, cell(alone[pair]), *(cell(here.get((*pair, method))) for method in methods)])
+    return _table(["workload", "optimizer", "in" if unit else "of", "synchronous", *methods], lines)
+
+
+def _lost(rows: Sequence[Row], keys: Sequence[Key]) -> str:
+    """What is lost on average, and how many workloads are as good."""
+    lines = []
+    for key in keys:
         for method in METHODS:
-            those = [found.get((workload, optimizer, method, n)) for n in workers]
-            cells.append(" / ".join(_reached(row) for row in those))
-        synchronous = found.get((workload, optimizer, SYNCHRONOUS, 1))
-        total = synchronous["steps"] if synchronous else "–"
-        rows.append([workload, optimizer, str(total), _reached(synchronous), *cells])
-    counts = " / ".join(map(str, workers))
-    title = f"**Steps** until within 1 % of the synchronous mean, at the best rate ({counts} workers; – never)"
-    return f"{title}.\n\n{_table(['workload', 'optimizer', 'of', 'synchronous', *METHODS], rows)}"
+            cells = []
+            for optimizer in OPTIMIZERS:
+                those = [
+                    row
+                    for row in rows
+                    if (row["workers"], row["microbatches"], row["method"], row["optimizer"])
+                    == (*key, method, optimizer)
+                ]
+                known = [row for row in those if row["lost"] is not None]
+                good = sum(bool(row["within"]) for row in known)
+                mean = statistics.mean(row["lost"] for row in known) if known else None
+                cells.append("–" if mean is None else f"{100 * mean:+.1f} % ({good} of {len(those)})")
+            if any(cell != "–" for cell in cells):
+                lines.append([str(key[0]), str(key[1]), method, *cells])
+    title = "**Lost of the synchronous result**: mean over the workloads"
+    about = "and how many of them are no worse by more than the synchronous standard deviation"
+    return f"{title}, {about}.\n\n{_table(['N', 'M', 'method', *OPTIMIZERS], lines)}"
 
 
-def _beside_port(found: dict[tuple[Any, ...], Row], pairs: Iterable[tuple[str, str]], workers: Sequence[int]) -> str:
-    methods = ("latest", "stash", "spectrain")
-    rows = []
-    for workload, optimizer in pairs:
-        if workload not in PORT or optimizer != "sgd" or not workers:
-            continue
-        model, port = PORT[workload]
-        synchronous = found.get((workload, optimizer, SYNCHRONOUS, 1))
-        cells = [_difference(found.get((workload, optimizer, m, workers[0])), synchronous) for m in methods]
-        rows.append([f"{workload}, {model}", *(f"{c}, {port[m]:+.2f}" for c, m in zip(cells, methods, strict=True))])
-    title = "**Beside SpecTrain's official port**: points of accuracy lost (−) with 4 workers, here and there"
-    return f"{title}.\n\n{_table(['workload, their model', *methods], rows)}"
+def _resources(rows: Sequence[Row], keys: Sequence[Key]) -> str:
+    """Time until near the synchronous result, against a pipeline with a flush; and what a worker holds."""
+    goals = {(row["workload"], row["optimizer"]): row["reached"] for row in rows if row["method"] == SYNCHRONOUS}
+    lines = []
+    for workers, microbatches in keys:
+        flushed = speedup(FLUSHED, workers, workers)
+        for method in METHODS:
+            those = [
+                row
+                for row in rows
+                if (row["workers"], row["microbatches"], row["method"]) == (workers, microbatches, method)
+            ]
+            goals = {(r["workload"], r["optimizer"]): r["reached"] for r in rows if r["method"] == SYNCHRONOUS}
+            known = [(row["reached"], goals.get((row["workload"], row["optimizer"]))) for row in those]
+            ratios = [reached / goal for reached, goal in known if reached and goal]
+            if not those:
+                continue
+            schedule = make_schedule("async", workers, microbatches)
+            held = copies(make_policy(method), schedule)
+            flying = in_flight(schedule)
+            mean = statistics.geometric_mean(ratios) if ratios else None
+            faster = flushed / speedup(method, workers, microbatches)
+            lines.append(
+                [
+                    str(workers),
+                    str(microbatches),
+                    method,
+                    f"{len(ratios)} of {len(those)}",
+                    "–" if mean is None else f"{mean:.2f}",
+                    "–" if mean is None else f"{mean * faster:.2f}",
+                    f"{max(held):g}",
+                    f"{max(flying) / microbatches:.2g}",
+                ]
+            )
+    head = ["N", "M", "method", "reach it", "steps", "time", "copies of weights", "minibatches in flight"]
+    title = "**To within 1 % of the synchronous result**: how many workloads get there, and the geometric mean of their"
+    about = (
+        "steps over those of synchronous training, and of their simulated time over that of `1f1b` with as many "
+        "microbatches as workers, which gets there in as many steps; and the most that a worker holds"
+    )
+    return f"{title} {about}.\n\n{_table(head, lines)}"
+
+
+def _of(rows: Sequence[Row], key: Key, method: str) -> list[Row]:
+    return [row for row in rows if (row["workers"], row["microbatches"], row["method"]) == (*key, method)]
+
+
+def _named(key: Key) -> str:
+    workers, microbatches = key
+    return f"{workers} workers, {microbatches} microbatch{'' if microbatches == 1 else 'es'}"
 
 
 def _prediction_errors(errors: Sequence[Row]) -> str:
@@ -110,16 +171,23 @@ def _grid(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         cells = [f"{at['rate']:g}: {_cell(at, row['metric'])}" for at in row["grid"]]
-        lines.append([row["workload"], row["optimizer"], row["method"], str(row["workers"]), *cells])
+        where = [str(row["workers"]), str(row["microbatches"])]
+        lines.append([row["workload"], row["optimizer"], row["method"], *where, *cells])
     count = max((len(row["grid"]) for row in rows), default=0)
-    head = ["workload", "optimizer", "method", "N", *(f"rate {number}" for number in range(1, count + 1))]
-    return f"**The whole grid**: rate: mean ± standard deviation, or how many seeds diverged.\n\n{_table(head, lines)}"
+    head = ["workload", "optimizer", "method", "N", "M", *(f"rate {number}" for number in range(1, count + 1))]
+    title = (
+        "**The whole grid**: rate: mean, ± standard deviation over the seeds at the chosen rate; or how many diverged"
+    )
+    return f"{title}.\n\n{_table(head, lines)}"
 
 
 def _value(row: Row | None) -> str:
     if row is None:
         return "–"
-    return "diverged" if row["mean"] is None else _number(row["mean"], row["std"], row["metric"])
+    if row["mean"] is None:
+        return f"diverged {row['diverged']}/{row['n']}"
+    number = _number(row["mean"], row["std"], row["metric"])
+    return f"**{number}**" if row["within"] and row["method"] != SYNCHRONOUS else number
 
 
 def _cell(at: Row, metric: str) -> str:
@@ -136,12 +204,6 @@ def _number(mean: float, std: float | None, metric: str) -> str:
 
 def _reached(row: Row | None) -> str:
     return "–" if row is None or row["reached"] is None else str(row["reached"])
-
-
-def _difference(row: Row | None, synchronous: Row | None) -> str:
-    if row is None or synchronous is None or row["mean"] is None or synchronous["mean"] is None:
-        return "–"
-    return f"{100 * (row['mean'] - synchronous['mean']):+.2f}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

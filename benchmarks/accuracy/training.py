@@ -19,7 +19,8 @@ import fxpipe
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.worker.final_weights import final_tensors, held
 
-SYNCHRONOUS = "synchronous"
+SYNCHRONOUS = "synchronous"  # on one worker, the whole minibatch at once
+FLUSHED = "1f1b"
 MOMENTUM = 0.9
 DIVERGED = 1e3  # a training loss that is not below this will not come back
 
@@ -31,8 +32,8 @@ class Run:
     """A training run: its fields are all that its result depends on.
 
     Attributes:
-        optimizer: 'sgd' with momentum, or 'adamw'.
-        method: a weight policy, or SYNCHRONOUS on one worker.
+        optimizer: 'sgd' with momentum, 'adamw', or 'muon' for the matrices of the blocks with AdamW for the rest.
+        method: a weight policy of the schedule `async`, SYNCHRONOUS, or FLUSHED, the same on many workers.
         seed: of the initial weights and of the order of the data.
         points: how often the held-out samples are looked at, the end included.
     """
@@ -71,18 +72,18 @@ class Run:
 
 def pipeline_of(run: Run) -> LocalPipeline:
     """The run's pipeline before its first step, with its seed's initial weights."""
-    compiled = build(run.workload, run.workers, run.microbatches)
+    compiled = build(run.workload, run.workers, run.microbatches, FLUSHED if run.method == FLUSHED else "async")
     initial = WORKLOADS[run.workload].make(run.seed).state_dict()
     seeded = {name: initial.get(name, tensor) for name, tensor in compiled.tensors.items()}
     return dataclasses.replace(compiled, tensors=seeded).local(
-        optimizer=lambda named: make_optimizer(run.optimizer, [p for _, p in named], run.rate),
+        optimizer=lambda named: make_optimizer(run.optimizer, list(named), run.rate),
         lr_scheduler=lambda optimizer: make_scheduler(optimizer, run.steps),
-        policy=None if run.method == SYNCHRONOUS else run.method,
+        policy=None if run.method in (SYNCHRONOUS, FLUSHED) else run.method,
     )
 
 
 @functools.cache
-def build(workload: str, workers: int, microbatches: int) -> fxpipe.Build:
+def build(workload: str, workers: int, microbatches: int, schedule: str) -> fxpipe.Build:
     """A workload's build, compiled once a process for all seeds, methods and rates. One worker trains synchronously."""
     chosen = WORKLOADS[workload]
     return fxpipe.compile(
@@ -92,17 +93,41 @@ def build(workload: str, workers: int, microbatches: int) -> fxpipe.Build:
         workers=workers,
         microbatches=microbatches,
         forward_at=chosen.cuts(workers),
-        schedule="async" if workers > 1 else "gpipe",
+        schedule=schedule if workers > 1 else "gpipe",
+        accept_microbatch_loss=True,  # batch norm sees microbatches
         policy="latest",
         cost="analytic",
     )
 
 
-def make_optimizer(name: str, parameters: Sequence[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """SGD with momentum, or AdamW with PyTorch's defaults."""
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters, as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+
+def make_optimizer(name: str, named: Sequence[tuple[str, nn.Parameter]], rate: float) -> torch.optim.Optimizer:
+    """SGD with momentum, or AdamW or Muon with PyTorch's defaults; Muon's steps are made as large as AdamW's."""
+    parameters = [p for _, p in named]
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM)
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=rate)
-    return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM)
+    matrices = [p for n, p in named if p.dim() == 2 and n.startswith("blocks.")]
+    rest = [p for n, p in named if p.dim() != 2 or not n.startswith("blocks.")]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    if rest:
+        made.append(torch.optim.AdamW(rest, lr=rate))
+    return Several(*made)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:

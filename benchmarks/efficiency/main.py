@@ -3,7 +3,7 @@
 Each round runs, one after the other: the pipeline (`async`, `spectrain`, two processes of one thread); and the single
 thread: the same emitted functions with the optimizer step, forward and backward of both stages in turn, in one process
 of one thread, with nothing communicated and nothing predicted. Efficiency is the pipeline's samples/s over twice the
-single thread's; the median over the rounds is what counts.
+single thread's; the median over the rounds is what counts. Then what microbatches cost, by the size of the batch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from microbatches import ROUNDS, WORKERS, costs
+
 HERE = Path(__file__).resolve().parent
 GOAL = 0.93
+BATCHES = (4, 8, 16, 32)
 
 
 def compile_build(folder: Path) -> float:
@@ -167,6 +170,14 @@ def main() -> None:
                 f"round {i + 1}  single {alone:.2f}  pipeline {summary['rate']:.2f} samples/s  efficiency {ratio:.3f}"
             )
     result = report(rows, seconds, executor_overhead(actions))
+    result["microbatches"] = []
+    print(f"\nmicrobatches, {WORKERS} workers: time of a minibatch against that of one microbatch")
+    for row in costs(HERE / "model.py", (4,) if options.quick else BATCHES, 1 if options.quick else ROUNDS):
+        result["microbatches"].append(row)
+        ratios = ", ".join(
+            f"{count}: {100 * (ratio - 1):+.1f} %" for count, ratio in row["ratios"].items() if count > 1
+        )
+        print(f"batch {row['batch']:2} × 128  {row['milliseconds']:.0f} ms  {ratios}")
     if not options.quick:
         (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 

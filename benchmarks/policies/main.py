@@ -28,13 +28,18 @@ MODEL = HERE.parent / "efficiency" / "model.py"
 WORKERS = 4
 POLICIES = {
     1: ("latest", "stash", "vertical", "spectrain", "pipeoptim", "pipeoptim+keep", "lwp", "xpipe"),
-    4: ("latest", "stash", "2bw", "spectrain", "pipeoptim", "xpipe"),
+    4: (
+        *("latest", "stash", "2bw", "spectrain", "pipeoptim", "xpipe"),
+        *("latest+ef", "spectrain+ef", "2bw+predict", "2bw+predict+ef"),
+    ),
 }
 """Those compared, by the number of microbatches; `2bw` needs N−1 of them."""
 REAL = ("latest", "stash", "spectrain", "pipeoptim")
 AGAIN = "latest again"
 CHEAP = ("spectrain", "pipeoptim")
 SLOWER = 0.03
+FED_BACK = ("spectrain+ef", "2bw+predict", "2bw+predict+ef")
+SLOWER_FED_BACK = 0.04
 
 Rows = dict[str, dict[str, Any]]
 
@@ -135,6 +140,10 @@ def missed(result: dict[str, Any]) -> list[str]:
             mine, other = of(room[policy]["more"]), of(room["stash"]["more"])
             if mine >= other:
                 found.append(f"{policy} needs {mb(mine)} MB more than latest {what}, stash {mb(other)} MB")
+    for policy in FED_BACK:
+        ratio = result["time"].get(4, {}).get(policy, {"ratio": 1.0})["ratio"]
+        if ratio > 1 + SLOWER_FED_BACK:
+            found.append(f"{policy} is slower than latest by {percent(ratio)} (microbatches: 4)")
     return found
 
 
