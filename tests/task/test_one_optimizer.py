@@ -16,6 +16,7 @@ from fxpipe.task.model_file import load_task
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.several_optimizers import SeveralOptimizers
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 FILE = """
 import torch
 from torch import nn
@@ -60,10 +61,12 @@ def test_a_model_file_is_told_where(tmp_path: Path) -> None:
     assert caught.value.where == "model.py:7, in optimizer"
 
 
-def muon_and_adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-    matrices, rest = [p for _, p in named if p.dim() == 2], [p for _, p in named if p.dim() != 2]
-    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)] if matrices else []
-    return [*made, *([torch.optim.AdamW(rest, lr=1e-3)] if rest else [])]
+def guides() -> Callable[[Any], Any]:
+    code = GUIDE.read_text().split("### Several optimizers")[1].split("```python\n")[1].split("```")[0]
+    space: dict[str, Any] = {}
+    exec(code, space)
+    made: Callable[[Any], Any] = space["optimizer"]
+    return made
 
 
 def gradients(*given: Tensor) -> None:
@@ -71,12 +74,12 @@ def gradients(*given: Tensor) -> None:
         parameter.grad = torch.randn(parameter.shape)
 
 
-def test_several_optimizers_step_as_they_would_alone() -> None:
+def test_the_guides_several_optimizers_step_as_they_would_alone() -> None:
     """Learning rates of a scheduler reach both, and so do gradients; the state is that of both."""
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
     own_matrix, own_vector = (nn.Parameter(p.detach().clone()) for p in (matrix, vector))
-    both = one_optimizer(muon_and_adamw([("matrix", matrix), ("vector", vector)]))
+    both = one_optimizer(guides()([("matrix", matrix), ("vector", vector)]))
     assert isinstance(both, SeveralOptimizers)
     alone = [type(o)(**_groups_of(o, p)) for o, p in zip(both.optimizers, (own_matrix, own_vector), strict=True)]
     assert [type(o) for o in alone] == [torch.optim.Muon, torch.optim.AdamW]
@@ -103,10 +106,10 @@ def _groups_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dic
 
 def test_a_worker_may_have_parameters_of_one_kind_or_none() -> None:
     vector = nn.Parameter(torch.randn(3))
-    [part] = one_optimizer(muon_and_adamw([("vector", vector)])).optimizers  # type: ignore[attr-defined]
+    [part] = one_optimizer(guides()([("vector", vector)])).optimizers  # type: ignore[attr-defined]
     assert type(part) is torch.optim.AdamW
     with pytest.raises(ValueError, match="empty parameter list"):
-        one_optimizer(muon_and_adamw([]))
+        one_optimizer(guides()([]))
 
 
 @pytest.mark.parametrize("copied", [False, True])
