@@ -38,11 +38,10 @@ def _curves(rows: Sequence[Row]) -> Figure:
     """The held-out metric against steps, with as many microbatches as workers, at each method's best rate."""
     counts = {row["workers"] for row in rows} - {1}
     shown = SHOWN if SHOWN in counts else max(counts, default=1)
-    those = [
-        row
-        for row in rows
-        if (row["workers"], row["microbatches"]) in ((1, 1), (shown, shown)) and row["workload"] != LONG
-    ]
+    at = [row for row in rows if (row["workers"], row["microbatches"]) == (shown, shown) and row["workload"] != LONG]
+    pairs = {(row["workload"], row["optimizer"]) for row in at}
+    alone = (row for row in rows if row["method"] == SYNCHRONOUS and (row["workload"], row["optimizer"]) in pairs)
+    those = [*alone, *at]
     figure, axes = _panels(those)
     for (workload, optimizer), panel in axes.items():
         for row in those:
@@ -131,10 +130,13 @@ def _save(figure: Figure, path: Path) -> None:
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     if not any(axes.get_legend() for axes in figure.axes):
+        width, height = figure.get_size_inches()
+        columns = max(1, int(width / 1.5))
+        lines = -(-len(named) // columns)
         figure.legend(
-            named.values(), named.keys(), loc="lower center", ncols=len(named) or 1, fontsize=8, frameon=False
+            named.values(), named.keys(), loc="lower center", ncols=columns, fontsize=8, frameon=False, borderpad=0
         )
-        figure.tight_layout(rect=(0, 0.05, 1, 1))
+        figure.tight_layout(rect=(0, 0.25 * lines / height, 1, 1))
     else:
         figure.tight_layout()
     figure.savefig(path, dpi=80)

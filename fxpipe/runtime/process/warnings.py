@@ -16,9 +16,10 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
     if recipe.schedule.synchronous or optimizer is None:
         return
     behind = recipe.demand.versions.lag("F", 0, 0)
-    found = warning(str(recipe.policy), type(optimizer).__name__, behind)
-    if found:
-        print(f"warning: {found}", file=sys.stderr)
+    kinds = {type(part).__name__: None for part in getattr(optimizer, "optimizers", [optimizer])}
+    for found in (warning(str(recipe.policy), kind, behind) for kind in kinds):
+        if found:
+            print(f"warning: {found}", file=sys.stderr)
 
 
 def warn_if_edited(*stages: LoadedStage | LoadedEvaluation) -> None:
