@@ -71,6 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         loss,
         BATCH,
         workers=3,
+        microbatches=1,
         forward_at=["norm", "head"],
         backward_at=["inner", "last"],
         cost="analytic",
