@@ -77,7 +77,8 @@ def main(steps=STEPS, seeds=SEEDS):
     results = {name: [] for name in ("latest", "stash", "halfway", "halfway+down", "pipeoptim")}
     for seed in range(seeds):
         torch.manual_seed(seed)
-        build = fxpipe.compile(model(), loss, next(iter(train_data())), workers=WORKERS, cuts="same", cost="analytic")
+        batch, options = next(iter(train_data())), {"workers": WORKERS, "cuts": "same", "cost": "analytic"}
+        build = fxpipe.compile(model(), loss, batch, **options, microbatches=1)  # with more, weights are hardly stale
         for name, found in results.items():
             found.append(train(build, name, seed, steps))
     print(f"{steps} steps on {WORKERS} workers, means of {seeds} seeds\n\n{'policy':<14}{'loss':>8}{'accuracy':>10}")

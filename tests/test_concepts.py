@@ -52,7 +52,7 @@ def tiny() -> fxpipe.Build:
     torch.manual_seed(0)
     return fxpipe.compile(
         task.model(), task.loss, task.example(), workers=2, forward_at=["c"], backward_at=["b"], cost="analytic",
-        command="fxpipe compile tiny.py -n 2 --fp-cut c --bp-cut b --schedule async --microbatches 1",
+        command="fxpipe compile tiny.py -n 2 --fp-cut c --bp-cut b --schedule async",
     )  # fmt: skip
 
 

@@ -251,6 +251,7 @@ def counted(reads: str) -> Build:
         shapes=[long],
         evaluation=(lambda model, batch: {"seen": model.seen + model(batch).sum() * 0}, [short]),
         workers=3,
+        microbatches=1,
         schedule="async",
         cost="analytic",
         forward_at=["two", "three"],
