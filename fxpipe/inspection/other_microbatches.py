@@ -71,13 +71,14 @@ def prospects(plan: Plan, costs: BuildCosts, nodes: ProgramTable, counts: Sequen
     Args:
         nodes: says how many nodes a worker runs, and what each costs.
     """
+    least = _least_times(nodes)
     for count in counts:
         other = replace(plan, microbatches=count)
         try:
             recipe = choose(other)
         except PolicyError:
             continue
-        scenario = _resized(scenario_of(other, costs, recipe.demand), nodes, plan.microbatches / count)
+        scenario = _resized(scenario_of(other, costs, recipe.demand), least, plan.microbatches / count)
         simulation = simulate(recipe.schedule, scenario, steady_minibatches(recipe.schedule))
         memory = max(_memory(scenario, costs, recipe))
         yield Prospect(
@@ -88,11 +89,16 @@ def prospects(plan: Plan, costs: BuildCosts, nodes: ProgramTable, counts: Sequen
         )
 
 
-def _resized(scenario: Scenario, nodes: ProgramTable, ratio: float) -> Scenario:
-    """The same with microbatches of another size."""
+def _least_times(nodes: ProgramTable) -> dict[tuple[int, Phase | None], float]:
+    """The seconds of each worker's phase that do not depend on the size of the microbatch."""
     least: dict[tuple[int, Phase | None], float] = {}
     for row in nodes.rows:
         least[row.worker, row.phase] = least.get((row.worker, row.phase), 0.0) + min(LAUNCH, (row.ms or 0.0) / 1e3)
+    return least
+
+
+def _resized(scenario: Scenario, least: dict[tuple[int, Phase | None], float], ratio: float) -> Scenario:
+    """The same with microbatches of another size."""
 
     def time(seconds: float, worker: int, phase: Phase) -> float:
         fixed = min(seconds, least.get((worker, phase), 0.0))

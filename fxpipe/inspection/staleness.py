@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpipe.policy.base import Policy
+from fxpipe.policy.copies import delay
 from fxpipe.schedule.versions import Versions
 
 
@@ -32,8 +33,7 @@ class Staleness:
 
 def staleness_of(policy: Policy, versions: Versions) -> Staleness:
     """The staleness under a policy and the versions of a schedule, in steady state."""
-    workers, microbatches = range(versions.schedule.workers), range(versions.schedule.microbatches)
-    updates = max(policy.lag(versions, "F", microbatch, k, k) for k in workers for microbatch in microbatches)
+    updates = max(delay(policy, versions, worker) for worker in range(versions.schedule.workers))
     feedback = "error feedback" if policy.ef else "spike compensation" if policy.sc else ""
     return Staleness(updates, policy.predicts, feedback)
 

@@ -32,13 +32,18 @@ def copies(policy: Policy, schedule: Schedule, versions: Versions | None = None)
     )
 
 
+def delay(policy: Policy, versions: Versions, worker: int) -> int:
+    """How many updates a worker's forwards miss of its own weights, at most, in steady state."""
+    microbatches = range(versions.schedule.microbatches)
+    return max(policy.lag(versions, "F", microbatch, worker, worker) for microbatch in microbatches)
+
+
 def _fed_back(policy: Policy, versions: Versions, worker: int) -> int:
     """The steps that error feedback will take back, and the weights before the present one."""
     if not policy.ef:
         return 0
-    microbatches = range(versions.schedule.microbatches)
-    delay = max(policy.lag(versions, "F", microbatch, worker, worker) for microbatch in microbatches)
-    return delay + 1 if delay else 0
+    late = delay(policy, versions, worker)
+    return late + 1 if late else 0
 
 
 def _held(policy: Policy, versions: Versions, worker: int) -> int:

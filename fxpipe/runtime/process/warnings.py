@@ -8,6 +8,7 @@ from fxpipe.policy.accuracy_warnings import warning
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.stages.loaded import LoadedEvaluation, LoadedStage
+from fxpipe.task.several_optimizers import parts_of
 
 
 def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
@@ -16,7 +17,7 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
     if recipe.schedule.synchronous or optimizer is None:
         return
     behind = recipe.demand.versions.lag("F", 0, 0)
-    kinds = {type(part).__name__: None for part in getattr(optimizer, "optimizers", [optimizer])}
+    kinds = dict.fromkeys(type(part).__name__ for part in parts_of(optimizer))
     for found in (warning(str(recipe.policy), kind, behind) for kind in kinds):
         if found:
             print(f"warning: {found}", file=sys.stderr)
