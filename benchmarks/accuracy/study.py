@@ -151,12 +151,12 @@ FULL = Study(
         Grid(FOUR, _at(WHOLE, 4, 1)),
         Grid(NORMS, (*_at(("spectrain", "spectrain+ef"), 8, 2), *_at(("spectrain", "spectrain+ef"), 8, 4))),
         Grid(EIGHT, _at(WHOLE, 8, 1)),
-        Grid(EIGHT, _at(OTHERS, 8, 8)),
         Grid(EIGHT, _at(CONTENDERS[:2], 8, 4)),
         Grid(SIXTEEN, _at(("spectrain", "latest"), 16, 1)),
         Grid(THIRTY_TWO, _at(("spectrain", "latest"), 32, 1)),
-        Grid(SIXTEEN, _at(CONTENDERS[2:], 16, 16)),
         Grid(THIRTY_TWO, _at(CONTENDERS[2:], 32, 32)),
+        Grid(EIGHT, _at(OTHERS, 8, 8)),
+        Grid(SIXTEEN, _at(CONTENDERS[2:], 16, 16)),
     )
 )
 QUICK = Study(
