@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fxpipe.checkpoint.safetensors_writer import DTYPES
 from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
-from fxpipe.runtime.worker.safetensors_writer import DTYPES
 from fxpipe.typed_json import convert, explained, parse
 
 Row = ParameterSpec | BufferSpec

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fxpipe.checkpoint.safetensors_writer import SafetensorsWriter
 from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.observe.record import FINAL_WEIGHTS
 from fxpipe.plan.spec import BufferSpec, Plan, TensorSpec
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.safetensors_writer import SafetensorsWriter
 
 
 @dataclass(frozen=True)
