@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -84,10 +83,11 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
         first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
         if first is not None:
             warn(f"the loss is not finite from step {first} on: lower the learning rate, or look at that batch")
-        if "evaluation" not in summary and (evaluated := _evaluate(options, FINAL_WEIGHTS)):
+        digest = summary["build"]["digest"]
+        if "evaluation" not in summary and (evaluated := _evaluate(options, digest, FINAL_WEIGHTS)):
             add_evaluation(summary, summary["steps"], evaluated)
             write_run(summary)
-            if averaged := _evaluate(options, AVERAGED_WEIGHTS):
+            if averaged := _evaluate(options, digest, AVERAGED_WEIGHTS):
                 averages_evaluated(summary, averaged)
         if as_json:
             emit_json(summary)
@@ -120,8 +120,6 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
     from fxpipe.errors import PeerLost
 
     if joined:
-        if os.environ["RANK"] == "0":
-            _checked_plan(options)
         from fxpipe.runtime.process.rank import end_process, join
 
         try:
@@ -129,6 +127,7 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
         except PeerLost:
             end_process(1)  # the first error is another worker's, which reports it
     plan = _checked_plan(options)
+    options = replace(options, plan_digest=plan.digest)
     overlaps = options.schedule in (None, "async", plan.schedule)
     if not overlaps and plan.microbatches == 1 and plan.workers > 1:
         warn(
@@ -147,30 +146,23 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
 def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
     written."""
-    from fxpipe.observe.tensorboard import check_tensorboard
-    from fxpipe.observe.trace.writer import check_trace
-    from fxpipe.plan.build_folder import check_current, check_output, load_plan
-    from fxpipe.runtime.worker.checkpoint import Checkpoint
+    from fxpipe.runtime.process.check_run import check_run
     from fxpipe.runtime.worker.evaluation_check import check_evaluation
 
-    plan = load_plan(options.build)
+    plan = check_run(options)
     if options.eval_every is not None:
         check_evaluation(plan, "--eval-every")
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
     Segments.of(options.sync_steps, make_schedule(options.schedule or plan.schedule, plan.workers, plan.microbatches))
-    check_current(plan, options.build, options.model_file)
-    if options.weights is not None:
-        Checkpoint.open(options.weights, plan)  # refuse what does not fit before any process is started
-    check_output(options.out)
-    if options.trace is not None:
-        check_trace(options.trace)
-    if options.tensorboard is not None:
-        check_tensorboard(options.tensorboard)
     return plan
 
 
-def _evaluate(options: RunOptions, weights: str) -> dict[str, float]:
-    """The metrics of a file of the run's folder, computed here; none where there is no such file."""
+def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float]:
+    """The metrics of a file of the run's folder, computed here; none where there is no such file.
+
+    Args:
+        digest: of the plan that was run.
+    """
     from fxpipe.plan.build_folder import model_path, read_plan
     from fxpipe.task.evaluate_weights import evaluate
     from fxpipe.task.model_file import load_task
@@ -178,6 +170,9 @@ def _evaluate(options: RunOptions, weights: str) -> dict[str, float]:
     plan = read_plan(options.build)
     path = model_path(plan, options.build, options.model_file)
     if path is None or options.out is None or not (Path(options.out) / weights).is_file():
+        return {}
+    if plan.digest != digest:
+        warn("the final weights are not evaluated: the build was replaced while they were trained")
         return {}
     task = load_task(path)
     if plan.meta:

@@ -101,6 +101,10 @@ class PeerLost(RunError):
     """Another worker went away: never the first error, only its echo."""
 
 
+class PeerRefused(RunError):
+    """Another worker refused to begin, for the reason it gave: told on every worker, and never the first error."""
+
+
 def near(name: str, known: Iterable[str], limit: int = 3) -> str:
     """`", did you mean 'blocks.4'?"` for a misspelt name, or an empty string."""
     names = list(known)

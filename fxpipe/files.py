@@ -1,12 +1,13 @@
-"""Folders written whole or not at all, and refused before any work is done."""
+"""Folders written whole or not at all, and refused before any work is done; files told from those that replace them."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import BuildError
@@ -60,3 +61,31 @@ def replacing(folder: Path) -> Iterator[Path]:
     finally:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Which files were there at one moment, by what the file system says of them; their content is not read.
+
+    Attributes:
+        identities: by path: device, inode, size, time of the last write, time of the last change; None for no file.
+    """
+
+    identities: dict[Path, tuple[int, ...] | None]
+
+    @staticmethod
+    def of(paths: Iterable[Path]) -> Snapshot:
+        """Take it."""
+        return Snapshot({path: _identity(path) for path in paths})
+
+    def changed(self) -> list[Path]:
+        """Those that were written, replaced or removed since."""
+        return [path for path, identity in self.identities.items() if _identity(path) != identity]
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -109,6 +109,8 @@ class RunOptions(PipelineOptions):
         threads: CPU threads of a worker; None shares the cores among the local workers.
         progress: show progress on stderr.
         exchange: set by `launch`: the folder in which workers leave their errors and the summary.
+        plan_digest: set by whoever checked the build: the digest of its plan, so that the workers read no other; None
+            takes the plan that is there.
     """
 
     build: str
@@ -142,6 +144,7 @@ class RunOptions(PipelineOptions):
     )
     progress: bool = False
     exchange: str | None = None
+    plan_digest: str | None = None
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` is its inverse."""

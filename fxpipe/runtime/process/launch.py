@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe import errors
-from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError
 from fxpipe.observe.trace.writer import partial
 from fxpipe.runtime.options import RunOptions
 
@@ -68,7 +68,7 @@ def first_error(exchange: Path, exits: dict[int, int]) -> FxpipeError:
     """
     left = sorted((json.loads(path.read_text()) for path in exchange.glob("*.json")), key=lambda e: e.get("time", 0))
     left = [entry for entry in left if "kind" in entry]
-    own = [entry for entry in left if entry["kind"] != PeerLost.__name__]
+    own = [entry for entry in left if entry["kind"] not in (PeerLost.__name__, PeerRefused.__name__)]
     if own:
         return _rebuilt(own[0])
     # The launcher itself ends the remaining workers with SIGTERM: any other signal comes before it.

@@ -11,8 +11,8 @@ import torch
 from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
-from fxpipe.plan.build_folder import read_plan
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
@@ -39,7 +39,8 @@ def run_local(
     Raises:
         FxpipeError: any mistake that the user can fix.
     """
-    plan = read_plan(options.build)
+    files = files_read(options)
+    plan = check_run(options, from_file=task is None)
     task = task or task_of_build(plan, options.build, options.model_file)
     if progress is None and options.progress:
         progress = default_progress()
@@ -65,6 +66,7 @@ def run_local(
                     for loaded in evaluator.loaded:
                         warn_if_edited(loaded)
                 pipeline.evaluation.while_training(every(options.eval_every, total), data, record.evaluated)
+            check_unchanged(files)
             warn_of_staleness(pipeline.recipe, executors[0])
             for watch in watches:
                 watch.begin()

@@ -15,18 +15,18 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import PeerLost, RunError
+from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.observe.live import StoreBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.agreement import Agreed, agree
 from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
@@ -53,7 +53,7 @@ from fxpipe.runtime.worker.final_weights import (
 )
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.hooks import TrainingTask, task_of_build
+from fxpipe.task.hooks import TrainingTask
 from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
@@ -71,7 +71,7 @@ def join(
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
-        FxpipeError: a mistake of the user's, on the worker that found it.
+        FxpipeError: a mistake of the user's, on the worker that found it. Before the first step, on all of them.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise RunError(
@@ -79,22 +79,21 @@ def join(
             hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
         )
     reuse_freed_memory()
-    plan = read_plan(options.build)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world != plan.workers:
-        raise RunError(
-            f"the build has {plan.workers} workers, but {world} processes were started",
-            hint=f"start {plan.workers} processes in all, or compile with -n {world}",
-        )
-    task = task or task_of_build(plan, options.build, options.model_file)
     if options.progress and progress is None and rank == 0:
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
-    device = _device(plan.device)
     open_group(rank, TIMEOUT)
     try:
-        return RankRun(options, plan, rank, task, device, progress).run()
+        agreed = agree(options, task, rank, world)
+    except PeerLost:
+        raise
+    except FxpipeError:
+        close_group()  # all workers are here, and all of them stop
+        raise
+    try:
+        return RankRun(options, agreed, rank, _device(agreed.plan.device), progress).run()
     except PeerLost:
         time.sleep(LINGER)
         raise
@@ -109,12 +108,12 @@ class RankRun:
     def __init__(
         self,
         options: RunOptions,
-        plan: Plan,
+        agreed: Agreed,
         rank: int,
-        task: TrainingTask,
         device: torch.device,
         progress: Progress | None,
     ) -> None:
+        plan, task = agreed.plan, agreed.task
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
         recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.recipe = recipe
@@ -148,6 +147,7 @@ class RankRun:
             read = self._read_ahead if rank == 0 else None
             self.coming = ComingShapes(plan, rank, self.transport, self.total, read)
             self.executor.shape_of = self.coming
+        check_unchanged(agreed.files)
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""

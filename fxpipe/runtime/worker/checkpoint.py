@@ -35,6 +35,11 @@ class Checkpoint:
     places: dict[str, tuple[Path, str]]
     warnings: tuple[str, ...]
 
+    @property
+    def files(self) -> list[Path]:
+        """Those that hold what is read."""
+        return sorted({file for file, _ in self.places.values()})
+
     @staticmethod
     def open(path: str | Path, plan: Plan) -> Checkpoint:
         """Read the headers of its files, and check them against the plan; any name of a tied parameter will do.

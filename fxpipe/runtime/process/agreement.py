@@ -1,0 +1,185 @@
+"""Whether all workers are about to run the same: each checks what it has, and all compare it before the first step.
+
+The processes of one run may read builds on several machines. Two that differ in a bit of a weight would train without
+a word, and to wrong weights; two with other cuts would crash in the middle. So every worker says what it has, and every
+worker compares all of it with what worker 0 has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fxpipe
+from fxpipe.errors import FxpipeError, PeerRefused, RunError
+from fxpipe.files import Snapshot
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.check_run import check_run, files_read
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.task.hooks import TrainingTask, task_of_build
+
+PLACES = ("build", "model_file", "weights", "out", "trace", "tensorboard")
+"""Options that may name another place on each machine: only whether they are given must be the same."""
+OWN = ("progress", "exchange", "plan_digest")
+"""Options that are a process's own affair."""
+MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a worker runs, the same on all of them.
+
+    Attributes:
+        files: those it reads, as they were when it checked them.
+    """
+
+    plan: Plan
+    task: TrainingTask
+    files: Snapshot
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What one worker has to say.
+
+    Attributes:
+        facts: what must be the same everywhere, by name.
+        checkpoint: the files of `--weights`, by what their file systems say: of equal ones no byte need be read.
+        problem: why this worker refuses.
+    """
+
+    host: str
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    checkpoint: tuple[Any, ...] = ()
+    problem: FxpipeError | None = None
+
+
+def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int) -> Agreed:
+    """Check what this worker was given, and compare it with what the others were; called by all, in an open group.
+
+    Args:
+        task: the user's hooks; None takes those of the model file.
+
+    Raises:
+        FxpipeError: this worker's own, as `check_run`.
+        PeerRefused: another worker's; says which one it is.
+        RunError: the workers were given different things; names the worker and all differences.
+    """
+    files, plan, problem, facts, checkpoint = Snapshot({}), None, None, dict[str, str](), None
+    try:
+        files = files_read(options)
+        plan = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
+        if world != plan.workers:
+            raise RunError(
+                f"the build has {plan.workers} workers, but {world} processes were started",
+                where=options.build,
+                hint=f"start {plan.workers} processes in all, or compile with -n {world}",
+            )
+        task = task or task_of_build(plan, options.build, options.model_file)
+        facts = facts_of(plan, options)
+        checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
+    except FxpipeError as error:
+        problem = error
+    host = socket.gethostname()
+    identities = tuple((host, *(files.identities.get(file) or ())) for file in checkpoint.files) if checkpoint else ()
+    said = _gathered(_Said(host, facts, identities, problem), rank, world)
+    if problem is not None:
+        raise problem
+    _refuse_with(said)
+    if any(other.checkpoint != said[0].checkpoint for other in said):
+        digests = {} if checkpoint is None else {f"--weights: {file.name}": _digest(file) for file in checkpoint.files}
+        said = _gathered(_Said(host, facts | digests), rank, world)
+    _refuse_differences(said, options)
+    assert plan is not None
+    assert task is not None
+    return Agreed(plan, task, files)
+
+
+def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:
+    """What decides the numbers of a run, by name: versions, the plan, the code as it is, the options."""
+    found = {"fxpipe": fxpipe.__version__, "torch": torch.__version__}
+    for field in dataclasses.fields(plan):
+        found[f"plan.json: {field.name}"] = _shown(getattr(plan, field.name))
+    for code in plan.code:
+        found[code.file] = _digest(Path(options.build) / code.file)
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in PLACES:
+            found[f"option {field.name}"] = "given" if value is not None else "not given"
+        elif field.name not in OWN:
+            found[f"option {field.name}"] = str(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A short value itself, the digest of a long one."""
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and len(value) <= 64):
+        return str(value)
+    plain = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in _rows(value)]  # type: ignore[arg-type]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rows(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    except OSError as error:
+        return error.strerror or "not to be read"
+
+
+def _gathered(own: _Said, rank: int, world: int) -> list[_Said]:
+    found: list[Any] = [None] * world
+    with peers(rank):
+        dist.all_gather_object(found, own)
+    return found
+
+
+def _refuse_with(said: Sequence[_Said]) -> None:
+    """Refuse if another worker has."""
+    for worker, other in enumerate(said):
+        if (problem := other.problem) is not None:
+            what = f"worker {worker} on {other.host} refused to begin: {problem.what}"
+            raise PeerRefused(what, where=problem.where, hint=problem.hint, page=problem.page)
+
+
+def _refuse_differences(said: Sequence[_Said], options: RunOptions) -> None:
+    first = said[0]
+    lines = [
+        f"worker {worker} on {other.host}: {line}"
+        for worker, other in enumerate(said)
+        for line in differences(other.facts, first.facts)
+    ]
+    if not lines:
+        return
+    shown = lines[:MOST_LINES] + ([f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
+    raise RunError(
+        "the workers were not given the same:\n  " + "\n  ".join(shown),
+        where=options.build,
+        hint=f"copy the build (and the model file) of worker 0, on {first.host}, to every machine, and start all with "
+        "the same options and versions",
+    )
+
+
+def differences(facts: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
+    """Each way in which a worker's facts differ from those of worker 0, in words."""
+    names = [*first, *(name for name in facts if name not in first)]
+    return [
+        f"{name} is {facts.get(name, 'missing')}, on worker 0 it is {first.get(name, 'missing')}"
+        for name in names
+        if facts.get(name) != first.get(name)
+    ]

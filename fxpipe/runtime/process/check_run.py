@@ -1,0 +1,65 @@
+"""What a run checks before it begins: in the launcher, and again in every worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpipe.errors import BuildError, listed
+from fxpipe.files import Snapshot
+from fxpipe.plan.build_folder import check_current, check_output, load_plan
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.options import RunOptions
+
+
+def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> Plan:
+    """The build's plan, after checking that the build is whole, current, and the one that the options are about.
+
+    Args:
+        from_file: the hooks come from the model file, which must be the one that was compiled.
+        writes: this process writes the run's files.
+
+    Raises:
+        FxpipeError: of the build, the model file, the checkpoint to start from, or a place that cannot be written.
+    """
+    from fxpipe.observe.tensorboard import check_tensorboard
+    from fxpipe.observe.trace.writer import check_trace
+    from fxpipe.runtime.worker.checkpoint import Checkpoint
+
+    plan = load_plan(options.build)
+    if options.plan_digest not in (None, plan.digest):
+        raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
+    if from_file:
+        check_current(plan, options.build, options.model_file)
+    if options.weights is not None:
+        Checkpoint.open(options.weights, plan)
+    if writes:
+        check_output(options.out)
+        if options.trace is not None:
+            check_trace(options.trace)
+        if options.tensorboard is not None:
+            check_tensorboard(options.tensorboard)
+    return plan
+
+
+START_AGAIN = "start the run again, and compile into another folder while runs begin"
+
+
+def files_read(options: RunOptions) -> Snapshot:
+    """The files that a worker reads, as they are before it reads the first of them."""
+    found = [path for path in Path(options.build).glob("*") if not path.is_dir()]
+    if options.weights is not None:
+        given = Path(options.weights)
+        found += given.glob("*.safetensors*") if given.is_dir() else [given]
+    return Snapshot.of(found)
+
+
+def check_unchanged(files: Snapshot) -> None:
+    """Refuse what was replaced while it was read: a worker would have a part of the old and a part of the new.
+
+    Raises:
+        BuildError: names the files.
+    """
+    if changed := files.changed():
+        names = listed([path.name for path in changed], 5)
+        where = str(changed[0].parent)
+        raise BuildError(f"{names} changed while the run read the build", where=where, hint=START_AGAIN)

@@ -1,0 +1,80 @@
+"""What a run checked is what it reads: a build that is replaced in between is refused, never mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from commands import QUICK, fxpipe
+from model_files import write_model
+
+from fxpipe.errors import BuildError
+from fxpipe.files import Snapshot
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.task.hooks import ObjectTask
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("checked")
+    write_model(made)
+    assert fxpipe("compile", made / "model.py", "-o", made / "build", "--fp-cut", "blocks.2", *QUICK).code == 0
+    return made
+
+
+def test_another_plan_than_the_launcher_checked(folder: Path) -> None:
+    options = RunOptions(str(folder / "build"))
+    plan = check_run(options)
+    assert check_run(dataclasses.replace(options, plan_digest=plan.digest)) == plan
+    with pytest.raises(BuildError, match="replaced after the run had checked it") as caught:
+        check_run(dataclasses.replace(options, plan_digest="0" * 64))
+    assert caught.value.where
+    assert caught.value.hint
+
+
+def test_a_build_replaced_while_it_is_read(folder: Path, tmp_path: Path) -> None:
+    """Compiled with another seed while the workers are being opened: the same names and shapes."""
+    build = tmp_path / "build"
+    model = write_model(tmp_path)
+    compiled = ("compile", model, "-o", build, "--fp-cut", "blocks.2", *QUICK)
+    assert fxpipe(*compiled).code == 0
+    made = []
+
+    def optimizer(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        if not made:
+            made.append(fxpipe(*compiled, "--seed", 5).code)
+        return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    data = [torch.zeros(1)]
+    options = RunOptions(str(build), steps=1, out=str(tmp_path / "out"))
+    with pytest.raises(BuildError, match="changed while the run read the build") as caught:
+        run_local(options, ObjectTask(optimizer, train_batches=lambda: data))
+    assert made == [0]
+    assert caught.value.hint
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("damage", ["written", "replaced", "removed"])
+def test_every_change_of_a_file_is_seen(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    os.utime(file, ns=(0, 0))
+    files = files_read(RunOptions(str(tmp_path)))
+    check_unchanged(files)
+    if damage == "written":
+        file.write_text("[]")
+    elif damage == "replaced":
+        (tmp_path / "other").write_text("{}")
+        os.utime(tmp_path / "other", ns=(0, 0))
+        (tmp_path / "other").replace(file)
+    else:
+        file.unlink()
+    assert files.changed() == [file]
+    with pytest.raises(BuildError, match=r"plan\.json changed while"):
+        check_unchanged(files)
+    assert Snapshot.of([file]).changed() == []
