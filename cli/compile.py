@@ -74,6 +74,7 @@ def compile_command(
     from fxpipe.inspection.other_microbatches import own_and_others
     from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager, worst_agreement
     from fxpipe.plan.build_folder import check_target
+    from fxpipe.plan.lock import build_lock, locked
     from fxpipe.simulator.forecast import forecast
 
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
@@ -83,10 +84,11 @@ def compile_command(
     check_target(Path(out))
     if save_profile is not None:
         _check_profile_path(Path(save_profile), Path(out))
-    made = build_model(model, ModelOptions(device, seed, meta), options, costs)
-    simulation = forecast(made.build.plan, made.build.costs)
-    prospects = own_and_others(made.build)
-    build = made.build.save(out, model_file=model)
+    with locked(build_lock(out), out, "-o"):  # from the start: two that compile into one place would work for nothing
+        made = build_model(model, ModelOptions(device, seed, meta), options, costs)
+        simulation = forecast(made.build.plan, made.build.costs)
+        prospects = own_and_others(made.build)
+        build = made.build.save(out, model_file=model)
     if save_profile is not None and build.profile is not None:
         Path(save_profile).write_text(build.profile.to_json(), encoding="utf-8")
     for line in build.passes if verbose else ():

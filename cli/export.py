@@ -137,7 +137,7 @@ def _export_inference(
     import torch
 
     from fxpipe.export.inference import export_inference
-    from fxpipe.files import replacing
+    from fxpipe.plan.lock import replacing_alone
     from fxpipe.stages.loaded import is_edited
     from fxpipe.task.batch import to_device
     from fxpipe.tracing.held_tensors import HeldTensors
@@ -151,7 +151,7 @@ def _export_inference(
     if edited:
         warn(f"{', '.join(edited)} edited since the compile: the model file's forward is exported, without the edits")
     say("the forward in eval mode, stage by stage")
-    with replacing(Path(out)) as fresh:
+    with replacing_alone(Path(out)) as fresh:
         done = export_inference(
             model, task.loss, batch, fresh, plan=build.plan, opset=opset, weights=weights, model_file=task.path.name
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,17 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
         options = replace(options, build=_compiled(options, workers or 2), model_file=build)
     elif workers is not None:
         raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
-    summary = _train(options, local, joined)
+    with ExitStack() as held:
+        _finish(options, _train(options, local, joined, held), as_json)
+    if joined:
+        from fxpipe.runtime.process.rank import end_process
+
+        end_process(0)
+    return 0
+
+
+def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) -> None:
+    """Evaluate what was trained, if the workers did not, and print the summary."""
     if summary is not None:  # else this is a worker other than the first, under torchrun
         from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS
         from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
@@ -93,11 +103,6 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
             emit_json(summary)
         else:
             _print(summary)
-    if joined:
-        from fxpipe.runtime.process.rank import end_process
-
-        end_process(0)
-    return 0
 
 
 def _compiled(options: RunOptions, workers: int) -> str:
@@ -116,8 +121,10 @@ def _compiled(options: RunOptions, workers: int) -> str:
     return folder
 
 
-def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | None:
+def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> dict[str, Any] | None:
+    """Train; the summary, on worker 0. `held` gets the lock of the output folder."""
     from fxpipe.errors import PeerLost
+    from fxpipe.runtime.process.check_run import writing
 
     if joined:
         from fxpipe.runtime.process.rank import end_process, join
@@ -127,6 +134,7 @@ def _train(options: RunOptions, local: bool, joined: bool) -> dict[str, Any] | N
         except PeerLost:
             end_process(1)  # the first error is another worker's, which reports it
     plan = _checked_plan(options)
+    held.enter_context(writing(options.out))
     options = replace(options, plan_digest=plan.digest)
     overlaps = options.schedule in (None, "async", plan.schedule)
     if not overlaps and plan.microbatches == 1 and plan.workers > 1:

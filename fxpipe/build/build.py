@@ -33,12 +33,12 @@ from torch import nn
 
 from fxpipe.costs.node_costs_file import NODE_COSTS
 from fxpipe.errors import BuildError, first_line, listed
-from fxpipe.files import replacing
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
 from fxpipe.plan.build_folder import COSTS, ENGINES, PASSES, PLAN, PROFILE, PROGRAM, WEIGHTS, check_target, load_plan
 from fxpipe.plan.cost_records import WorkerSummary
+from fxpipe.plan.lock import replacing_alone
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
@@ -113,7 +113,7 @@ class Build:
             plan = dataclasses.replace(plan, model_file=relative)
         weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
-        with replacing(folder) as fresh:
+        with replacing_alone(folder) as fresh:
             for name, source in self.files.items():
                 (fresh / name).write_text(source)
             (fresh / WEIGHTS).write_bytes(weights)

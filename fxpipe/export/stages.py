@@ -22,9 +22,9 @@ from fxpipe.export.checked_files import CheckedModel, ExportedFile, Verdict
 from fxpipe.export.names import about, describe, names_of, row_of
 from fxpipe.export.pipeline import Converted, Entry, assemble
 from fxpipe.export.target import check_export_target, check_opset, check_packages
-from fxpipe.files import replacing
 from fxpipe.onnx.convert import convert
 from fxpipe.onnx.model_file import WeightsForm, check_size, named
+from fxpipe.plan.lock import replacing_alone
 from fxpipe.plan.spec import Phase
 from fxpipe.stages.compare import Difference, Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import load_stages
@@ -89,7 +89,7 @@ def export(
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]
     values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
     cuda = [torch.cuda.current_device()] if plan.device == "cuda" else []
-    with replacing(Path(folder)) as fresh, torch.random.fork_rng(cuda), torch.no_grad():
+    with replacing_alone(Path(folder)) as fresh, torch.random.fork_rng(cuda), torch.no_grad():
         job = _Export(build, values, fresh, weights, opset, seed, say)
         for stage in job.stages:
             if stage.edited:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fxpipe.errors import FxpipeError, PeerRefused, RunError
 from fxpipe.files import Snapshot
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.check_run import check_run, files_read
+from fxpipe.runtime.process.check_run import check_run, files_read, writing
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.hooks import TrainingTask, task_of_build
@@ -65,11 +66,12 @@ class _Said:
     problem: FxpipeError | None = None
 
 
-def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int) -> Agreed:
+def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int, held: ExitStack) -> Agreed:
     """Check what this worker was given, and compare it with what the others were; called by all, in an open group.
 
     Args:
         task: the user's hooks; None takes those of the model file.
+        held: gets the lock of the output folder, if this worker writes there and no launcher has it.
 
     Raises:
         FxpipeError: this worker's own, as `check_run`.
@@ -79,6 +81,8 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int)
     files, plan, problem, facts, checkpoint = Snapshot({}), None, None, dict[str, str](), None
     try:
         files = files_read(options)
+        if rank == 0 and options.exchange is None:
+            held.enter_context(writing(options.out))
         plan = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
         if world != plan.workers:
             raise RunError(

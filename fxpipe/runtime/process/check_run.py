@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from fxpipe.errors import BuildError, listed
 from fxpipe.files import Snapshot
 from fxpipe.plan.build_folder import check_current, check_output, load_plan
+from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 
@@ -39,6 +41,18 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         if options.tensorboard is not None:
             check_tensorboard(options.tensorboard)
     return plan
+
+
+def writing(out: str | None) -> AbstractContextManager[None]:
+    """Inside, this process and its workers alone write into a run's output folder, if there is one.
+
+    Raises:
+        BuildError: another run writes there, or the folder cannot be written.
+    """
+    if out is None:
+        return nullcontext()
+    check_output(out)
+    return locked(run_lock(out), out, "--out")
 
 
 START_AGAIN = "start the run again, and compile into another folder while runs begin"

@@ -12,7 +12,7 @@ from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read
+from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
@@ -39,6 +39,11 @@ def run_local(
     Raises:
         FxpipeError: any mistake that the user can fix.
     """
+    with writing(options.out):
+        return _run(options, task, progress)
+
+
+def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | None) -> dict[str, Any]:
     files = files_read(options)
     plan = check_run(options, from_file=task is None)
     task = task or task_of_build(plan, options.build, options.model_file)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections import deque
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -85,21 +86,22 @@ def join(
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
     open_group(rank, TIMEOUT)
-    try:
-        agreed = agree(options, task, rank, world)
-    except PeerLost:
-        raise
-    except FxpipeError:
-        close_group()  # all workers are here, and all of them stop
-        raise
-    try:
-        return RankRun(options, agreed, rank, _device(agreed.plan.device), progress).run()
-    except PeerLost:
-        time.sleep(LINGER)
-        raise
-    finally:
-        if sys.exc_info()[0] is None:
-            close_group()
+    with ExitStack() as held:
+        try:
+            agreed = agree(options, task, rank, world, held)
+        except PeerLost:
+            raise
+        except FxpipeError:
+            close_group()  # all workers are here, and all of them stop
+            raise
+        try:
+            return RankRun(options, agreed, rank, _device(agreed.plan.device), progress).run()
+        except PeerLost:
+            time.sleep(LINGER)
+            raise
+        finally:
+            if sys.exc_info()[0] is None:
+                close_group()
 
 
 class RankRun:
