@@ -1,16 +1,23 @@
-"""Folders written whole or not at all, and refused before any work is done; files told from those that replace them."""
+"""Files and folders written whole or not at all, and refused before any work is done; files told from those that
+replace them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from fxpipe.errors import BuildError
+
+_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
+_HOST = re.sub(r"[^\w-]", "-", socket.gethostname()) or "host"
 
 
 def check_creatable(needed: Path, asked: Path, option: str) -> None:
@@ -89,3 +96,64 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def temporary(path: Path) -> Path:
+    """Where what comes to `path` is while it is written: beside it, with the host and the process in its name."""
+    return path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` when all went well; else `path` stays as it was.
+
+    It is on the disk itself before it gets its name: after a loss of power there is the old file or the new one.
+
+    Raises:
+        OSError: the disk says no.
+    """
+    fresh = temporary(path)
+    try:
+        with fresh.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk itself, where the file system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this host that are gone left half written in a folder (see `temporary`)."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            found = _TEMPORARY.fullmatch(path.name)
+            if found is None or found["host"] != _HOST or _alive(int(found["process"])):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

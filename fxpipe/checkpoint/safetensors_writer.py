@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import torch
 
+from fxpipe.files import replaced
 from fxpipe.plan.spec import TensorSpec
 
 DTYPES = {
@@ -35,14 +36,16 @@ class SafetensorsWriter:
     def __init__(self, path: str | Path, tensors: Sequence[tuple[str, TensorSpec]]) -> None:
         self.path = Path(path)
         self.tensors = list(tensors)
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._target = ExitStack()
         self._file: BinaryIO | None = None
         self._written = 0
 
     def __enter__(self) -> SafetensorsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary.open("wb")
-        self._file.write(header(self.tensors))
+        with ExitStack() as target:
+            self._file = target.enter_context(replaced(self.path))
+            self._file.write(header(self.tensors))
+            self._target = target.pop_all()
         return self
 
     def write(self, tensor: torch.Tensor) -> None:
@@ -58,13 +61,11 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._file is not None
-        self._file.close()
-        if kind is not None:
-            self._temporary.unlink(missing_ok=True)
-            return
-        assert self._written == len(self.tensors), f"{self._written} of {len(self.tensors)} tensors written"
-        os.replace(self._temporary, self.path)
+        if kind is None and self._written < len(self.tensors):
+            error = AssertionError(f"{self._written} of {len(self.tensors)} tensors written")
+            self._target.__exit__(AssertionError, error, None)
+            raise error
+        self._target.__exit__(kind, error, trace)
 
 
 def header(tensors: Sequence[tuple[str, TensorSpec]]) -> bytes:

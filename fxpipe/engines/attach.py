@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from fxpipe import engines as backends
 from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
+from fxpipe.messages import say
 from fxpipe.plan.spec import PartSpec, Plan
 from fxpipe.random_state import random_state, set_random_state
 from fxpipe.stages.comm import ReadyComm
@@ -51,12 +51,8 @@ def equip(
         if reason:
             raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
         spec = plan.stages[worker].part(part.phase)
-        functions.append(CheckedPart(EnginePart(part, chosen, cache, _note), spec, emitted))
+        functions.append(CheckedPart(EnginePart(part, chosen, cache, say), spec, emitted))
     return replace(stage, forward=functions[0], backward=functions[1], engines=engines)
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxpipe import messages
 from fxpipe.errors import BuildError, FxpipeError, near
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.options import changed
@@ -84,7 +84,7 @@ def after(
     from fxpipe.task.model_file import load_task
 
     check_pass(pass_name)
-    warn = warn or _on_stderr
+    warn = warn or messages.warn
     options = changed(options, changes)
     plan = None
     if target.suffix == ".py":
@@ -223,7 +223,3 @@ def _command(folder: Path, plan: Plan) -> str:
         if _MADE_BY in first:
             return first.split(_MADE_BY, 1)[1]
     return "fxpipe.compile(...)"
-
-
-def _on_stderr(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
+from array import array
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 
 from fxpipe.errors import RunError
+from fxpipe.files import remove_abandoned
+from fxpipe.messages import warn
+from fxpipe.observe.line_file import LineFile
 from fxpipe.observe.live import Board, Looker
 from fxpipe.observe.progress import Progress
 from fxpipe.observe.run_folder import METRICS, RUN, staleness_file
@@ -40,13 +44,27 @@ class Record:
     step) is there only if it has one, `grad_norm` (of all workers' gradients, before clipping) only
     with clipping. An evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`.
 
+    Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
+    lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
+    shown (see `LineFile`).
+
     Args:
         samples: in a minibatch.
+        workers, before: the pipeline has so many workers, and begins to fill after so many steps (see
+            `steady_samples_per_second`).
+        continue_after: the run goes on after this step of an interrupted one, whose lines up to it are kept, and whose
+            later ones are dropped, in TensorBoard's files too. The evaluation after this step may be made again: it is
+            not written again. None begins anew.
 
     Attributes:
         samples_of: tells how many samples a minibatch has, where they differ.
-        evaluations: `{"step", "metrics"}` each.
+        losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
+        evaluations: `{"step", "metrics"}` each, with those that were kept.
         evaluation_seconds: worker 0's, of those before the last step.
+        own_steps: how many steps were trained since this object was made.
+
+    Raises:
+        RunError: `out` cannot be written.
     """
 
     def __init__(
@@ -56,33 +74,45 @@ class Record:
         total: int,
         progress: Progress | None = None,
         tensorboard: str | None = None,
+        *,
+        workers: int = 1,
+        before: int = 0,
+        continue_after: int | None = None,
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
         self.samples_of: Callable[[int], int] = lambda minibatch: samples
         self.total = total
-        self.losses: list[float] = []
+        self.losses = array("d")
         self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
-        self._evaluating = 0.0  # of these, those since the last step
-        self._ends: list[float] = []
-        self._samples: list[int] = []  # of each step
+        self.own_steps = 0
+        self._first = continue_after or 0
+        self._earlier = 0.0  # seconds of training before this run went on
+        self._evaluating = 0.0  # of the evaluations' seconds, those since the last step
+        self._samples = 0
+        self._steady = _Steady(self._first, max(before, self._first) + workers, workers)
         self._progress = progress
-        self._tensorboard = None if tensorboard is None else TensorboardLog(tensorboard)
         self._looker: Looker | None = None
         self._looked = 0.0
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
         if self.out is not None:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                old_names = (FINAL_WEIGHTS, AVERAGED_WEIGHTS, RUN)
-                for old in (*(self.out / name for name in old_names), *self.out.glob(staleness_file("*"))):
-                    old.unlink(missing_ok=True)  # from an earlier run, next to this one's metrics
-                self._file = (self.out / METRICS).open("w", buffering=1, encoding="utf-8")
+                remove_abandoned(self.out)
+                self._file = LineFile(
+                    self.out / METRICS,
+                    continue_after=continue_after,
+                    in_place=not (self.out / RUN).exists(),
+                    kept=self._kept,
+                )
             except OSError as error:
                 raise RunError(
                     f"{self.out} cannot be written: {error.strerror}", hint="choose another --out"
                 ) from error
+            if continue_after and len(self.losses) < continue_after:
+                warn(f"{self._file.path} has no lines of some of the {continue_after} steps that were made before")
+        self._tensorboard = None if tensorboard is None else TensorboardLog(tensorboard, continue_after)
         self._begin = self._last = perf_counter()
 
     def begin(self, board: Board) -> None:
@@ -95,22 +125,23 @@ class Record:
     def step(self, minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
         """A minibatch is finished."""
         now = perf_counter()
-        self._samples.append(self.samples_of(minibatch))
-        rate = self._samples[-1] / max(now - self._last - self._evaluating, 1e-9)
+        samples = self.samples_of(minibatch)
+        rate = samples / max(now - self._last - self._evaluating, 1e-9)
+        self._steady.add(minibatch, samples, now - self._last)
         self._last = now
         self.evaluation_seconds += self._evaluating
         self._evaluating = 0.0
-        self._ends.append(now)
+        self._samples += samples
+        self.own_steps += 1
         self.losses.append(loss)
-        seconds = self.seconds
+        seconds = self._earlier + self.seconds
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
             if lr is not None:
                 line["lr"] = lr
             if norm is not None:
                 line["grad_norm"] = norm if math.isfinite(norm) else None
-            line |= {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)}
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(line | {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)})
         if self._tensorboard is not None:
             self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds)
             if self._looker is not None and now - self._looked >= LOOK:
@@ -118,60 +149,134 @@ class Record:
                 found = [{"busy": state.busy, "waiting": state.waiting} for state in self._looker.look()]
                 self._tensorboard.workers(minibatch + 1, found)
         if self._progress is not None:
-            self._progress(minibatch + 1, self.total, loss, rate)
+            self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate))
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """The state after `step` steps was evaluated; worker 0 took `seconds`."""
         self._evaluating += seconds
+        if any(earlier["step"] == step for earlier in self.evaluations[-1:]):
+            return
         self.evaluations.append({"step": step, "metrics": metrics})
+        self._steady.disturbed.add(step)
         if self._file is not None:
             shown = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self._file.write(json.dumps({"step": step, "eval": shown}) + "\n")
+            self._file.write({"step": step, "eval": shown})
         if self._tensorboard is not None:
             self._tensorboard.evaluated(step, metrics)
         if self._progress is not None:
-            self._progress.evaluated(step, metrics)
+            self._show(lambda progress: progress.evaluated(step, metrics))
 
-    def close(self) -> None:
-        """End the display and the file; on an error, TensorBoard's, too."""
-        if self._progress is not None:
-            self._progress.close()
+    def sync(self) -> None:
+        """Have the metrics so far on the disk itself: before a checkpoint of this step counts."""
         if self._file is not None:
-            self._file.close()
-        if sys.exc_info()[0] is not None:
-            self.end(None)
+            self._file.sync()
+
+    def take_place(self, written: set[str]) -> None:
+        """The trained weights are written: this run's metrics take the place of an earlier run's.
+
+        Weights and logs of that run that this one did not write anew are removed: the folder never holds two runs'
+        files as if they were one's.
+
+        Args:
+            written: the names of this run's weights and logs.
+        """
+        if self.out is None or self._file is None:
+            return
+        self._file.take_place()
+        for old in (self.out / FINAL_WEIGHTS, self.out / AVERAGED_WEIGHTS, *self.out.glob(staleness_file("*"))):
+            if old.name not in written and not old.stem.endswith(".partial"):
+                with suppress(OSError):
+                    old.unlink()
 
     def end(self, summary: dict[str, Any] | None) -> None:
-        """End TensorBoard's file, with the summary of the run if there is one."""
+        """The run has ended well; TensorBoard's file gets its summary."""
+        if self._file is not None:
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close(summary)
             self._tensorboard = None
 
+    def close(self) -> None:
+        """End the display and all files."""
+        if self._progress is not None:
+            self._show(lambda progress: progress.close())
+        self.end(None)
+
+    @property
+    def problems(self) -> list[dict[str, Any]]:
+        """What could not be written at first, or never: `{"file", "late", "lost"}` each, numbers of lines."""
+        files = (self._file, self._tensorboard)
+        return [problem for file in files if file is not None for problem in file.problems]
+
     @property
     def seconds(self) -> float:
-        """From the beginning of training to the last step, without evaluations."""
+        """From the beginning of training, or from where it went on, to the last step, without evaluations."""
         return self._last - self._begin - self.evaluation_seconds
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole run, including the filling and emptying of the pipeline."""
-        return sum(self._samples) / max(self.seconds, 1e-9)
+        """Of the whole run, or since it went on, including the filling and emptying of the pipeline."""
+        return self._samples / max(self.seconds, 1e-9)
 
-    def steady_samples_per_second(self, workers: int, before: int = 0) -> float | None:
+    @property
+    def steady_samples_per_second(self) -> float | None:
         """Between the filling and the emptying of the pipeline; None if there is little between them.
 
-        It fills after the first `before` steps. Steps after an evaluation do not count: the workers first have to get
-        into step again.
+        Steps after an evaluation do not count: the workers first have to get into step again.
         """
-        first, last = before + workers, len(self._ends) - workers - 1
-        disturbed = {
-            evaluation["step"] for evaluation in self.evaluations
-        }  # the end of one is the beginning of the next
-        steps = [end for end in range(first + 1, last + 1) if end not in disturbed]
-        if len(steps) < STEADY:
-            return None
-        samples = sum(self._samples[end] for end in steps)
-        return samples / max(sum(self._ends[end] - self._ends[end - 1] for end in steps), 1e-9)
+        return self._steady.rate
+
+    def _kept(self, row: dict[str, Any]) -> None:
+        """A line of the run that this one continues."""
+        if isinstance(row.get("eval"), dict):
+            found = {name: math.nan if value is None else value for name, value in row["eval"].items()}
+            self.evaluations.append({"step": row["step"], "metrics": found})
+            return
+        loss = row.get("loss")
+        self.losses.append(loss if isinstance(loss, int | float) else math.nan)
+        if isinstance(row.get("seconds"), int | float):
+            self._earlier = row["seconds"]
+
+    def _show(self, show: Callable[[Progress], None]) -> None:
+        """Show something; without a display from the first time that stderr takes nothing."""
+        assert self._progress is not None
+        try:
+            show(self._progress)
+        except (OSError, ValueError):  # the latter if it is closed
+            self._progress = None
+
+
+class _Steady:
+    """The rate of samples between the steps in which the pipeline fills and those in which it empties.
+
+    Args:
+        first: the first step's number.
+        filled: steps from this number on count; the one before it is the last in which the pipeline fills.
+        emptying: how many of the last steps do not count.
+    """
+
+    def __init__(self, first: int, filled: int, emptying: int) -> None:
+        self._filled, self._emptying = filled, emptying
+        self._newest: deque[tuple[int, int, float]] = deque()  # those in which it may be emptying already
+        self._count = self._samples = 0
+        self._seconds = 0.0
+        self.disturbed: set[int] = set()  # steps before which there was an evaluation
+
+    def add(self, step: int, samples: int, seconds: float) -> None:
+        self._newest.append((step, samples, seconds))
+        if len(self._newest) <= self._emptying:
+            return
+        step, samples, seconds = self._newest.popleft()
+        if step in self.disturbed:
+            self.disturbed.discard(step)
+        elif step > self._filled:
+            self._count += 1
+            self._samples += samples
+            self._seconds += seconds
+
+    @property
+    def rate(self) -> float | None:
+        return None if self._count < STEADY else self._samples / max(self._seconds, 1e-9)
 
 
 def samples_of(plan: Plan) -> int:

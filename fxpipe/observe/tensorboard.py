@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.errors import RunError
 from fxpipe.files import check_creatable
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from fxpipe.observe.appended_file import AppendedFile
 
 _INSTALL = "pip install tensorboard"
 _SETTINGS = (
     "schedule", "policy", "microbatches", "sync_steps", "rate_discount", "clip_norm", "ema", "seed", "steps",
     "samples", "threads", "device",
 )  # fmt: skip
+_number = itertools.count()
 _RESULTS = ("seconds", "samples_per_second", "bubble", "efficiency")
 
 
@@ -40,25 +43,40 @@ class TensorboardLog:
 
     Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, and one for each value of
     each worker, like `busy/worker_0`; `eval/NAME` for evaluations. Texts at the end: `settings`, `results` and
-    `time_losses`. TensorBoard's relative time counts from when this object was made.
+    `time_losses`. TensorBoard's relative time counts from when this object was made. An event that cannot be written
+    ends no run (see `AppendedFile`).
+
+    Args:
+        continue_after: what earlier files of this folder have after this step is forgotten when they are read.
 
     Raises:
         RunError: the package cannot be imported, or the folder cannot be written.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, continue_after: int | None = None) -> None:
         check_tensorboard(folder)
         try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer: SummaryWriter = SummaryWriter(str(folder))
+            from tensorboard.compat.proto.event_pb2 import SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard import summary
         except ImportError as error:
             raise RunError(f"the package tensorboard cannot be imported: {error}", hint=_INSTALL) from error
+        self._began = time.time()
+        self._step, self._seconds = continue_after or 0, 0.0
+        self._summary: Any = summary
+        self._buffer = BytesIO()
+        self._records = RecordWriter(self._buffer)
+        name = f"events.out.tfevents.{int(self._began):010}.{socket.gethostname()}.{os.getpid()}.{next(_number)}"
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = AppendedFile(Path(folder) / name)
         except OSError as error:
             hint = "choose another --tensorboard"
             raise RunError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
-        self._began = time.time()
-        self._step, self._seconds = 0, 0.0
+        self._add(file_version="brain.Event:2")
+        if continue_after is not None:
+            self._step += 1  # TensorBoard forgets what it has read from this step on
+            self._add(session_log=SessionLog(status=SessionLog.START))
 
     def step(
         self, step: int, loss: float, lr: float | None, norm: float | None, samples_per_second: float, seconds: float
@@ -89,13 +107,26 @@ class TensorboardLog:
             self._text("settings", [f"{key}: {summary[key]}" for key in _SETTINGS if summary.get(key) is not None])
             self._text("results", [f"{key}: {summary[key]:.6g}" for key in _RESULTS if summary.get(key) is not None])
             self._text("time_losses", [row["text"] for row in summary.get("time_losses") or ()])
-        self._writer.close()
+        self._file.close()
+
+    @property
+    def problems(self) -> list[dict[str, Any]]:
+        """See `AppendedFile.problems`."""
+        return self._file.problems
 
     def _scalar(self, tag: str, value: float) -> None:
         value = float(value)
         value = value if math.isfinite(value) else math.nan
-        self._writer.add_scalar(tag, value, self._step, walltime=self._began + self._seconds)
+        self._add(summary=self._summary.scalar(tag, value))
 
     def _text(self, tag: str, lines: Sequence[str]) -> None:
         if lines:
-            self._writer.add_text(tag, "\n".join(f"- {line}" for line in lines), self._step)
+            self._add(summary=self._summary.text(tag, "\n".join(f"- {line}" for line in lines)))
+
+    def _add(self, **what: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=self._began + self._seconds, step=self._step, **what).SerializeToString())
+        self._file.write(self._buffer.getvalue())
+        self._buffer.seek(0)
+        self._buffer.truncate()

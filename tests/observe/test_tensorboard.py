@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,39 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "tb"):
         with pytest.raises(FxpipeError, match=r"cannot be written: file is a file"):
             TensorboardLog(folder)
+
+
+def test_a_run_that_goes_on_hides_what_came_after_its_step(tmp_path: Path) -> None:
+    first = TensorboardLog(tmp_path)
+    for step in range(1, 8):
+        first.step(step, float(step), None, None, 1.0, float(step))
+    first.evaluated(4, {"accuracy": 0.4})
+    first.close()
+    log = TensorboardLog(tmp_path, continue_after=4)
+    for step in (5, 6):
+        log.step(step, 10.0 + step, None, None, 1.0, float(step))
+    log.close()
+    events = read(tmp_path)
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 15.0), (6, 16.0),
+    ]  # fmt: skip
+    assert values(events, "eval/accuracy") == {4: pytest.approx(0.4)}
+
+
+def test_events_that_cannot_be_written_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = TensorboardLog(tmp_path)
+    log.step(1, 1.0, None, None, 1.0, 1.0)
+    written = os.write
+
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    log.step(2, 2.0, None, None, 1.0, 2.0)
+    monkeypatch.setattr(os, "write", written)
+    log.close()
+    assert values(read(tmp_path), "train/loss") == {1: 1.0, 2: 2.0}
+    assert log.problems[0]["lost"] == 0 < log.problems[0]["late"]
+    assert "Traceback" not in capfd.readouterr().err

@@ -64,7 +64,7 @@ def test_a_build_without_costs_has_no_forecast(build: Path, tmp_path: Path, caps
 
 
 def test_a_summary_that_cannot_be_written_is_only_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / ".run.json").mkdir()
+    (tmp_path / "run.json" / "in the way").mkdir(parents=True)
     write_run({"out": str(tmp_path), "trace": None})
     assert "run.json cannot be written" in capsys.readouterr().err
 
@@ -75,18 +75,18 @@ def test_the_steady_rate_is_between_filling_and_emptying(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("fxpipe.observe.record.perf_counter", lambda: now[0])
-    record = Record(None, 10, steps)
+    record = Record(None, 10, steps, workers=2)
     for step in range(steps):
         now[0] += 5.0 if step in (0, steps - 1) else 1.0
         record.step(step, 1.0, None, None)
-    assert record.steady_samples_per_second(2) == steady
+    assert record.steady_samples_per_second == steady
 
 
 def test_evaluation_slows_no_rate_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each takes 7 s, and 2 s more until the workers are in step again."""
     now = [0.0]
     monkeypatch.setattr("fxpipe.observe.record.perf_counter", lambda: now[0])
-    record = Record(tmp_path, 10, 20)
+    record = Record(tmp_path, 10, 20, workers=2)
     for step in range(1, 21):
         now[0] += 1.0 + 2.0 * (step > 1 and step % 5 == 1)
         record.step(step - 1, 1.0, None, None)
@@ -97,7 +97,7 @@ def test_evaluation_slows_no_rate_down(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert record.evaluation_seconds == 21.0  # the last one is after the last step
     assert record.seconds == 26.0
     assert record.samples_per_second == pytest.approx(200 / 26)
-    assert record.steady_samples_per_second(2) == pytest.approx(10.0)
+    assert record.steady_samples_per_second == pytest.approx(10.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     rates = {line["step"]: line["samples_per_second"] for line in lines if "loss" in line}
     assert set(rates.values()) == {10.0, 3.333}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,14 +13,21 @@ from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, sampl
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.run_summary import (
+    add_trace,
+    averages_evaluated,
+    evaluated_last,
+    summarize_run,
+    worker_row,
+    written_files,
+)
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import held, weights_are_safe, write_final_weights
+from fxpipe.runtime.worker.final_weights import FinalFiles, held, warn_of_little_room, weights_are_safe
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import TrainingTask, task_of_build
 from fxpipe.threads import threads
@@ -54,7 +60,15 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
         feed = Feed(task, options.seed)
         total = feed.total(options.steps, options.epochs)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
-        record = Record(options.out, samples_of(plan), total, progress, options.tensorboard)
+        record = Record(
+            options.out,
+            samples_of(plan),
+            total,
+            progress,
+            options.tensorboard,
+            workers=plan.workers,
+            before=options.sync_steps,
+        )
         try:
             pipeline = LocalPipeline(
                 options.build, task, options, out=options.out, report=record.step, keep_gradients=False
@@ -73,6 +87,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 pipeline.evaluation.while_training(every(options.eval_every, total), data, record.evaluated)
             check_unchanged(files)
             warn_of_staleness(pipeline.recipe, executors[0])
+            warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
             for watch in watches:
                 watch.begin()
             record.begin(LocalBoard(watches))
@@ -85,14 +100,20 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             pipeline.flush()
             for watch in watches:
                 watch.end()
-            if record.out is not None:
-                write_final_weights(Path(record.out) / FINAL_WEIGHTS, plan, lambda t: held(executors[t.worker], t))
+            files = None if options.out is None else FinalFiles(options.out, plan)
+            if files is not None:
+                files.write(FINAL_WEIGHTS, lambda t: held(executors[t.worker], t))
             with weights_are_safe(options.out):
                 averages = pipeline.averages()
-            if averages is not None and record.out is not None:
-                averaged = Path(record.out) / AVERAGED_WEIGHTS
-                write_final_weights(averaged, plan, lambda t: held(executors[t.worker], t, averages[t.worker]))
+            if averages is not None and files is not None:
+                files.write(AVERAGED_WEIGHTS, lambda t: held(executors[t.worker], t, averages[t.worker]))
             rows = [worker_row(executor) for executor in executors]
+            if files is not None:
+                files.check()
+                record.take_place(written_files(options, plan, averages is not None))
+                for executor in executors:
+                    if executor.store.staleness is not None:
+                        executor.store.staleness.take_place()
             recipe = pipeline.recipe
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
             if (path := options.trace) is not None:

@@ -30,7 +30,14 @@ from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
-from fxpipe.runtime.process.run_summary import add_trace, averages_evaluated, evaluated_last, summarize_run, worker_row
+from fxpipe.runtime.process.run_summary import (
+    add_trace,
+    averages_evaluated,
+    evaluated_last,
+    summarize_run,
+    worker_row,
+    written_files,
+)
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -46,11 +53,12 @@ from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import (
+    FinalFiles,
     FinalTensor,
     final_tensors,
     held,
+    warn_of_little_room,
     weights_are_safe,
-    write_final_weights,
 )
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -158,21 +166,34 @@ class RankRun:
         for loaded in self.evaluation.evaluator.loaded if self.evaluation is not None else ():
             warn_if_edited(loaded)
         if self.rank == 0:
-            self.record = Record(options.out, samples_of(plan), self.total, self.progress, options.tensorboard)
+            self.record = Record(
+                options.out,
+                samples_of(plan),
+                self.total,
+                self.progress,
+                options.tensorboard,
+                workers=plan.workers,
+                before=options.sync_steps,
+            )
             self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
             warn_of_staleness(self.recipe, self.executor)
+            warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
         record = self.record
         try:
             trace = self._train()
             rows: list[Any] = [None] * plan.workers
             with peers(self.rank):
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+            files = None
             if options.out is not None:
-                self._final_weights(Path(options.out) / FINAL_WEIGHTS)
+                files = FinalFiles(options.out, plan, self._agree_again) if self.rank == 0 else None
+                self._final_weights(files, FINAL_WEIGHTS)
             with weights_are_safe(options.out):
                 averages = averages_of([self.executor.store.averages])
-            if options.out is not None and averages is not None:
-                self._final_weights(Path(options.out) / AVERAGED_WEIGHTS, averages[0])
+            if options.out is not None:
+                if averages is not None:
+                    self._final_weights(files, AVERAGED_WEIGHTS, averages[0])
+                self._take_place(files, averages is not None)
             summary = None
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
@@ -301,14 +322,35 @@ class RankRun:
             dist.all_gather_object(answers, own)
         return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
 
-    def _final_weights(self, path: Path, averages: dict[str, torch.Tensor] | None = None) -> None:
-        if self.rank == 0:
-            write_final_weights(path, self.plan, lambda tensor: self._fetch(tensor, averages))
+    def _final_weights(
+        self, files: FinalFiles | None, name: str, averages: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        if files is not None:
+            files.write(name, lambda tensor: self._fetch(tensor, averages))
             return
-        for tensor in final_tensors(self.plan):
-            if tensor.worker == self.rank:
-                with peers(self.rank):
-                    dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
+        again = True
+        while again:
+            for tensor in final_tensors(self.plan):
+                if tensor.worker == self.rank:
+                    with peers(self.rank):
+                        dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
+            again = self._agree_again(False)
+
+    def _agree_again(self, again: bool) -> bool:
+        """Worker 0 tells the others whether it wants the tensors of a file once more."""
+        box = [again]
+        with peers(self.rank):
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _take_place(self, files: FinalFiles | None, averages: bool) -> None:
+        """The weights are written: this run's logs take the places of an earlier run's, on all workers."""
+        if files is not None and self.record is not None:
+            files.check()
+            self.record.take_place(written_files(self.options, self.plan, averages))
+        self._agree_again(False)  # after `check`, which may raise: then no other worker comes further
+        if self.executor.store.staleness is not None:
+            self.executor.store.staleness.take_place()
 
     def _fetch(self, tensor: FinalTensor, averages: dict[str, torch.Tensor] | None) -> torch.Tensor:
         if tensor.worker == 0:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import FxpipeError, PeerLost
-from fxpipe.observe.record import Record, samples_of
-from fxpipe.observe.run_folder import FORMAT, RUN
+from fxpipe.files import replaced
+from fxpipe.messages import warn
+from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.run_folder import FORMAT, RUN, staleness_file
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
@@ -40,8 +41,6 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     was logged (see `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
-    if log is not None:
-        log.close()
     forward = watch.seconds(*_OWN, within="F")
     backward = watch.seconds(*_OWN, within="B") + watch.seconds(*_OWN, within="update")
     row = {
@@ -58,7 +57,13 @@ def worker_row(executor: Executor) -> dict[str, Any]:
         "waits": watch.waits,
         "fill": watch.fill,
     }
-    return row if log is None else row | {"staleness": log.summary()}
+    return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
+
+
+def written_files(options: RunOptions, plan: Plan, averages: bool) -> set[str]:
+    """The names of the weights and logs that a run writes; a worker looks after its own staleness log."""
+    logs = {staleness_file(worker) for worker in range(plan.workers)} if options.log_staleness else set[str]()
+    return {FINAL_WEIGHTS, *logs} | ({AVERAGED_WEIGHTS} if averages else set())
 
 
 def summarize_run(
@@ -75,7 +80,8 @@ def summarize_run(
     `seconds`, and all that is computed from times, is of training; `evaluation_seconds` is the time of evaluations
     before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics"}`, `evaluation` the metrics of the
     newest, if there is one; `add_evaluation` keeps both up to date.
-    `averaged_evaluation` is the metrics of the averaged weights.
+    `averaged_evaluation` is the metrics of the averaged weights. `log_problems` has a row for each log of which lines
+    could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
     `bubble` is the share in which the workers are not busy. `efficiency` is the throughput between the filling and the
@@ -88,11 +94,14 @@ def summarize_run(
         threads: CPU threads of a worker.
     """
     steps = len(record.losses)
+    problems = [*record.problems, *(problem for row in rows for problem in row.get("log_problems", ()))]
     together = transport != "local"
     seconds = max(row["seconds"] for row in rows)
     rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
+    for row in rows:
+        row.pop("log_problems", None)
     forecast = _forecast(options.build, plan, recipe) if together else None
-    steady = record.steady_samples_per_second(plan.workers, options.sync_steps)
+    steady = record.steady_samples_per_second
     summary: dict[str, Any] = {
         "format": FORMAT,
         "build": {"folder": options.build, "digest": plan.digest},
@@ -117,7 +126,7 @@ def summarize_run(
         "forecast": forecast,
         "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
         "time_losses": time_losses(
-            rows, forecast, seconds, steps, plan.microbatches, recipe.schedule.name, options.sync_steps
+            rows, forecast, seconds, record.own_steps, plan.microbatches, recipe.schedule.name, options.sync_steps
         )
         if together
         else [],
@@ -125,7 +134,8 @@ def summarize_run(
         "trace": None,
         "out": None if record.out is None else str(record.out),
         "evaluations": [],
-        "losses": record.losses,
+        "log_problems": problems,
+        "losses": record.losses.tolist(),
     }
     for evaluation in record.evaluations:
         add_evaluation(summary, evaluation["step"], evaluation["metrics"])
@@ -154,12 +164,12 @@ def write_run(summary: dict[str, Any]) -> None:
     body = {name: value for name, value in summary.items() if name != "losses"}
     if body["trace"] is not None:
         body["trace"] = os.path.relpath(body["trace"], out)
-    fresh = out / f".{RUN}"
     try:
-        fresh.write_text(dumps(body, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(out / RUN)
+        out.mkdir(parents=True, exist_ok=True)
+        with replaced(out / RUN) as file:
+            file.write((dumps(body, indent=1) + "\n").encode())
     except OSError as error:
-        print(f"warning: {out / RUN} cannot be written: {error.strerror or error}", file=sys.stderr)
+        warn(f"{out / RUN} cannot be written: {error.strerror or error}")
 
 
 def averages_evaluated(summary: dict[str, Any], metrics: dict[str, float]) -> None:
@@ -175,7 +185,7 @@ def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> 
     except FxpipeError as error:
         if isinstance(error, PeerLost):
             raise
-        print(f"warning: the trace is lost: {error.what}", file=sys.stderr)
+        warn(f"the trace is lost: {error.what}")
         return
     summary["trace"] = path
     write_run(summary)
@@ -193,7 +203,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
             return None
         scenario, simulation = expect(plan, costs, recipe)
     except FxpipeError as error:
-        print(f"warning: {error.what}: there is no forecast to compare the run with", file=sys.stderr)
+        warn(f"{error.what}: there is no forecast to compare the run with")
         return None
     if not simulation.seconds_per_minibatch:
         return None

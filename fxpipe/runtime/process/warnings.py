@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from fxpipe.messages import warn
 from fxpipe.policy.accuracy_warnings import warning
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.worker.executor import Executor
@@ -20,11 +19,11 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
     kinds = dict.fromkeys(type(part).__name__ for part in parts_of(optimizer))
     for found in (warning(str(recipe.policy), kind, behind) for kind in kinds):
         if found:
-            print(f"warning: {found}", file=sys.stderr)
+            warn(found)
 
 
 def warn_if_edited(*stages: LoadedStage | LoadedEvaluation) -> None:
     """Warn about files that were edited since they were emitted."""
     for stage in stages:
         if stage.edited:
-            print(f"warning: {stage.path} was edited since it was compiled; running it as it is", file=sys.stderr)
+            warn(f"{stage.path} was edited since it was compiled; running it as it is")

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
+import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.safetensors_writer import SafetensorsWriter
-from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.errors import FxpipeError, PeerLost, RunError, listed
+from fxpipe.messages import warn
 from fxpipe.observe.record import FINAL_WEIGHTS
 from fxpipe.plan.spec import BufferSpec, Plan, TensorSpec
+from fxpipe.planner.quantity import size
 from fxpipe.runtime.worker.executor import Executor
+
+PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Seconds between two attempts to write a file."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +70,96 @@ def weights_are_safe(out: str | None) -> Iterator[None]:
         raise
 
 
-def write_final_weights(path: str | Path, plan: Plan, fetch: Callable[[FinalTensor], Tensor]) -> None:
-    """Write `model.safetensors` or `ema.safetensors`; `fetch` gives one tensor
-    after the other, in `final_tensors`' order.
+def warn_of_little_room(out: str | None, plan: Plan, averages: bool) -> None:
+    """Warn, before training, where the file system of `out` has less room than the trained weights need.
 
-    Raises:
-        RunError: the file cannot be written.
+    Args:
+        averages: their averages are written, too.
     """
-    tensors = list(final_tensors(plan))
+    if out is None:
+        return
+    names = [(tensor.spec, len(tensor.names)) for tensor in final_tensors(plan)]
+    needed = sum(count * math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec, count in names)
+    needed *= 1 + averages
     try:
-        with SafetensorsWriter(path, [(name, t.spec) for t in tensors for name in t.names]) as file:
-            for tensor in tensors:
-                value = fetch(tensor)
-                for _ in tensor.names:
-                    file.write(value)
-    except OSError as error:
-        raise RunError(
-            f"{path} cannot be written: {error.strerror}", hint="make room, or choose another --out"
-        ) from error
+        free = shutil.disk_usage(out).free
+    except OSError:
+        return
+    if free < needed:
+        warn(f"{out} has room for {size(free)}, and the trained weights need {size(needed)}: make room before the end")
+
+
+class FinalFiles:
+    """Writes `model.safetensors` and `ema.safetensors`, and loses neither because a disk says no.
+
+    The tensors stay where they are until their file is written. While that fails, it is tried again for a minute; then
+    the file goes to a temporary folder, and `check` raises an error that names it.
+
+    Args:
+        agree: called after every attempt with whether the tensors are wanted once more; of a distributed run.
+    """
+
+    def __init__(self, out: str | Path, plan: Plan, agree: Callable[[bool], object] = lambda again: None) -> None:
+        self.out = Path(out)
+        self._agree = agree
+        self._tensors = list(final_tensors(plan))
+        self._elsewhere: Path | None = None
+        self._problems: list[str] = []
+        self._lost: list[str] = []
+
+    def write(self, name: str, fetch: Callable[[FinalTensor], Tensor]) -> None:
+        """Write a file; `fetch` gives one tensor after the other, in `final_tensors`' order, in every attempt."""
+        path = self.out / name
+        if self._elsewhere is None:
+            for pause in (*PAUSES, None):
+                error = self._attempt(path, fetch)
+                if error is None:
+                    self._agree(False)
+                    return
+                why = error.strerror or str(error)
+                self._agree(True)
+                if pause is None:
+                    self._problems.append(f"{path} cannot be written: {why}")
+                    break
+                warn(f"{path} cannot be written: {why}; the trained weights are kept, and tried again in {pause:g} s")
+                sleep(pause)
+        try:
+            if self._elsewhere is None:
+                self._elsewhere = Path(tempfile.mkdtemp(prefix="fxpipe-weights-"))
+            error = self._attempt(self._elsewhere / name, fetch)
+        except OSError as refused:
+            for tensor in self._tensors:
+                fetch(tensor)
+            error = refused
+        if error is not None:
+            self._lost.append(name)
+            self._problems.append(f"nor can {name} be written elsewhere: {error.strerror or error}")
+        self._agree(False)
+
+    def check(self) -> None:
+        """Say what could not be written into the run's folder.
+
+        Raises:
+            RunError: names the folder that has it instead, and what is lost.
+        """
+        if not self._problems:
+            return
+        if self._lost:
+            hint = f"{listed(self._lost)} could be written nowhere: make room, and train again"
+        else:
+            hint = f"the trained weights are in {self._elsewhere}: move them before that folder is cleared"
+        raise RunError("; ".join(self._problems), hint=hint)
+
+    def _attempt(self, path: Path, fetch: Callable[[FinalTensor], Tensor]) -> OSError | None:
+        """Fetch all tensors, whatever becomes of the file; returns why it could not be written."""
+        values = ((tensor, fetch(tensor)) for tensor in self._tensors)
+        try:
+            with SafetensorsWriter(path, [(name, t.spec) for t in self._tensors for name in t.names]) as file:
+                for tensor, value in values:
+                    for _ in tensor.names:
+                        file.write(value)
+        except OSError as error:
+            for _ in values:
+                pass
+            return error
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from fxpipe.errors import BuildError
+from fxpipe.messages import warn
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
 from fxpipe.runtime.options import PipelineOptions
@@ -41,7 +41,7 @@ def initial_weights(
         checkpoint = Checkpoint.open(options.weights, plan)
         if worker == 0:
             for warning in checkpoint.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
+                warn(warning)
         persistent = [b for b in buffers if b.persistent]
         found = dict(checkpoint.read([*parameters, *persistent], device))
     elif plan.meta and parameters:

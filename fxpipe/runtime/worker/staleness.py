@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.errors import RunError
+from fxpipe.messages import warn
+from fxpipe.observe.line_file import LineFile
 from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.schedule.action import Action
-
-if TYPE_CHECKING:
-    pass
 
 Look = Callable[[Sequence[str], int], Mapping[str, Tensor]]
 """(names, ahead) → the live weights of these names, predicted so many updates ahead."""
@@ -51,17 +51,33 @@ class StalenessLog:
     difference, and that of the weights themselves.
 
     Args:
-        path: the file that gets a JSON line for every row; None keeps only the means.
+        path: the file that gets a JSON line for every row (see `LineFile`); None keeps only the means.
+        continue_after: the step of an interrupted run after which this one goes on, with its file; None begins anew.
+
+    Raises:
+        RunError: the file to go on with cannot be read or written.
     """
 
     def __init__(
-        self, demand: Demand, worker: int, trained: Mapping[str, nn.Parameter], path: Path | None = None
+        self,
+        demand: Demand,
+        worker: int,
+        trained: Mapping[str, nn.Parameter],
+        path: Path | None = None,
+        continue_after: int | None = None,
     ) -> None:
         self.demand = demand
         self.worker = worker
         self.trained = trained
         self.path = path
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
+        self._lost = 0
+        if path is not None and continue_after is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = LineFile(path, continue_after=continue_after)
+            except OSError as error:
+                raise RunError(f"{path} cannot be written: {error.strerror}", hint="choose another --out") from error
         self._reads = list(_forwards(demand, worker, trained))
         self._reach = max((read.reading.lags[0] for read in self._reads), default=0)
         self._sample: _Sample | None = None
@@ -119,17 +135,35 @@ class StalenessLog:
             for (group, stale, ahead), (n, rmse, rms) in sorted(self._sums.items())
         ]
 
-    def close(self) -> None:
-        """Close the file."""
+    def take_place(self) -> None:
+        """The trained weights are written: the file takes the place of an earlier run's."""
         if self._file is not None:
+            self._file.take_place()
             self._file.close()
+        elif self.path is not None:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+    @property
+    def problems(self) -> list[dict[str, Any]]:
+        """Lines that could not be written at first, or never (see `LineFile.problems`)."""
+        if self._lost and self.path is not None:
+            return [{"file": self.path.name, "late": 0, "lost": self._lost}]
+        return [] if self._file is None else self._file.problems
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.path is None:
             return
         if self._file is None:
-            self._file = self.path.open("w", buffering=1, encoding="utf-8")
-        self._file.write(json.dumps(row) + "\n")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = LineFile(self.path)
+            except OSError as error:
+                if not self._lost:
+                    warn(f"{self.path} cannot be written: {error.strerror}; training goes on, and it is tried again")
+                self._lost += 1
+                return
+        self._file.write(row)
 
 
 def _forwards(demand: Demand, owner: int, trained: Mapping[str, nn.Parameter]) -> list[_Read]:

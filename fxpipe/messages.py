@@ -1,0 +1,37 @@
+"""What fxpipe says on stderr, and the filter that every text passes before a terminal sees it."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from contextlib import suppress
+
+_DROPPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of control characters, of what formats text unseen (bidirectional controls too), of halves of
+surrogate pairs, and of separators of lines and paragraphs."""
+
+
+def plain(text: str) -> str:
+    """A text of one line without control characters: names come from the user, and a terminal would obey them.
+
+    It also has no characters that reorder or hide others (U+202E), and none that no encoding has.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c for c in text if c.isprintable() or unicodedata.category(c) not in _DROPPED)
+
+
+def plain_lines(text: str) -> str:
+    """Like `plain`, line by line."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
+def say(text: str) -> None:
+    """A line on stderr; where stderr is closed or full, nothing: no message is worth a run."""
+    with suppress(OSError, ValueError):
+        print(plain_lines(text), file=sys.stderr, flush=True)
+
+
+def warn(message: str) -> None:
+    """A warning on stderr (see `say`)."""
+    say(f"warning: {message}")

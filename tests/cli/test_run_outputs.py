@@ -1,0 +1,241 @@
+"""What becomes of an earlier run's files, and of a run whose files cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from commands import QUICK, files, finish, fxpipe, fxpipe_process, start_module, unchanged
+from model_files import write_model
+from safetensors.torch import load_file
+
+from fxpipe.runtime.worker import final_weights, safetensors_writer
+
+DATA = """
+
+def train_data():
+    for number in range(40):
+        if (number, os.environ.get("FAIL")) == (4, "here"):
+            raise RuntimeError("the data end here")
+        if os.environ.get("SLOW"):
+            time.sleep(0.1)
+        yield {"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))}
+"""
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("outputs")
+    model = write_model(folder, ("import torch\n", "import os\nimport time\nimport torch\n"))
+    model.write_text(model.read_text() + DATA)
+    result = fxpipe("compile", model, "-o", folder / "build", *QUICK)
+    assert result.code == 0, result.err
+    return folder / "build"
+
+
+@pytest.fixture
+def out(build: Path, tmp_path: Path) -> Path:
+    """The folder of an earlier run, with all that a run may write."""
+    more = ("--ema", 0.9, "--log-staleness", "--trace", tmp_path / "out" / "trace.json")
+    result = fxpipe("run", build, "--local", "--steps", 6, "--out", tmp_path / "out", *more)
+    assert result.code == 0, result.err
+    names = {"model.safetensors", "ema.safetensors", "metrics.jsonl", "run.json", "trace.json"}
+    assert set(files(tmp_path / "out")) == names | {"staleness_0.jsonl", "staleness_1.jsonl"}
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("local", [("--local",), ()])
+@pytest.mark.parametrize("wrong", [("--policy", "TYPO"), ("--weights", "missing.safetensors"), ("--clip-norm", "-1")])
+def test_a_refused_run_changes_nothing(build: Path, out: Path, wrong: tuple[str, str], local: tuple[str, ...]) -> None:
+    with unchanged(out):
+        assert fxpipe("run", build, *local, "--steps", 2, "--out", out, *wrong).code != 0
+
+
+def test_a_run_that_fails_changes_no_earlier_file(build: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIL", "here")
+    before = files(out)
+    more = ("--ema", 0.9, "--log-staleness", "--trace", out / "trace.json")
+    result = fxpipe("run", build, "--local", "--steps", 9, "--out", out, *more)
+    assert result.code == 1
+    assert "the data end here" in result.err
+    after = files(out)
+    assert {name: after[name] for name in before} == before
+    assert all(".partial." in name for name in after.keys() - before.keys())
+    partial = (out / "metrics.partial.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in partial] == [1, 2, 3]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_changes_no_earlier_file(build: Path, out: Path, number: signal.Signals) -> None:
+    before = files(out)
+    process = start_module("fxpipe", "run", build, "--local", "--out", out, SLOW="yes")
+    partial = out / "metrics.partial.jsonl"
+    while not (partial.is_file() and partial.read_text()):
+        assert process.poll() is None
+    process.send_signal(number)
+    assert finish(process, 30).code != 0
+    after = files(out)
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_run_that_ends_replaces_all_of_an_earlier_one(build: Path, out: Path) -> None:
+    before = files(out)
+    assert fxpipe("run", build, "--local", "--steps", 7, "--out", out).code == 0
+    after = files(out)
+    assert set(after) == {"model.safetensors", "metrics.jsonl", "run.json", "trace.json"}
+    assert all(after[name] != before[name] for name in ("model.safetensors", "metrics.jsonl", "run.json"))
+
+
+@pytest.mark.multiproc
+def test_a_run_in_processes_replaces_all_of_an_earlier_one(build: Path, out: Path) -> None:
+    before = files(out)
+    assert fxpipe("run", build, "--steps", 9, "--out", out, "--log-staleness").code == 0
+    after = files(out)
+    assert set(after) == before.keys() - {"ema.safetensors"}
+    assert [name for name in after if after[name] == before[name]] == ["trace.json"]
+
+
+def test_a_run_may_start_from_the_weights_that_it_replaces(build: Path, out: Path) -> None:
+    before = load_file(out / "model.safetensors")
+    weights = out / "model.safetensors"
+    result = fxpipe("run", build, "--local", "--steps", 2, "--weights", weights, "--out", out)
+    assert result.code == 0, result.err
+    assert load_file(weights).keys() == before.keys()
+
+
+def test_what_a_killed_process_left_half_written_is_removed(build: Path, out: Path) -> None:
+    left = out / f".model.safetensors.{os.uname().nodename}.{2**22 + 1}.tmp"
+    elsewhere = out / f".model.safetensors.another-host.{2**22 + 1}.tmp"
+    for path in (left, elsewhere):
+        path.write_bytes(b"half")
+    assert fxpipe("run", build, "--local", "--steps", 2, "--out", out).code == 0
+    assert not left.exists()
+    assert elsewhere.exists(), "it may be running there"
+
+
+class _Disk:
+    """Refuses to write weights below a folder, so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, times: int) -> None:
+        self.folder, self.times = folder, times
+        self._write = safetensors_writer.SafetensorsWriter.write
+        disk = self
+
+        def write(writer: safetensors_writer.SafetensorsWriter, tensor: object) -> None:
+            if writer.path.is_relative_to(disk.folder) and disk.times:
+                disk.times -= 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            disk._write(writer, tensor)
+
+        monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "write", write)
+        monkeypatch.setattr(final_weights, "PAUSES", (0.01, 0.01))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(build: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _Disk(monkeypatch, out, 2)
+    result = fxpipe("run", build, "--local", "--steps", 6, "--out", out, "--ema", 0.9)
+    assert result.code == 0, result.err
+    assert result.err.count("No space left on device; the trained weights are kept, and tried again in") == 2
+    assert not list(out.glob(".*"))
+
+
+def test_weights_that_cannot_be_written_go_elsewhere(
+    build: Path, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = {name: (out / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
+    before = files(out)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    _Disk(monkeypatch, out, 1000)
+    result = fxpipe("run", build, "--local", "--steps", 6, "--out", out, "--ema", 0.9)
+    assert result.code == 1
+    assert f"{out / 'model.safetensors'} cannot be written: No space left on device" in result.err
+    (elsewhere,) = tmp_path.glob("fxpipe-weights-*")
+    assert f"hint: the trained weights are in {elsewhere}" in result.err
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == expected
+    after = files(out)
+    assert {name: after[name] for name in before} == before
+
+
+def test_weights_that_can_be_written_nowhere_are_named(
+    build: Path, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _Disk(monkeypatch, Path("/"), 1000)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = fxpipe("run", build, "--local", "--steps", 6, "--out", out)
+    assert result.code == 1
+    assert "model.safetensors could be written nowhere" in result.err
+
+
+@pytest.mark.multiproc
+def test_in_processes_weights_are_written_again_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model file, which every worker imports, makes their disk full."""
+    model = write_model(tmp_path)
+    model.write_text(
+        model.read_text()
+        + """
+
+import errno, os
+from pathlib import Path
+from fxpipe.runtime.worker import final_weights, safetensors_writer
+
+final_weights.PAUSES = (0.01, 0.01)
+written, left = safetensors_writer.SafetensorsWriter.write, [int(os.environ.get("REFUSALS", "0"))]
+
+def write(writer, tensor):
+    if writer.path.parent == Path(os.environ["OUT"]) and left[0]:
+        left[0] -= 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    written(writer, tensor)
+
+safetensors_writer.SafetensorsWriter.write = write
+"""
+    )
+    assert fxpipe_process("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
+    arguments = ("fxpipe", "run", tmp_path / "build", "--steps", 4, "--threads", 1, "--out", tmp_path / "out")
+    environment = {"OUT": str(tmp_path / "out")}
+    again = finish(start_module(*arguments, REFUSALS="2", **environment), 120)
+    assert again.code == 0, again.err
+    assert again.err.count("are kept, and tried again") == 2
+    expected = (tmp_path / "out" / "model.safetensors").read_bytes()
+    never = finish(start_module(*arguments, REFUSALS="1000", **environment), 120)
+    assert never.code == 1
+    (elsewhere,) = (tmp_path / "elsewhere").glob("fxpipe-weights-*")
+    assert f"hint: the trained weights are in {elsewhere}" in never.err
+    assert (elsewhere / "model.safetensors").read_bytes() == expected
+
+
+def test_too_little_room_is_said_before_training(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 700})())
+    result = fxpipe("run", build, "--local", "--steps", 1, "--out", tmp_path / "out")
+    assert result.code == 0
+    assert "has room for 700 B, and the trained weights need 1.6 KiB: make room before the end" in result.err
+
+
+def test_an_output_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:
+    model = write_model(tmp_path, ("import torch\n", "import shutil\nimport time\nimport torch\n"))
+    model.write_text(
+        model.read_text()
+        + f"""
+
+def train_data():
+    for number in range(6):
+        if number == 3:
+            shutil.rmtree({str(tmp_path / "out")!r})
+            time.sleep(1.1)
+        yield {{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))}}
+"""
+    )
+    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    result = fxpipe("run", tmp_path / "build", "--local", "--steps", 6, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "metrics.jsonl was deleted: it is made again, with all its lines" in result.err
+    assert set(files(tmp_path / "out")) == {"model.safetensors", "metrics.jsonl", "run.json"}
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
