@@ -13,7 +13,8 @@ from commands import QUICK, files, finish, fxpipe, fxpipe_process, start_module,
 from model_files import write_model
 from safetensors.torch import load_file
 
-from fxpipe.runtime.worker import final_weights, safetensors_writer
+from fxpipe.checkpoint import safetensors_writer
+from fxpipe.runtime.worker import final_weights
 
 DATA = """
 
@@ -181,7 +182,8 @@ def test_in_processes_weights_are_written_again_and_elsewhere(tmp_path: Path, mo
 
 import errno, os
 from pathlib import Path
-from fxpipe.runtime.worker import final_weights, safetensors_writer
+from fxpipe.checkpoint import safetensors_writer
+from fxpipe.runtime.worker import final_weights
 
 final_weights.PAUSES = (0.01, 0.01)
 written, left = safetensors_writer.SafetensorsWriter.write, [int(os.environ.get("REFUSALS", "0"))]

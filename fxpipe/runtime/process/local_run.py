@@ -18,8 +18,8 @@ from fxpipe.runtime.process.run_summary import (
     averages_evaluated,
     evaluated_last,
     summarize_run,
+    take_place,
     worker_row,
-    written_files,
 )
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
@@ -100,20 +100,17 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             pipeline.flush()
             for watch in watches:
                 watch.end()
-            files = None if options.out is None else FinalFiles(options.out, plan)
-            if files is not None:
-                files.write(FINAL_WEIGHTS, lambda t: held(executors[t.worker], t))
+            final = None if options.out is None else FinalFiles(options.out, plan)
+            if final is not None:
+                final.write(FINAL_WEIGHTS, lambda t: held(executors[t.worker], t))
             with weights_are_safe(options.out):
                 averages = pipeline.averages()
-            if averages is not None and files is not None:
-                files.write(AVERAGED_WEIGHTS, lambda t: held(executors[t.worker], t, averages[t.worker]))
+            if averages is not None and final is not None:
+                final.write(AVERAGED_WEIGHTS, lambda t: held(executors[t.worker], t, averages[t.worker]))
             rows = [worker_row(executor) for executor in executors]
-            if files is not None:
-                files.check()
-                record.take_place(written_files(options, plan, averages is not None))
-                for executor in executors:
-                    if executor.store.staleness is not None:
-                        executor.store.staleness.take_place()
+            if final is not None:
+                final.check()
+                take_place(options, plan, record, executors, averages is not None)
             recipe = pipeline.recipe
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
             if (path := options.trace) is not None:

@@ -21,7 +21,6 @@ from fxpipe.observe.live import StoreBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.packing import Layout
 from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
@@ -30,13 +29,14 @@ from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
 from fxpipe.runtime.process.run_summary import (
     add_trace,
     averages_evaluated,
     evaluated_last,
     summarize_run,
+    take_place,
     worker_row,
-    written_files,
 )
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
@@ -53,10 +53,6 @@ from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import (
-    FinalFiles,
-    FinalTensor,
-    final_tensors,
-    held,
     warn_of_little_room,
     weights_are_safe,
 )
@@ -184,16 +180,16 @@ class RankRun:
             rows: list[Any] = [None] * plan.workers
             with peers(self.rank):
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
-            files = None
-            if options.out is not None:
-                files = FinalFiles(options.out, plan, self._agree_again) if self.rank == 0 else None
-                self._final_weights(files, FINAL_WEIGHTS)
+            files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor)
+            if files is not None:
+                files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
                 averages = averages_of([self.executor.store.averages])
-            if options.out is not None:
+            if files is not None:
                 if averages is not None:
-                    self._final_weights(files, AVERAGED_WEIGHTS, averages[0])
-                self._take_place(files, averages is not None)
+                    files.write(AVERAGED_WEIGHTS, averages[0])
+                files.check()
+                take_place(options, plan, record, [self.executor], averages is not None)
             summary = None
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
@@ -321,44 +317,6 @@ class RankRun:
         with peers(self.rank):
             dist.all_gather_object(answers, own)
         return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
-
-    def _final_weights(
-        self, files: FinalFiles | None, name: str, averages: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        if files is not None:
-            files.write(name, lambda tensor: self._fetch(tensor, averages))
-            return
-        again = True
-        while again:
-            for tensor in final_tensors(self.plan):
-                if tensor.worker == self.rank:
-                    with peers(self.rank):
-                        dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
-            again = self._agree_again(False)
-
-    def _agree_again(self, again: bool) -> bool:
-        """Worker 0 tells the others whether it wants the tensors of a file once more."""
-        box = [again]
-        with peers(self.rank):
-            dist.broadcast_object_list(box, 0)
-        return box[0]
-
-    def _take_place(self, files: FinalFiles | None, averages: bool) -> None:
-        """The weights are written: this run's logs take the places of an earlier run's, on all workers."""
-        if files is not None and self.record is not None:
-            files.check()
-            self.record.take_place(written_files(self.options, self.plan, averages))
-        self._agree_again(False)  # after `check`, which may raise: then no other worker comes further
-        if self.executor.store.staleness is not None:
-            self.executor.store.staleness.take_place()
-
-    def _fetch(self, tensor: FinalTensor, averages: dict[str, torch.Tensor] | None) -> torch.Tensor:
-        if tensor.worker == 0:
-            return held(self.executor, tensor, averages)
-        value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
-        with peers(self.rank):
-            dist.recv(value, tensor.worker)
-        return value
 
 
 def end_process(code: int) -> NoReturn:

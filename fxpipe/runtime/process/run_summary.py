@@ -60,10 +60,22 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
 
 
-def written_files(options: RunOptions, plan: Plan, averages: bool) -> set[str]:
-    """The names of the weights and logs that a run writes; a worker looks after its own staleness log."""
-    logs = {staleness_file(worker) for worker in range(plan.workers)} if options.log_staleness else set[str]()
-    return {FINAL_WEIGHTS, *logs} | ({AVERAGED_WEIGHTS} if averages else set())
+def take_place(
+    options: RunOptions, plan: Plan, record: Record | None, executors: Sequence[Executor], averages: bool
+) -> None:
+    """The weights of a run are written: its logs take the places of an earlier run's.
+
+    Args:
+        record: in worker 0's process.
+        executors: of the workers in this process.
+        averages: those of the weights are written, too.
+    """
+    if record is not None:
+        logs = {staleness_file(worker) for worker in range(plan.workers)} if options.log_staleness else set[str]()
+        record.take_place({FINAL_WEIGHTS, *logs} | ({AVERAGED_WEIGHTS} if averages else set()))
+    for executor in executors:
+        if executor.store.staleness is not None:
+            executor.store.staleness.take_place()
 
 
 def summarize_run(

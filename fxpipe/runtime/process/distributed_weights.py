@@ -1,0 +1,64 @@
+"""The final weights of a distributed run: worker 0 writes what the others send, as often as its disk needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.plan.packing import Layout
+from fxpipe.plan.spec import Plan
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.final_weights import FinalFiles, FinalTensor, final_tensors, held
+
+
+class DistributedFinalFiles:
+    """`FinalFiles` on worker 0, and what the other workers do for it; all call the same at the same time."""
+
+    def __init__(self, out: str | Path, plan: Plan, executor: Executor) -> None:
+        self.plan = plan
+        self.executor = executor
+        self.rank = executor.worker
+        self._files = FinalFiles(out, plan, self._agree) if self.rank == 0 else None
+
+    def write(self, name: str, averages: Mapping[str, Tensor] | None = None) -> None:
+        """Write a file of the trained weights, or of this worker's `averages` of them."""
+        if self._files is not None:
+            self._files.write(name, lambda tensor: self._fetch(tensor, averages))
+            return
+        again = True
+        while again:
+            for tensor in final_tensors(self.plan):
+                if tensor.worker == self.rank:
+                    with peers(self.rank):
+                        dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
+            again = self._agree(False)
+
+    def check(self) -> None:
+        """Go on only if all files are in the run's folder.
+
+        Raises:
+            RunError: on worker 0, as `FinalFiles.check`; the others wait for it, and lose it.
+        """
+        if self._files is not None:
+            self._files.check()
+        self._agree(False)
+
+    def _agree(self, again: bool) -> bool:
+        """Worker 0 tells the others whether it wants the tensors of a file once more."""
+        box = [again]
+        with peers(self.rank):
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _fetch(self, tensor: FinalTensor, averages: Mapping[str, Tensor] | None) -> Tensor:
+        if tensor.worker == 0:
+            return held(self.executor, tensor, averages)
+        value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)
+        with peers(self.rank):
+            dist.recv(value, tensor.worker)
+        return value
