@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxpipe.engines.kept_files import is_intact, record, remove
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.stages.derived_outputs import trim
 from fxpipe.stages.pure_function import Compute, PureFunction
@@ -69,7 +70,7 @@ class EnginePart(PureFunction):
 
         Args:
             cache: the folder for what engines build.
-            say: called with a line of text if the engine has to build what the cache does not hold.
+            say: called with a line of text if the engine has to build what the cache does not hold, or holds damaged.
 
         Raises:
             BackendError: the engine cannot run the part.
@@ -90,10 +91,16 @@ def _built(part: PurePart, engine: Engine, path: Path | None, say: Callable[[str
     """What computes a trimmed part."""
     if not part.outputs:
         return lambda inputs: ()  # a part that only passes values on needs no engine
-    if path and not path.exists():
+    if path and path.exists() and not is_intact(path):
+        say(f"warning: {path} was changed after {engine.name} made it: it is not used, and made again")
+        path = path if remove(path) else None
+    elif path and not path.exists():
         say(f"building {part.name} for {engine.name}, kept in {path.parent}")
     try:
-        return engine.build(part, path)
+        made = engine.build(part, path)
+        if path and not is_intact(path):
+            record(path)
+        return made
     except FxpipeError:
         raise
     except Exception as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.engines.engine import Engine
+from fxpipe.engines.kept_files import write_whole
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.ir.program import copy_graph
 from fxpipe.plan.packing import Layout
@@ -79,19 +78,6 @@ class OrtEngine(Engine):
         if cache is not None:
             write_whole(cache, model)
         return compute
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of the cache so that no process ever sees half of it; if it cannot be written, do without."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 def _packages() -> str:

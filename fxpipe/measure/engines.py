@@ -21,6 +21,7 @@ from fxpipe.costs.timer import Rounds, clock_of, seconds_of
 from fxpipe.engines import ENGINES
 from fxpipe.engines.attach import check_outputs
 from fxpipe.engines.engine import EnginePart
+from fxpipe.engines.kept_files import names_of
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan.cost_records import EdgeTiming, EngineTime
@@ -153,8 +154,9 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
 
 
 def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:
-    """The files of the engines that were chosen: each has a file or a folder of its own."""
-    return {path: content for path, content in files.items() if path.partition("/")[0] in names}
+    """The files of the engines that were chosen: each has a file or a folder of its own, and its digest."""
+    wanted = {entry for name in names if name is not None for entry in names_of(name)}
+    return {path: content for path, content in files.items() if path.partition("/")[0] in wanted}
 
 
 @dataclass(frozen=True)
