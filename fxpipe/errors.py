@@ -105,6 +105,10 @@ class PeerRefused(RunError):
     """Another worker refused to begin, for the reason it gave: told on every worker, and never the first error."""
 
 
+class WorkerLost(RunError):
+    """A worker ended before its work was done, without an error that explains it: another start may go well."""
+
+
 def near(name: str, known: Iterable[str], limit: int = 3) -> str:
     """`", did you mean 'blocks.4'?"` for a misspelt name, or an empty string."""
     names = list(known)

@@ -404,7 +404,8 @@ def test_a_killed_worker(home: Path, build: Path, victim: int) -> None:
     assert time.monotonic() - begin < 15
     assert (result.code, result.out) == (1, "")
     explained(result.err)
-    assert f"error: worker {victim} was killed by signal 9 (SIGKILL)\n  hint: the system's out-of-memory" in result.err
+    assert f"error: worker {victim} was killed by signal 9 (SIGKILL)\n  at: training step " in result.err
+    assert "\n  hint: the system's out-of-memory" in result.err
     assert not processes(str(home / "out"))
     assert [p.name for p in (home / "out").iterdir()] == ["metrics.jsonl"]
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch.distributed as dist
-
-from fxpipe.observe.watch import Status, Watch
-
-PERIOD = 1.0
-"""Seconds between two reports of a worker."""
-
-_FORM = struct.Struct("<4q")
+from fxpipe.observe.pulse import Pulses, Status
+from fxpipe.observe.watch import Watch
 
 
 class WorkerState(NamedTuple):
@@ -67,45 +59,11 @@ class LocalBoard:
         return [watch.status for watch in self._watches]
 
 
-class StoreBoard:
-    """A board of workers in separate processes: each writes once a second what it is doing into the process group's
-    store.
+class PulseBoard:
+    """A board of workers in separate processes, by their pulses."""
 
-    A thread writes it, so that long waits are seen, too.
-    """
-
-    def __init__(self, rank: int, workers: int, watch: Watch) -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store()
-        self._keys = [f"fxpipe/status/{worker}" for worker in range(workers)]
-        self._key = self._keys[rank]
-        self._watch = watch
-        self._over = threading.Event()
-        self._say(Status(0, 0, 0, 0))
-        self._thread = threading.Thread(target=self._keep_saying, daemon=True)
-
-    def begin(self) -> None:
-        """Begin to report; all workers must have made their boards by now."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop reporting."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join(PERIOD)
+    def __init__(self, pulses: Pulses) -> None:
+        self._pulses = pulses
 
     def read(self) -> list[Status]:
-        try:
-            found = self._store.multi_get(self._keys)
-        except RuntimeError:  # the store ends with the process that holds it
-            return []
-        return [Status(*_FORM.unpack(text)) for text in found]
-
-    def _keep_saying(self) -> None:
-        while not self._over.wait(PERIOD):
-            try:
-                self._say(self._watch.status)
-            except RuntimeError:
-                return
-
-    def _say(self, status: Status) -> None:
-        self._store.set(self._key, _FORM.pack(*status))
+        return [signs.status for signs in self._pulses.read()]

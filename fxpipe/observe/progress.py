@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from fxpipe.observe.live import PERIOD, Board, Looker, WorkerState
+from fxpipe.observe.live import Board, Looker, WorkerState
+from fxpipe.observe.pulse import PERIOD
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

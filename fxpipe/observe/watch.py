@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe.observe.pulse import MOVES, STEP, Status, no_numbers
 from fxpipe.observe.trace import KINDS, OF_TRAINING, Kind
 from fxpipe.schedule.action import Action
 
@@ -36,15 +37,6 @@ class Cause(NamedTuple):
     what: str
     name: str
     worker: int
-
-
-class Status(NamedTuple):
-    """What a worker has done since it began, in nanoseconds, and how many microbatches it holds."""
-
-    now: int
-    busy: int
-    waiting: int
-    in_flight: int
 
 
 class _OpenSpan(NamedTuple):
@@ -67,13 +59,17 @@ class Watch:
             worker then waits, until its first backward is over, counts as evaluation.
         fills: how many backwards the worker makes before the pipeline begins to fill for the last time; so far it fills
             and empties with every minibatch.
+        pulse: the numbers that others read (see `fxpipe.observe.pulse`): the step, and every span that ends.
+        sends: of a message that should have been received by now, what it is and to whom; None else.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._clock: _CudaClock | None = None
         self._minibatch = self._microbatch = 0
-        self._wholes: list[int] = []  # of what is open
+        self._open: list[_OpenSpan] = []  # as the code has it; `_stack` is what the device has reached
+        self.pulse: MutableSequence[int] = no_numbers()
+        self.sends: Cause | None = None
         self.refills = False
         self.fills = 0
         self._spans: Spans | None = None
@@ -110,13 +106,14 @@ class Watch:
     def at(self, action: Action) -> None:
         """Spans that are opened from now on belong to this action."""
         self._minibatch, self._microbatch = action.minibatch, action.microbatch
+        self.pulse[STEP] = action.minibatch + 1
 
     def open(self, kind: Kind, cause: Cause | None = None) -> None:
         """Begin a span inside the one that is open."""
         number = _NUMBER[kind]
-        whole = number if kind in _WHOLES or not self._wholes else self._wholes[-1]
-        self._wholes.append(whole)
+        whole = number if kind in _WHOLES or not self._open else self._open[-1].whole
         mark = _OpenSpan(number, whole, cause, self._minibatch, self._microbatch)
+        self._open.append(mark)
         if self._clock is None:
             self._apply(perf_counter_ns(), mark)
         else:
@@ -124,17 +121,18 @@ class Watch:
 
     def close(self) -> None:
         """End the innermost open span."""
-        self._wholes.pop()
+        self._open.pop()
+        self.pulse[MOVES] += 1
         if self._clock is None:
             self._apply(perf_counter_ns(), None)
             return
         self._clock.record(None)
-        if not self._wholes:
+        if not self._open:
             self._read()
 
     def seconds(self, *kinds: Kind, within: Kind | None = None) -> float:
         """Own time of all spans of these kinds: all, or only what belongs to F, to B without its update, to updates."""
-        if self._clock is not None and not self._wholes:
+        if self._clock is not None and not self._open:
             self._read()
         size = len(KINDS)
         wholes = range(size) if within is None else (_NUMBER[within],)
@@ -174,6 +172,13 @@ class Watch:
     def fill(self) -> float:
         """The seconds of waiting before its first backward without a flush could run: the pipeline fills."""
         return self._fill / 1e9
+
+    @property
+    def doing(self) -> tuple[Kind, Cause | None] | None:
+        """The innermost open span, or the send that has not been received; None between two. Any thread may ask."""
+        if (late := self.sends) is not None:
+            return "wait", late
+        return next(((KINDS[mark.kind], mark.cause) for mark in self._open[-1:]), None)
 
     @property
     def status(self) -> Status:

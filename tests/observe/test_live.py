@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fxpipe.observe import live
 from fxpipe.observe import progress as progress_module
-from fxpipe.observe.live import Looker, StoreBoard, WorkerState
+from fxpipe.observe.live import Looker, PulseBoard, WorkerState
 from fxpipe.observe.progress import BarProgress, LineProgress, _clock, _table
-from fxpipe.observe.watch import Status, Watch
+from fxpipe.observe.pulse import Pulse, Status, StorePulses
+from fxpipe.observe.watch import Watch
 
 
 class Steady:
@@ -129,29 +129,15 @@ def test_time_left(seconds: float, text: str) -> None:
     assert _clock(seconds) == text
 
 
-def test_workers_say_how_they_stand_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(live, "PERIOD", 0.01)
-    watch = Watch()
-    boards = [StoreBoard(rank, 2, watch) for rank in range(2)]
-    assert Looker(boards[0]).look() == [], "nobody has said anything"
-    boards[1].begin()
+def test_the_board_is_what_the_pulses_say() -> None:
+    store = StorePulses(dist.HashStore(), 2)
+    assert Looker(PulseBoard(store)).look() == [], "nobody has said anything"
+    watch, pulse = Watch(), Pulse()
+    pulse.follow(watch)
+    store.put(0, pulse.numbers)
     watch.open("F")
-    while not (found := boards[0].read())[1].busy:
-        pass
-    assert found[0] == Status(0, 0, 0, 0)
-    assert found[1].busy <= found[1].now
-    boards[1].end()
-    assert not boards[1]._thread.is_alive()
-
-
-def test_a_store_that_is_gone_ends_the_display_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone:
-        def set(self, key: str, value: bytes) -> None: ...
-
-        def multi_get(self, keys: list[str]) -> list[bytes]:
-            raise dist.DistNetworkError("gone")
-
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
-    assert Looker(StoreBoard(0, 1, Watch())).look() == []
+    pulse.after_beat = lambda: store.put(1, pulse.numbers)
+    pulse.beat()
+    first, second = PulseBoard(store).read()
+    assert first == Status(0, 0, 0, 0)
+    assert 0 < second.busy <= second.now

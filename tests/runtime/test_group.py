@@ -59,7 +59,7 @@ def _meet(rank: int, folder: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=Path(folder, "port").read_text()
     )
-    open_group(rank, timedelta(seconds=30))
+    open_group(rank, 2, timedelta(seconds=30))
     assert not is_initialized()
     with peers(rank):
         assert is_initialized()

@@ -1,65 +1,72 @@
-"""A worker process that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS`.
+"""A worker process that `launch` starts: `python -m fxpipe.runtime.process.child OPTIONS LAUNCHER`.
 
-Ctrl-C ends it silently, even while torch is still being imported: the launcher decides what to print.
+First of all it sees to it that it ends with the launcher, while torch is still to be imported. Ctrl-C ends it silently:
+the launcher decides what to print.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from fxpipe.observe.pulse import PULSES, Pulse, PulseFile
+
+_PR_SET_PDEATHSIG = 1
 
 
-def main(text: str) -> NoReturn:
+def main(text: str, launcher: int) -> NoReturn:
     """Run a worker for `launch`, and leave its error or its summary in the exchange folder."""
-    from fxpipe.errors import FxpipeError
+    end_with(launcher)
+    exchange, rank, workers = Path(json.loads(text)["exchange"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pulse = Pulse(PulseFile(exchange / PULSES, workers).numbers(rank))
+    pulse.phase = "importing"
+    pulse.begin()
+    only_here()
     from fxpipe.runtime.options import RunOptions
+    from fxpipe.runtime.process.first_cause import leave_error
     from fxpipe.runtime.process.rank import end_process, join
 
-    options = RunOptions.from_json(text)
-    assert options.exchange is not None
-    exchange = Path(options.exchange)
-    threading.Thread(target=_die_with, args=(os.getppid(), exchange), daemon=True).start()
+    try:
+        summary = join(RunOptions.from_json(text), pulse=pulse)
+    except BaseException as error:
+        leave_error(exchange, rank, error)
+        end_process(1)
+    if summary is not None:
+        (exchange / "summary.json").write_text(json.dumps(summary))
+    pulse.phase = "done"
+    end_process(0)
+
+
+def end_with(launcher: int) -> None:
+    """End this process when the launcher ends, whatever it is doing then, even if it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    else:
+        threading.Thread(target=_look_for, args=(launcher,), daemon=True).start()
+    if os.getppid() != launcher:  # it ended before
+        os._exit(1)
+
+
+def only_here() -> None:
+    """Talk over the loopback interface alone."""
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    rank = os.environ["RANK"]
-    try:
-        summary = join(options)
-    except FxpipeError as error:
-        said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
-        _leave(exchange, rank, {"kind": type(error).__name__, **said})
-    except Exception as error:
-        trace = traceback.format_exc()
-        _leave(exchange, rank, {"kind": None, "what": f"{type(error).__name__}: {error}", "trace": trace})
-    else:
-        if summary is not None:
-            (exchange / "summary.json").write_text(json.dumps(summary))
-        end_process(0)
-    end_process(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
 
 
-def _leave(exchange: Path, rank: str, error: dict[str, Any]) -> None:
-    path = exchange / f"{rank}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**error, "rank": int(rank), "time": time.time()}))
-    os.replace(temporary, path)
-
-
-def _die_with(parent: int, exchange: Path) -> None:
-    while os.getppid() == parent:
+def _look_for(launcher: int) -> None:
+    while os.getppid() == launcher:
         time.sleep(0.5)
-    shutil.rmtree(exchange, ignore_errors=True)  # no one else is left to do it
     os._exit(1)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -38,6 +38,9 @@ class DistributedEvaluation:
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
 
+    Attributes:
+        watch: measures its messages, apart from those of training.
+
     Raises:
         BuildError: as `Evaluator`.
     """
@@ -55,6 +58,7 @@ class DistributedEvaluation:
         self.worker = wires.worker
         self._transport = DistTransport(plan, wires.worker, wires, addresses, evaluation_edges(plan), 1, AHEAD)
         self.evaluator = Evaluator(plan, wires.worker, folder, seed, self._transport)
+        self.watch = self._transport.watch
         self._data = data
         self._batches: Iterator[Placed] | None = None
         self._moves = moves(plan)

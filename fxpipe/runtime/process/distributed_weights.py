@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.observe.pulse import Pulse
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.group import peers
@@ -17,12 +18,17 @@ from fxpipe.runtime.worker.final_weights import FinalFiles, FinalTensor, final_t
 
 
 class DistributedFinalFiles:
-    """`FinalFiles` on worker 0, and what the other workers do for it; all call the same at the same time."""
+    """`FinalFiles` on worker 0, and what the other workers do for it; all call the same at the same time.
 
-    def __init__(self, out: str | Path, plan: Plan, executor: Executor) -> None:
+    Args:
+        pulse: this worker's; every tensor is progress.
+    """
+
+    def __init__(self, out: str | Path, plan: Plan, executor: Executor, pulse: Pulse) -> None:
         self.plan = plan
         self.executor = executor
         self.rank = executor.worker
+        self.pulse = pulse
         self._files = FinalFiles(out, plan, self._agree) if self.rank == 0 else None
 
     def write(self, name: str, averages: Mapping[str, Tensor] | None = None) -> None:
@@ -33,6 +39,7 @@ class DistributedFinalFiles:
         again = True
         while again:
             for tensor in final_tensors(self.plan):
+                self.pulse.move()
                 if tensor.worker == self.rank:
                     with peers(self.rank):
                         dist.send(held(self.executor, tensor, averages).cpu().contiguous(), 0)
@@ -50,12 +57,14 @@ class DistributedFinalFiles:
 
     def _agree(self, again: bool) -> bool:
         """Worker 0 tells the others whether it wants the tensors of a file once more."""
+        self.pulse.move()
         box = [again]
         with peers(self.rank):
             dist.broadcast_object_list(box, 0)
         return box[0]
 
     def _fetch(self, tensor: FinalTensor, averages: Mapping[str, Tensor] | None) -> Tensor:
+        self.pulse.move()
         if tensor.worker == 0:
             return held(self.executor, tensor, averages)
         value = torch.empty(tensor.spec.shape, dtype=Layout(tensor.spec).dtype)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, PeerLost, RunError
-from fxpipe.observe.live import StoreBoard
+from fxpipe.observe.live import PulseBoard
 from fxpipe.observe.progress import Progress, default_progress
+from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.observe.watch import Cause
 from fxpipe.policy.recipe import choose
@@ -67,9 +68,15 @@ LINGER = 3.0
 
 
 def join(
-    options: RunOptions, task: TrainingTask | None = None, progress: Progress | None = None
+    options: RunOptions,
+    task: TrainingTask | None = None,
+    progress: Progress | None = None,
+    pulse: Pulse | None = None,
 ) -> dict[str, Any] | None:
     """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
+
+    Args:
+        pulse: this worker's, if it was started by `launch`, where its launcher reads it.
 
     Returns:
         The summary (see `summarize_run`) on rank 0, None elsewhere.
@@ -84,12 +91,14 @@ def join(
             hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
         )
     reuse_freed_memory()
+    pulse = pulse or Pulse()
+    pulse.phase = "loading"
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.progress and progress is None and rank == 0:
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
-    open_group(rank, TIMEOUT)
+    open_group(rank, world, TIMEOUT, options.exchange)
     with ExitStack() as held:
         try:
             agreed = agree(options, task, rank, world, held)
@@ -99,17 +108,32 @@ def join(
             close_group()  # all workers are here, and all of them stop
             raise
         try:
-            return RankRun(options, agreed, rank, _device(agreed.plan.device), progress).run()
+            pulses = _pulses(pulse, options, rank, world)
+            return RankRun(options, agreed, rank, _device(agreed.plan.device), progress, pulse, pulses).run()
         except PeerLost:
             time.sleep(LINGER)
             raise
         finally:
+            pulse.end()
             if sys.exc_info()[0] is None:
                 close_group()
 
 
+def _pulses(pulse: Pulse, options: RunOptions, rank: int, workers: int) -> Pulses:
+    """Where the pulses of all workers can be read, this worker's among them."""
+    if options.exchange is not None:
+        return PulseFile(Path(options.exchange) / PULSES, workers)
+    with peers(rank):
+        store = StorePulses(dist.distributed_c10d._get_default_store(), workers)
+    pulse.after_beat = lambda: store.put(rank, pulse.numbers)
+    with peers(rank):
+        pulse.beat()
+    pulse.begin()
+    return store
+
+
 class RankRun:
-    """One worker's run. It ends before the process group does: its threads use the group's store."""
+    """One worker's run."""
 
     def __init__(
         self,
@@ -118,9 +142,12 @@ class RankRun:
         rank: int,
         device: torch.device,
         progress: Progress | None,
+        pulse: Pulse,
+        pulses: Pulses,
     ) -> None:
         plan, task = agreed.plan, agreed.task
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
+        self.pulse, self.pulses = pulse, pulses
         recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.recipe = recipe
         # In the order of a local run: the data, then the rest of the user's code.
@@ -143,6 +170,9 @@ class RankRun:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
             self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data)
             self.executor.evaluates = every(options.eval_every, self.total)
+            pulse.follow(self.executor.watch, self.evaluation.watch)
+        else:
+            pulse.follow(self.executor.watch)
         if options.trace:
             self.executor.watch.record()
         if rank == 0:
@@ -177,10 +207,11 @@ class RankRun:
         record = self.record
         try:
             trace = self._train()
+            self.pulse.phase = "writing results"
             rows: list[Any] = [None] * plan.workers
             with peers(self.rank):
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
-            files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor)
+            files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor, self.pulse)
             if files is not None:
                 files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
@@ -197,6 +228,7 @@ class RankRun:
                 self._trace(options.trace, trace, summary)
             if self.evaluation is not None:
                 begin = perf_counter()
+                self.pulse.phase = "evaluating"
                 with weights_are_safe(options.out):
                     metrics = self.evaluation.run(self.executor.state(self.total))
                 if record is not None and summary is not None and metrics is not None:
@@ -216,26 +248,21 @@ class RankRun:
     def _train(self) -> WorkerTrace:
         watch, record = self.executor.watch, self.record
         self.executor.store.begin(0, self.total)
-        with peers(self.rank):
-            board = StoreBoard(self.rank, self.plan.workers, watch)
         before = self._clock()
         with peers(self.rank):
             dist.barrier()
         watch.begin()
-        try:
-            board.begin()
-            if record is not None:
-                record.begin(board)
-            actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
-            feed, report = (None, None) if record is None else (self._feed, record.step)
-            if self.coming is not None:
-                self.coming.begin()
-            reach = None if self.coming is None else self.coming.reach
-            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due, reach)
-            self.transport.finish()
-            watch.end()
-        finally:
-            board.end()
+        self.pulse.phase = "training"
+        if record is not None:
+            record.begin(PulseBoard(self.pulses))
+        actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
+        feed, report = (None, None) if record is None else (self._feed, record.step)
+        if self.coming is not None:
+            self.coming.begin()
+        reach = None if self.coming is None else self.coming.reach
+        train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due, reach)
+        self.transport.finish()
+        watch.end()
         return WorkerTrace(watch.spans, before, self._clock())
 
     def _evaluate_if_due(self, version: int) -> None:
@@ -253,7 +280,9 @@ class RankRun:
             watch.close()
         begin = perf_counter()
         watch.open("evaluate")
+        self.pulse.phase = "evaluating"
         metrics = self.evaluation.run(self.executor.state(version))
+        self.pulse.phase = "training"
         watch.close()
         if self.record is not None and metrics is not None:
             self.record.evaluated(version, metrics, perf_counter() - begin)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,8 +137,8 @@ class DistTransport(Transport):
         self._layouts = {e.name: Layout(e.tensor, e.name) for e in edges if worker in (e.src, e.dst)}
         self._order: dict[str, deque[str]] = {}  # by edge; those of one channel and shape share theirs
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
-        self._sent: deque[tuple[int, tuple[Work, Tensor]]] = deque()
-        self._sent_weights: deque[tuple[int, tuple[Work, Tensor]]] = deque()
+        self._sent: deque[_Sent] = deque()
+        self._sent_weights: deque[_Sent] = deque()
         self._slack = in_flight + plan.workers * microbatches  # no reader's lag reaches further
         self._now = 0
         self._loss_channel = ("loss", plan.loss_worker, 0)
@@ -180,7 +180,7 @@ class DistTransport(Transport):
             order.rotate(-1)
         layout = self._layouts[edge.name]
         flat = layout.flat(layout(value))
-        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge.name)))
+        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge.name)), edge.dst)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._layouts[edge.name]
@@ -193,7 +193,7 @@ class DistTransport(Transport):
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
         pending = self.wires.isend(block, reader, ("weights", self.worker, reader))
-        self._sent_weights.append((self._now, pending))
+        self._sent_weights.append(_Sent(self._now, pending, reader))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
@@ -202,7 +202,7 @@ class DistTransport(Transport):
         self._posted["note", source, what] = self.wires.irecv_numbers(count, source, self.addresses.tag(what[0]))
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
-        self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag(what[0])))
+        self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag(what[0])), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
         cause = Cause("token", "batch", source) if what[0] == BATCH else Cause("norm", f"norm {what[0]}", source)
@@ -216,7 +216,7 @@ class DistTransport(Transport):
 
     def send_loss(self, loss: Tensor) -> None:
         """Report a minibatch's loss (a float32 scalar) to worker 0."""
-        self._keep(self.wires.isend(loss.reshape(1), 0, self._loss_channel))
+        self._keep(self.wires.isend(loss.reshape(1), 0, self._loss_channel), 0)
 
     def recv_loss(self, minibatch: int) -> Tensor:
         """On worker 0: wait for a minibatch's loss."""
@@ -245,9 +245,20 @@ class DistTransport(Transport):
         self.watch.close()
         return pending
 
-    def _reap(self, sent: deque[tuple[int, tuple[Work, Tensor]]], before: int) -> None:
-        while sent and sent[0][0] < before:
-            self.wires.finished(sent.popleft()[1])
+    def _reap(self, sent: deque[_Sent], before: int) -> None:
+        while sent and sent[0].at < before:
+            _, pending, to = sent.popleft()
+            self.watch.sends = Cause("sent", "sent", to)
+            self.wires.finished(pending)
+        self.watch.sends = None
 
-    def _keep(self, pending: tuple[Work, Tensor]) -> None:
-        self._sent.append((self._now, pending))
+    def _keep(self, pending: tuple[Work, Tensor], to: int) -> None:
+        self._sent.append(_Sent(self._now, pending, to))
+
+
+class _Sent(NamedTuple):
+    """A send that may not have been received: after so many microbatches, and to whom."""
+
+    at: int
+    pending: tuple[Work, Tensor]
+    to: int

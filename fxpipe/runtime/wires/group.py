@@ -11,24 +11,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from fxpipe.errors import PeerLost
+from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
 
 _group: Any = None  # of the run in this process
 
 
-def open_group(worker: int, timeout: timedelta) -> None:
+def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | None = None) -> None:
     """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
+
+    Args:
+        exchange: of a run on this machine, the folder that only its owner can read: the workers meet there, over no
+            port, and nobody else gets in (see `fxpipe.runtime.wires.doors`).
 
     Raises:
         PeerLost: another process is gone.
+        RunError: somebody else has connected.
     """
     global _group
     with peers(worker):
-        dist.init_process_group("gloo", timeout=timeout)
+        if exchange is None:
+            dist.init_process_group("gloo", timeout=timeout)
+        else:
+            folder = Path(exchange)
+            store = dist.FileStore(str(folder / "store"), workers)
+            store.set_timeout(timeout)
+            store.set(f"here/{worker}", "")
+            store.wait([f"here/{other}" for other in range(workers)])  # then the doors are open only for a moment
+            before = listening()
+            dist.init_process_group("gloo", store=store, rank=worker, world_size=workers, timeout=timeout)
+            greet(worker, workers, (folder / SECRET).read_bytes())
+            close_doors(listening() - before)
         _group = dist.group.WORLD
 
 

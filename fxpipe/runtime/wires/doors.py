@@ -1,0 +1,108 @@
+"""Workers of one machine let nobody else in: who connected is checked, then no socket listens any more.
+
+To connect the workers, gloo listens in each on a port of the loopback interface. It takes whoever comes first with a
+number that is easy to guess, and torch unpickles what comes over a connection. So the workers come together before they
+begin to listen, prove to each other that they know the run's secret before anything is unpickled, and stop listening.
+Connections that are open cannot be entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+
+SECRET = "secret"
+"""The file in the folder of the run that only its owner can read."""
+
+
+def greet(worker: int, workers: int, secret: bytes) -> None:
+    """Make sure that the other end of each connection of torch's default group knows the secret.
+
+    Raises:
+        RunError: one does not.
+        RuntimeError: a connection is lost.
+    """
+    others = [other for other in range(workers) if other != worker]
+    said = {other: _tensor(_word(secret, worker, other)) for other in others}
+    heard = {other: torch.zeros_like(word) for other, word in said.items()}
+    sent = [dist.isend(word, other) for other, word in said.items()]
+    for other, word in heard.items():
+        dist.recv(word, other)
+    for work in sent:
+        work.wait()
+    for other, word in heard.items():
+        if not hmac.compare_digest(bytes(word.tolist()), _word(secret, other, worker)):
+            raise RunError(
+                f"somebody else than worker {other} has connected to worker {worker}",
+                hint="another user of this machine tries to get in: find out who, and start the run again",
+            )
+
+
+def make_secret(folder: Path) -> None:
+    """Write a new secret into the folder of a run."""
+    with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(os.urandom(32))
+
+
+def listening() -> set[int]:
+    """The descriptors of this process's sockets that listen; empty where the system does not list them."""
+    found = set()
+    for fd in _descriptors():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(fd)
+    return found
+
+
+def close_doors(opened: set[int]) -> None:
+    """Put deaf sockets in the place of sockets that listen: who connects to them is refused.
+
+    gloo keeps their descriptors, watches them with epoll and takes them out of it at its end, so a descriptor stays and
+    is put back into epoll, with a socket that nothing ever comes to. Elsewhere than on Linux they stay open.
+    """
+    if sys.platform != "linux":
+        return
+    for epoll in _descriptors():
+        try:
+            held = _watched_by(epoll)
+            for fd in held & opened:
+                deaf, other = socket.socketpair()
+                os.dup2(deaf.fileno(), fd, inheritable=False)
+                _DEAF.extend((deaf, other))
+                with select.epoll.fromfd(os.dup(epoll)) as copy:
+                    copy.register(fd, select.EPOLLIN)
+        except OSError:
+            continue
+
+
+_DEAF: list[socket.socket] = []
+"""They stay open: an end that is closed would wake who watches the other."""
+
+
+def _watched_by(epoll: int) -> set[int]:
+    if not os.readlink(f"/proc/self/fd/{epoll}").endswith("[eventpoll]"):
+        return set()
+    lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else []
+
+
+def _word(secret: bytes, source: int, target: int) -> bytes:
+    return hmac.digest(secret, f"worker {source} to worker {target}".encode(), "sha256")
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)

@@ -1,0 +1,88 @@
+"""Which of several errors a run reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe.errors import BatchError, PeerLost, WorkerLost
+from fxpipe.observe.pulse import STEP, Pulse, Signs
+from fxpipe.runtime.process.first_cause import first_cause, is_explained, leave_error
+
+
+def signs(phase: Any, step: int = 0) -> Signs:
+    pulse = Pulse()
+    pulse.phase = phase
+    pulse.numbers[STEP] = step
+    return Signs.of(pulse.numbers)
+
+
+SIGNS = [signs("training", 12), signs("training", 12), signs("importing")]
+
+
+def leave(folder: Path, rank: int, time: float, kind: str | None, what: str, **more: Any) -> None:
+    entry = {"rank": rank, "time": time, "kind": kind, "what": what, "where": None, "hint": None, "page": None, **more}
+    (folder / f"{rank}.json").write_text(json.dumps(entry))
+
+
+def test_the_earliest_error_of_ones_own(tmp_path: Path) -> None:
+    leave(tmp_path, 0, 1.0, "PeerLost", "echo")
+    leave(tmp_path, 1, 3.0, "RunError", "later")
+    leave(tmp_path, 2, 2.0, "BatchError", "first", where="here", hint="do this")
+    error = first_cause(tmp_path, {0: 1, 1: 1, 2: 1}, SIGNS)
+    assert type(error) is BatchError
+    assert str(error) == "first\n  at: here\n  hint: do this"
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ({1: -9, 0: 1}, "worker 1 was killed by signal 9 (SIGKILL)\n  at: training step 12\n  hint: the system's out"),
+        ({2: -15}, "worker 2 was killed by signal 15 (SIGTERM)\n  at: importing"),
+        ({1: -15, 2: -11}, "worker 1 was killed by signal 15 (SIGTERM)\n  at: training step 12"),
+        ({2: 3}, "worker 2 exited with code 3 before its work was done\n  at: importing"),
+        (
+            {1: 0},
+            "worker 1 exited with code 0 before its work was done\n  at: training step 12\n  hint: what it wrote to",
+        ),
+    ],
+)
+def test_without_words_the_exit_code_speaks(tmp_path: Path, ends: dict[int, int], message: str) -> None:
+    """The first end counts; worker 0 only lost its peer."""
+    leave(tmp_path, 0, 1.0, "PeerLost", "echo")
+    error = first_cause(tmp_path, ends, SIGNS)
+    assert type(error) is WorkerLost
+    assert str(error).startswith(message)
+
+
+def test_lost_connections_explain_nothing(tmp_path: Path) -> None:
+    leave(tmp_path, 0, 1.0, "PeerLost", "echo")
+    assert not is_explained(tmp_path, {0: 1})
+    assert is_explained(tmp_path, {0: 1, 1: -9})
+    leave(tmp_path, 0, 1.0, "BatchError", "its own")
+    assert is_explained(tmp_path, {0: 1})
+
+
+def test_an_unexpected_error_comes_with_its_traceback(tmp_path: Path) -> None:
+    leave(tmp_path, 1, 1.0, None, "ZeroDivisionError: 1/0", trace="Traceback …\nZeroDivisionError: 1/0\n")
+    text = str(first_cause(tmp_path, {1: 1}, SIGNS))
+    assert "worker 1 stopped on an unexpected error\nTraceback" in text
+    assert "report" in text
+
+
+def test_only_echoes(tmp_path: Path) -> None:
+    leave(tmp_path, 0, 1.0, "PeerLost", "worker 0 lost a connection")
+    assert type(first_cause(tmp_path, {0: 1}, SIGNS)) is PeerLost
+
+
+def test_sys_exit_is_said_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import sys\nsys.exit(3)\n")
+    code = compile((tmp_path / "model.py").read_text(), str(tmp_path / "model.py"), "exec")
+    with pytest.raises(SystemExit) as caught:
+        exec(code)
+    leave_error(tmp_path, 1, caught.value)
+    text = str(first_cause(tmp_path, {1: 1}, SIGNS))
+    assert text.startswith("worker 1 was ended by sys.exit(3)\n  at: model.py:2: sys.exit(3)\n  hint:")

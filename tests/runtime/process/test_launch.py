@@ -1,0 +1,177 @@
+"""A run on this machine: who can reach it, how it starts, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from started_runs import listening_addresses, started_run
+
+from fxpipe.errors import WorkerLost
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch, running_under_torchrun
+
+pytestmark = pytest.mark.multiproc
+SLOW = pytest.mark.slow
+LOOPBACK = "0100007F"
+ENDLESS = 10**7
+FORWARD = "loss = ("  # a line in the forward of a toy's last worker
+
+
+def in_forward(code: str) -> dict[int, tuple[str, str]]:
+    """Let worker 1 run this first in its forward."""
+    return {1: (FORWARD, f"{code}\n    {FORWARD}")}
+
+
+@pytest.fixture
+def endless(toy: Any, tmp_path: Path) -> RunOptions:
+    """A run that goes on until it is stopped."""
+    return RunOptions(str(toy().save(tmp_path / "build")), steps=ENDLESS, out=str(tmp_path / "out"), threads=1)
+
+
+def trains(options: RunOptions) -> bool:
+    metrics = Path(options.out or "") / "metrics.jsonl"
+    return metrics.is_file() and bool(metrics.read_text())
+
+
+def test_options_travel() -> None:
+    options = RunOptions("build", steps=3, policy="stash", out="weird 'name'", threads=2)
+    assert RunOptions.from_json(options.to_json()) == options
+
+
+def test_torchrun_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not running_under_torchrun()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert running_under_torchrun()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_nothing_listens_while_it_trains(endless: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the workers connect, they listen on the loopback interface; nobody else ever does, and then they do not."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # for runs on several machines
+    seen: set[str] = set()
+    with started_run(endless, 2, tmp_path / "tmp") as run:
+
+        def looked() -> bool:
+            seen.update(listening_addresses(run.all()))
+            return trains(endless)
+
+        run.until(looked)
+        assert len(run.workers()) == 2
+        assert listening_addresses(run.all()) == set()
+        assert seen <= {LOOPBACK}
+        (exchange,) = (tmp_path / "tmp").glob("fxpipe_run_*")
+        assert exchange.stat().st_mode & 0o077 == 0
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.ends(10)[0] == 143
+        run.is_gone(10)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "place"),
+    [
+        ("import sys; sys.exit(3)", "worker 1 was ended by sys.exit(3)", "stage_1.py"),
+        pytest.param("import sys; sys.exit(0)", "worker 1 was ended by sys.exit(0)", "stage_1.py", marks=SLOW),
+        pytest.param(
+            "import os; os._exit(0)",
+            "worker 1 exited with code 0 before its work was done",
+            "training step 1",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "import os; os.kill(os.getpid(), 15)",
+            "worker 1 was killed by signal 15 (SIGTERM)",
+            "training step 1",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "import os; os.kill(os.getpid(), 11)",
+            "worker 1 was killed by signal 11 (SIGSEGV)",
+            "training step 1",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_the_end_of_a_worker_is_said_as_what_it_is(
+    toy: Any, tmp_path: Path, code: str, message: str, place: str
+) -> None:
+    folder = toy(spoil=in_forward(code)).save(tmp_path / "build")
+    with pytest.raises(WorkerLost) as caught:
+        launch(RunOptions(str(folder), steps=5, threads=1), 2)
+    assert caught.value.what == message
+    assert place in str(caught.value.where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "number"), [(1, signal.SIGTERM), (0, signal.SIGTERM), (0, signal.SIGKILL), (1, signal.SIGINT)]
+)
+def test_a_killed_worker_is_named_and_the_others_end(
+    endless: RunOptions, tmp_path: Path, victim: int, number: signal.Signals
+) -> None:
+    with started_run(endless, 2, tmp_path / "tmp") as run:
+        run.until(lambda: trains(endless))
+        os.kill(run.workers()[victim], number)
+        code, err = run.ends(5)
+        assert code == 1
+        assert (
+            f"WorkerLost: worker {victim} was killed by signal {int(number)} ({number.name})\n  at: training step"
+            in err
+        )
+        run.is_gone(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, None])
+def test_no_process_outlives_the_launcher(endless: RunOptions, tmp_path: Path, seconds: float | None) -> None:
+    """Killed so many seconds after it has started its first worker, or in training (None), and a worker is stopped."""
+    with started_run(endless, 2, tmp_path / "tmp") as run:
+        run.until(run.workers)
+        if seconds is None:
+            run.until(lambda: trains(endless))
+            os.kill(run.workers()[1], signal.SIGSTOP)
+        else:
+            time.sleep(seconds)
+        run.launcher.kill()
+        run.launcher.wait()
+        run.is_gone(5)
+
+
+@pytest.mark.slow
+def test_what_a_worker_has_started_ends_with_it(toy: Any, tmp_path: Path) -> None:
+    spawn = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    spawn = f"if not hasattr(comm.__class__, 'spawned'):\n        {spawn}\n        comm.__class__.spawned = True"
+    folder = toy(spoil=in_forward(spawn)).save(tmp_path / "build")
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        options = RunOptions(str(folder), steps=ENDLESS, out=str(tmp_path / number.name), threads=1)
+        with started_run(options, 2, tmp_path / "tmp") as run:
+            run.until(lambda options=options: trains(options))
+            assert len(run.all()) == 5  # launcher, guardian, workers, and that one
+            run.launcher.send_signal(number)
+            run.launcher.wait(10)
+            run.is_gone(5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_the_run(endless: RunOptions, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """A stopped worker cannot stop politely: a second signal ends it at once."""
+    with started_run(endless, 2, tmp_path / "tmp") as run:
+        run.until(lambda: trains(endless))
+        os.kill(run.workers()[0], signal.SIGSTOP)
+        run.launcher.send_signal(number)
+        time.sleep(0.5)
+        assert run.launcher.poll() is None
+        run.launcher.send_signal(number)
+        found, err = run.ends(3)
+        assert found == code
+        assert err.strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else not err
+        run.is_gone(1)

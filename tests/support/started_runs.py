@@ -1,0 +1,109 @@
+"""A run in processes of its own, seen from outside: its processes, their sockets, what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fxpipe.runtime.options import RunOptions
+
+LAUNCH = """import sys
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+launch(RunOptions.from_json(sys.argv[1]), int(sys.argv[2]))"""
+
+
+class StartedRun:
+    """A launcher that was started, and what it has started."""
+
+    def __init__(self, options: RunOptions, workers: int, temporary: Path) -> None:
+        temporary.mkdir(exist_ok=True)
+        self.temporary = temporary
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, options.to_json(), str(workers)],
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def workers(self) -> dict[int, int]:
+        """Process ids by rank."""
+        found = {}
+        for process in self.all():
+            with contextlib.suppress(OSError):
+                if b"process.child" in Path(f"/proc/{process}/cmdline").read_bytes():
+                    entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                    found.update({int(e[5:]): process for e in entries if e.startswith(b"RANK=")})
+        return found
+
+    def all(self) -> list[int]:
+        """All processes that belong to the run: they share its folder for temporary files."""
+        mark = f"TMPDIR={self.temporary}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (path / "environ").read_bytes().split(b"\0") and _state(int(path.name)) != "Z":
+                    found.append(int(path.name))
+        return found
+
+    def until(self, holds: Callable[[], object], seconds: float = 60) -> None:
+        """Wait until something holds, while the launcher runs."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert self.launcher.poll() is None, self.launcher.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def ends(self, seconds: float) -> tuple[int, str]:
+        """Wait for the launcher; its exit code and what it wrote to stderr."""
+        _, err = self.launcher.communicate(timeout=seconds)
+        return self.launcher.returncode, err
+
+    def is_gone(self, seconds: float) -> None:
+        """Every process and every file of the run is gone within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while left := [*self.all(), *self.temporary.glob("fxpipe*")]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started_run(options: RunOptions, workers: int, temporary: Path) -> Iterator[StartedRun]:
+    """Start a run; in the end whatever is left of it is killed."""
+    run = StartedRun(options, workers, temporary)
+    try:
+        yield run
+    finally:
+        run.launcher.kill()
+        run.launcher.wait()
+        for process in run.all():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def listening_addresses(processes: list[int]) -> set[str]:
+    """The addresses on which processes listen for TCP, as /proc/net/tcp writes them, without ports."""
+    own = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    own.add(os.readlink(entry.path))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
+                found.add(columns[1].partition(":")[0])
+    return found
+
+
+def _state(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
