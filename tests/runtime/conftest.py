@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
+import fxpipe
 from fxpipe.plan.spec import (
     BufferSpec,
     EdgeKind,
@@ -242,16 +243,17 @@ class Toy:
             parameters.append(ParameterSpec(names, tensor(*initial.shape), self.owner(name), True, tuple(readers)))
         buffers = (BufferSpec(("seen",), tensor(dtype="int64"), True, 0, (0,)),) if self.counter else ()
         example = (torch.zeros(1), torch.zeros(1))
+        weights = folder / "weights.safetensors"
+        save_file({**self.initial(), "seen": torch.tensor(0)}, weights)
         plan = Plan(
-            fxpipe="0", torch="0", model_file="../model.py", sources={}, workers=self.workers,
+            fxpipe=fxpipe.__version__, torch="0", model_file="../model.py", sources={}, workers=self.workers,
             microbatches=self.microbatches, schedule=self.schedule, policy=self.policy, autocast=None, device="cpu",
             batch=(LeafSpec("batch[0]", value, dim=0), LeafSpec("batch[1]", value, dim=0)),
             batch_spec=pytree.treespec_dumps(pytree.tree_structure(example)), units=("",), loss_worker=self.workers - 1,
             parameters=tuple(parameters), buffers=buffers, edges=tuple(edges.values()), stages=tuple(stages),
-            weights_file="weights.safetensors", weights_digest="",
+            weights_file=weights.name, weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
         )  # fmt: skip
         (folder / "plan.json").write_text(plan.to_json())
-        save_file({**self.initial(), "seen": torch.tensor(0)}, folder / "weights.safetensors")
         (folder.parent / "model.py").write_text(TASK.format(batch=BATCH, width=WIDTH))
 
     def loss(self, weights: dict[str, torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
