@@ -13,12 +13,9 @@ import threading
 from array import array
 from collections.abc import Callable, MutableSequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fxpipe.observe.trace import KINDS
-
-if TYPE_CHECKING:
-    from fxpipe.observe.watch import Watch
 
 Phase = Literal["starting", "importing", "loading", "training", "evaluating", "writing results", "done"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -147,6 +144,18 @@ class Pulses(Protocol):
         """By rank; empty if nothing is known."""
 
 
+class Followed(Protocol):
+    """What a pulse asks of a watch: `fxpipe.observe.watch.Watch`."""
+
+    pulse: MutableSequence[int]
+
+    @property
+    def doing(self) -> tuple[Any, Any] | None: ...
+
+    @property
+    def status(self) -> Status: ...
+
+
 class Pulse:
     """One worker's pulse. `watches` are what it measures with; the last one in which a span is open says what it does.
 
@@ -157,7 +166,7 @@ class Pulse:
     def __init__(self, numbers: MutableSequence[int] | None = None) -> None:
         self.numbers = no_numbers() if numbers is None else numbers
         self.after_beat: Callable[[], None] = lambda: None
-        self._watches: tuple[Watch, ...] = ()
+        self._watches: tuple[Followed, ...] = ()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="fxpipe pulse", daemon=True)
 
@@ -175,7 +184,7 @@ class Pulse:
         """The worker makes progress."""
         self.numbers[MOVES] += 1
 
-    def follow(self, *watches: Watch) -> None:
+    def follow(self, *watches: Followed) -> None:
         """From now on the spans of these watches are progress, and say what the worker does."""
         for watch in watches:
             watch.pulse = self.numbers

@@ -2,7 +2,7 @@
 
 `options` holds the options of a run; every layer passes them on whole. In the order of a run:
 
-- `process/launch` starts (`workers`, `guardian`) a `process/child` for each worker, which runs `process/rank`, and
+- `process/launch` starts (`worker_processes`, `guardian`) a `process/child` for each worker, which runs `process/rank`, and
   watches them (`requests`, `first_cause`); or `process/local_run` trains all workers in this process, with
   `process/local`. `wires/group` connects the processes (`doors`).
 - `worker/feed` gives the data. `worker/assembly` loads a worker: `initial_weights` (from `checkpoint` or

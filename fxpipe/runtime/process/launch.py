@@ -16,7 +16,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.requests import StopRequests
-from fxpipe.runtime.process.workers import Workers
+from fxpipe.runtime.process.worker_processes import WorkerProcesses
 from fxpipe.runtime.wires.doors import make_secret
 
 GLANCE = 0.05
@@ -49,7 +49,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
     ):
         exchange = Path(folder)
         make_secret(exchange)
-        started = Workers(dataclasses.replace(options, exchange=folder), workers, exchange, guardian)
+        started = WorkerProcesses(dataclasses.replace(options, exchange=folder), workers, exchange, guardian)
         try:
             _watch(started, requests, exchange)
         finally:
@@ -61,7 +61,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
         return summary
 
 
-def _watch(workers: Workers, requests: StopRequests, exchange: Path) -> None:
+def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path) -> None:
     """Return when all workers have done their work.
 
     Raises:
@@ -85,7 +85,7 @@ def _watch(workers: Workers, requests: StopRequests, exchange: Path) -> None:
         time.sleep(GLANCE)
 
 
-def _stop(workers: Workers, requests: StopRequests) -> None:
+def _stop(workers: WorkerProcesses, requests: StopRequests) -> None:
     """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
     workers.ask_to_stop()
     deadline = time.monotonic() + GRACE

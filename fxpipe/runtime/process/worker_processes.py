@@ -14,7 +14,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.guardian import Guardian
 
 
-class Workers:
+class WorkerProcesses:
     """Processes that run `fxpipe.runtime.process.child`, each the leader of a session of its own: Ctrl-C reaches the
     launcher alone, and what a worker starts itself ends with it.
 
