@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
-@option_fields(RunOptions, "model_file")
+@option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -90,9 +90,9 @@ def _finish(options: RunOptions, summary: dict[str, Any] | None, as_json: bool) 
         from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS
         from fxpipe.runtime.process.run_summary import add_evaluation, averages_evaluated, write_run
 
-        first = next((i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss)), None)
-        if first is not None:
-            warn(f"the loss is not finite from step {first} on: lower the learning rate, or look at that batch")
+        if lost := summary["not_finite"]["losses"]:
+            first = next(i for i, loss in enumerate(summary["losses"], start=1) if not math.isfinite(loss))
+            warn(f"{lost} losses are not finite, the first that of step {first}")
         digest = summary["build"]["digest"]
         if "evaluation" not in summary and (evaluated := _evaluate(options, digest, FINAL_WEIGHTS)):
             add_evaluation(summary, summary["steps"], evaluated)

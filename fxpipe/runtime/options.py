@@ -106,6 +106,7 @@ class RunOptions(PipelineOptions):
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         tensorboard: the folder for TensorBoard's event files; None writes none.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
+        keep_going: train on when a loss is not finite; otherwise the run ends there, with an error.
         threads: CPU threads of a worker; None shares the cores among the local workers.
         progress: show progress on stderr.
         exchange: set by `launch`: the folder in which workers leave their errors and the summary.
@@ -139,6 +140,9 @@ class RunOptions(PipelineOptions):
         None, "--tensorboard", path="folder", metavar="DIR", help="Write TensorBoard's event files."
     )
     out: str | None = option(None, "--out", on_command_line="out", path="any", help="Where metrics and weights go.")
+    keep_going: bool = option(
+        False, "--keep-going", help="Train on when a loss is not finite, instead of ending with an error."
+    )
     threads: int | None = option(
         None, "--threads", minimum=1, help="CPU threads of a worker. [default: cores / workers]"
     )

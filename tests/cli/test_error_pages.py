@@ -18,7 +18,7 @@ from fxpipe.task.model_file import load_task
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "errors").glob("*.md") if path.stem != "README")
 BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.M | re.S)
-UNTIL_RUN = ("batch-shapes",)  # compile knows one batch only
+UNTIL_RUN = ("batch-shapes", "not-finite")  # compile knows one batch only
 MICROBATCHES = {"microbatches": 3}  # of the pages that are about them
 
 

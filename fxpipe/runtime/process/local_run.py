@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.errors import RunError
 from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
@@ -28,6 +29,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import FinalFiles, held, warn_of_little_room, weights_are_safe
+from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Action
 from fxpipe.task.hooks import TrainingTask, task_of_build
 from fxpipe.threads import threads
@@ -70,10 +72,14 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             before=options.sync_steps,
         )
         try:
-            pipeline = LocalPipeline(
-                options.build, task, options, out=options.out, report=record.step, keep_gradients=False
-            )
+            pipeline = LocalPipeline(options.build, task, options, out=options.out, keep_gradients=False)
             executors = pipeline.executors
+
+            def stopped(minibatch: int, loss: float, worker: int) -> RunError:
+                return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors])
+
+            look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
+            pipeline.report = looking(record.step, look)
             record.samples_of = samples_by_shape(plan, executors[0].shape_of)
             watches = [executor.watch for executor in executors]
             for executor in executors:
@@ -100,6 +106,9 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             pipeline.flush()
             for watch in watches:
                 watch.end()
+            rows = [worker_row(executor) for executor in executors]
+            if not options.keep_going:
+                check_weights(total, rows)
             final = None if options.out is None else FinalFiles(options.out, plan)
             if final is not None:
                 final.write(FINAL_WEIGHTS, lambda t: held(executors[t.worker], t))
@@ -107,7 +116,6 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 averages = pipeline.averages()
             if averages is not None and final is not None:
                 final.write(AVERAGED_WEIGHTS, lambda t: held(executors[t.worker], t, averages[t.worker]))
-            rows = [worker_row(executor) for executor in executors]
             if final is not None:
                 final.check()
                 take_place(options, plan, record, executors, averages is not None)

@@ -7,7 +7,9 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +27,7 @@ from fxpipe.observe.watch import Cause
 from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.agreed_stop import AgreedStop
 from fxpipe.runtime.process.agreement import Agreed, agree
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.check_run import check_unchanged
@@ -57,6 +60,7 @@ from fxpipe.runtime.worker.final_weights import (
     warn_of_little_room,
     weights_are_safe,
 )
+from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
@@ -177,6 +181,7 @@ class RankRun:
             self.executor.watch.record()
         if rank == 0:
             self.minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
+        self.last_checkpoint: Callable[[], str | None] = lambda: None
         self._read: deque[list[tuple[Any, ...]]] = deque()
         self.coming: ComingShapes | None = None
         if plan.shapes:
@@ -211,6 +216,8 @@ class RankRun:
             rows: list[Any] = [None] * plan.workers
             with peers(self.rank):
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+            if record is not None and not options.keep_going:
+                check_weights(self.total, rows, self.last_checkpoint())
             files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor, self.pulse)
             if files is not None:
                 files.write(FINAL_WEIGHTS)
@@ -250,20 +257,29 @@ class RankRun:
         self.executor.store.begin(0, self.total)
         before = self._clock()
         with peers(self.rank):
+            stop = AgreedStop(self.rank, self.plan.workers, lambda: asdict(NotFinite.of(self.executor)))
             dist.barrier()
+        look = check_loss(self.executor, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
         watch.begin()
         self.pulse.phase = "training"
         if record is not None:
             record.begin(PulseBoard(self.pulses))
-        actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
-        feed, report = (None, None) if record is None else (self._feed, record.step)
-        if self.coming is not None:
-            self.coming.begin()
-        reach = None if self.coming is None else self.coming.reach
-        train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due, reach)
-        self.transport.finish()
-        watch.end()
+        try:
+            actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
+            feed, report = (None, None) if record is None else (self._feed, looking(record.step, look))
+            if self.coming is not None:
+                self.coming.begin()
+            reach = None if self.coming is None else self.coming.reach
+            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due, reach)
+            self.transport.finish()
+            watch.end()
+        finally:
+            stop.end()
         return WorkerTrace(watch.spans, before, self._clock())
+
+    def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> RunError:
+        found = [NotFinite(**row) for row in stop.ask()]
+        return not_finite(minibatch, loss, worker, found, self.last_checkpoint())
 
     def _evaluate_if_due(self, version: int) -> None:
         """Evaluate, between two actions, if this worker has just reached a version that is due."""

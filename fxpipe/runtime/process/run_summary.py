@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import read_costs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.not_finite import NotFinite
 from fxpipe.simulator.forecast import expect
 from fxpipe.typed_json import dumps
 
@@ -56,6 +59,7 @@ def worker_row(executor: Executor) -> dict[str, Any]:
         "took": {whole: watch.seconds(*_COMPUTE, within=whole) for whole in _PLANNED},
         "waits": watch.waits,
         "fill": watch.fill,
+        "not_finite": asdict(NotFinite.of(executor)),
     }
     return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
 
@@ -94,6 +98,7 @@ def summarize_run(
     newest, if there is one; `add_evaluation` keeps both up to date.
     `averaged_evaluation` is the metrics of the averaged weights. `log_problems` has a row for each log of which lines
     could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
+    `not_finite` counts the losses, and in the end the trained weights, that were not finite: 0 without `keep_going`.
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
     `bubble` is the share in which the workers are not busy. `efficiency` is the throughput between the filling and the
@@ -110,6 +115,7 @@ def summarize_run(
     together = transport != "local"
     seconds = max(row["seconds"] for row in rows)
     rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
+    weights = sum(len(row.pop("not_finite")["weights"]) for row in rows)
     for row in rows:
         row.pop("log_problems", None)
     forecast = _forecast(options.build, plan, recipe) if together else None
@@ -146,6 +152,7 @@ def summarize_run(
         "trace": None,
         "out": None if record.out is None else str(record.out),
         "evaluations": [],
+        "not_finite": {"losses": sum(not math.isfinite(loss) for loss in record.losses), "weights": weights},
         "log_problems": problems,
         "losses": record.losses.tolist(),
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,12 @@ class Clip(ABC):
 
     Attributes:
         norm: of all gradients, as this worker knew it at its last update; exact on worker 0.
+        not_finite: the first minibatch of which gradients of this worker were not finite, and their places among its
+            parameters; None so far.
     """
 
     norm: float | None = None
+    not_finite: tuple[int, list[int]] | None = None
 
     @abstractmethod
     def expect(self, action: Action) -> None:
@@ -78,6 +81,15 @@ class _ByNorm(Clip):
     def _behind(self) -> int:
         """How many numbers come up from the next worker."""
 
+    def _norms(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> list[float]:
+        """The norms of the gradients, without those that are None."""
+        norms = _norms(parameters)
+        if self.not_finite is None and not isfinite(sum(norms)):
+            grads = [p.grad for p in parameters]
+            places = [i for i, grad in enumerate(grads) if grad is not None and not grad.isfinite().all()]
+            self.not_finite = (minibatch, places) if places else None
+        return norms
+
     def _scale(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> None:
         self.norm = float(norm)
         torch.nn.utils.clip_grads_with_norm_(parameters, self.limit, norm)
@@ -110,7 +122,7 @@ class ExactClip(_ByNorm):
         return self.worker > 0
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        norms = iter(_norms(parameters))
+        norms = iter(self._norms(minibatch, parameters))
         own = [-1.0 if p.grad is None else next(norms) for p in parameters]  # a norm is never negative
         known = torch.tensor(own, dtype=torch.float64)
         if self.worker < self.last:
@@ -171,13 +183,13 @@ class PipelinedClip(_ByNorm):
         if self.worker < self.last:
             self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + self._own)
 
-    def learn(self, parameters: Sequence[nn.Parameter]) -> None:
+    def learn(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """These are the newest gradients of this worker: the next forwards take their norm down."""
-        square = sum(norm * norm for norm in _norms(parameters))
+        square = sum(norm * norm for norm in self._norms(minibatch, parameters))
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        self.learn(parameters)
+        self.learn(minibatch, parameters)
         self._known = self._own
         if self.worker < self.last:
             self._known = self._known + self.transport.recv_note(self.worker + 1, ("behind", minibatch))
@@ -212,8 +224,10 @@ class ClipInSegments(Clip):
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         if self._segments.is_single(minibatch) and not self._segments.is_single(minibatch + 1):
-            self._pipelined.learn(parameters)
-        self._of(minibatch).announce(minibatch, parameters)
+            self._pipelined.learn(minibatch, parameters)
+        clip = self._of(minibatch)
+        clip.announce(minibatch, parameters)
+        self.not_finite = self.not_finite or clip.not_finite
 
     def ready(self, minibatch: int) -> bool:
         return self._of(minibatch).ready(minibatch)

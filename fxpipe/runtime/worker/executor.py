@@ -32,6 +32,7 @@ class Executor:
         watch: where the worker's time goes.
         shape_of: tells which shape the batch of a minibatch has.
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
+        on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Executor:
         self._saved: dict[tuple[int, int], list[Any]] = {}
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
+        self.on_loss: Callable[[int, Tensor], None] | None = None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -104,6 +106,8 @@ class Executor:
                 self._run_backward(stage, action)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
+        if result is not None and self.on_loss is not None:
+            self.on_loss(action.minibatch, result)
         return result
 
     @property

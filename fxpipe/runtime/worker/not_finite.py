@@ -1,0 +1,149 @@
+"""A loss that is not finite: which worker's gradients were not either, and the error that says so.
+
+Nobody looks at gradients while all is well: that would cost a pass over them in every step. When a loss is not finite,
+the weights still tell. The worker that computes it stops before its backward, so that only the gradients of earlier
+steps can have spoilt weights, each its own. Where gradients are clipped, their norms are known anyway, and tell the
+step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import RunError, listed
+from fxpipe.observe.record import OnStep
+from fxpipe.runtime.worker.executor import Executor
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """What a worker found when it looked.
+
+    Attributes:
+        weights: its trained weights that are not finite any more.
+        gradients: those whose gradients were not finite at the first such `step`, if norms told it; steps count from 1.
+    """
+
+    worker: int
+    weights: list[str]
+    gradients: list[str]
+    step: int | None
+
+    @staticmethod
+    def of(executor: Executor) -> NotFinite:
+        """What there is on a worker now."""
+        trained = executor.store.trained
+        clip = executor.store.updater.clip
+        minibatch, places = (None, []) if clip is None or clip.not_finite is None else clip.not_finite
+        names = list(trained)
+        weights = [name for name, weight in trained.items() if not is_finite(weight)]
+        step = None if minibatch is None else minibatch + 1
+        return NotFinite(executor.worker, weights, [names[place] for place in places], step)
+
+
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all of a tensor is; what holds whole numbers is."""
+    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+        tensor = tensor.float()  # of 8 bits, torch has no such question
+    return bool(tensor.isfinite().all())
+
+
+def check_loss(
+    executor: Executor, keep_going: bool, stop: Callable[[int, float, int], RunError]
+) -> Callable[[int, float], None]:
+    """Have a worker's losses looked at, before their backward runs, if they are on the CPU.
+
+    On CUDA a look would have to wait for the device: there only worker 0 looks, when it reads a loss anyway.
+
+    Args:
+        stop: makes the error of a minibatch, its loss and the worker that computed it.
+
+    Returns:
+        What worker 0 calls with each minibatch and its loss.
+    """
+
+    def look(minibatch: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise stop(minibatch, loss, executor.worker)
+
+    if keep_going:
+        return lambda minibatch, loss: None
+    if executor.device.type == "cpu":
+        executor.on_loss = lambda minibatch, loss: look(minibatch, float(loss))
+    return look
+
+
+def looking(report: OnStep, look: Callable[[int, float], None]) -> OnStep:
+    """A report of steps that looks at each loss, once the step is recorded."""
+
+    def both(minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
+        report(minibatch, loss, lr, norm)
+        look(minibatch, loss)
+
+    return both
+
+
+def check_weights(steps: int, rows: Sequence[Mapping[str, Any]], checkpoint: str | None = None) -> None:
+    """Refuse to write weights that the last steps have made worthless.
+
+    Args:
+        rows: of all workers; `not_finite` of each is what it found (see `NotFinite`).
+
+    Raises:
+        RunError: some are not finite.
+    """
+    found = [NotFinite(**row["not_finite"]) for row in rows]
+    if any(row.weights for row in found):
+        raise RunError(
+            f"after step {steps}, the last, weights are not finite: {_cause(found)}",
+            hint=_hint(
+                "lower the learning rate, clip gradients (--clip-norm), or look at the last batches", checkpoint
+            ),
+            page="not-finite",
+        )
+
+
+def not_finite(
+    minibatch: int, loss: float, worker: int, found: Sequence[NotFinite], checkpoint: str | None = None
+) -> RunError:
+    """The error of a loss that is not finite.
+
+    Args:
+        worker: that of the loss.
+        found: what workers found; those that did not answer in time are missing.
+        checkpoint: the last one from before, if there is one.
+    """
+    return RunError(
+        f"the loss of step {minibatch + 1} is {loss}, on worker {worker}: {_cause(found)}",
+        hint=_hint("lower the learning rate, clip gradients (--clip-norm), or look at that batch", checkpoint),
+        page="not-finite",
+    )
+
+
+def _hint(what: str, checkpoint: str | None) -> str:
+    saved = "" if checkpoint is None else f"; the last good checkpoint is {checkpoint}"
+    return f"{what}; --keep-going trains on all the same{saved}"
+
+
+def _cause(found: Sequence[NotFinite]) -> str:
+    steps = [row.step for row in found if row.step is not None]
+    if steps:
+        first = min(steps)
+        named = _named({row.worker: row.gradients for row in found if row.step == first})
+        return f"at step {first} these gradients were not finite: {named}"
+    if any(row.weights for row in found):
+        return f"the gradients of these weights were not finite before: {_named({r.worker: r.weights for r in found})}"
+    return "all weights and their gradients were finite before: its batch, or the forward of it, is the cause"
+
+
+def _named(names: Mapping[int, Sequence[str]]) -> str:
+    return "; ".join(f"{listed(mine, _NAMED)} (worker {worker})" for worker, mine in names.items() if mine)
