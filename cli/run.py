@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
 @option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
-@option_fields(RunOptions, "threads")
+@option_fields(RunOptions, "threads", "stall_timeout")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(build: str, local: bool, workers: int | None, as_json: bool, **asked: Any) -> int:
     """Train a BUILD directory (or a model file, which is compiled first).

@@ -98,7 +98,7 @@ class PulseFile:
 
     def __init__(self, path: Path, workers: int) -> None:
         if not path.exists():
-            path.write_bytes(bytes(no_numbers()) * workers)  # type: ignore[arg-type]
+            path.write_bytes(bytes(no_numbers()) * workers)
         with path.open("r+b") as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), workers * SIZE * _ITEM)).cast("q")
         self._workers = workers

@@ -108,6 +108,8 @@ class RunOptions(PipelineOptions):
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
         keep_going: train on when a loss is not finite; otherwise the run ends there, with an error.
         threads: CPU threads of a worker; None shares the cores among the local workers.
+        stall_timeout: seconds without any progress after which a run of several processes says who waits for whom;
+            after 10 times as many (30 times before training begins) it ends. 0 does neither.
         progress: show progress on stderr.
         exchange: set by `launch`: the folder in which workers leave their errors and the summary.
         plan_digest: set by whoever checked the build: the digest of its plan, so that the workers read no other; None
@@ -145,6 +147,13 @@ class RunOptions(PipelineOptions):
     )
     threads: int | None = option(
         None, "--threads", minimum=1, help="CPU threads of a worker. [default: cores / workers]"
+    )
+    stall_timeout: float = option(
+        60.0,
+        "--stall-timeout",
+        minimum=0,
+        metavar="SECONDS",
+        help="Say who waits for whom after so long without progress, and end after 10 times that; 0 does neither.",
     )
     progress: bool = False
     exchange: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.requests import StopRequests
+from fxpipe.runtime.process.stall import StallWatch
 from fxpipe.runtime.process.worker_processes import WorkerProcesses
 from fxpipe.runtime.wires.doors import make_secret
 
@@ -51,7 +53,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
         make_secret(exchange)
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), workers, exchange, guardian)
         try:
-            _watch(started, requests, exchange)
+            _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped))
         finally:
             started.end()
             with suppress(OSError):  # left by a worker that was ended while it wrote
@@ -61,7 +63,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
         return summary
 
 
-def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path) -> None:
+def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, stall: StallWatch) -> None:
     """Return when all workers have done their work.
 
     Raises:
@@ -82,6 +84,11 @@ def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path) -> 
             raise first_cause(exchange, early, signs)
         if len(ends) == len(signs):
             return
+        if (standstill := stall.look(signs)) is not None:
+            print(f"warning: {standstill.text}", file=sys.stderr, flush=True)
+            if standstill.ends is not None:
+                # A checkpoint of the workers that still run belongs here.
+                raise standstill.ends
         time.sleep(GLANCE)
 
 

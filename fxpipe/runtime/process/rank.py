@@ -42,6 +42,7 @@ from fxpipe.runtime.process.run_summary import (
     take_place,
     worker_row,
 )
+from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -67,6 +68,9 @@ from fxpipe.task.hooks import TrainingTask
 from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
+"""Of the process group, at least; who watches the workers ends a run that stands still."""
+
+FOREVER = timedelta(days=365)
 LINGER = 3.0
 """Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
 
@@ -102,7 +106,8 @@ def join(
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(threads_for(options.threads, local_workers))
-    open_group(rank, world, TIMEOUT, options.exchange)
+    longest = 2 * LOADING * LIMIT * timedelta(seconds=options.stall_timeout) or FOREVER
+    open_group(rank, world, max(TIMEOUT, longest), options.exchange)
     with ExitStack() as held:
         try:
             agreed = agree(options, task, rank, world, held)
@@ -125,13 +130,12 @@ def join(
 
 def _pulses(pulse: Pulse, options: RunOptions, rank: int, workers: int) -> Pulses:
     """Where the pulses of all workers can be read, this worker's among them."""
-    if options.exchange is not None:
+    if options.exchange is not None:  # the launcher watches
         return PulseFile(Path(options.exchange) / PULSES, workers)
     with peers(rank):
         store = StorePulses(dist.distributed_c10d._get_default_store(), workers)
-    pulse.after_beat = lambda: store.put(rank, pulse.numbers)
-    with peers(rank):
-        pulse.beat()
+        store.put(rank, pulse.numbers)
+    pulse.after_beat = WatchingWorker(store, pulse, rank, options.stall_timeout, end_process)
     pulse.begin()
     return store
 

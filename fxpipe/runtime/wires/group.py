@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from fxpipe.errors import PeerLost
 from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
@@ -39,7 +40,7 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
             dist.init_process_group("gloo", timeout=timeout)
         else:
             folder = Path(exchange)
-            store = dist.FileStore(str(folder / "store"), workers)
+            store = FileStore(str(folder / "store"), workers)
             store.set_timeout(timeout)
             store.set(f"here/{worker}", "")
             store.wait([f"here/{other}" for other in range(workers)])  # then the doors are open only for a moment

@@ -1,0 +1,189 @@
+"""Finds a run that stands still, and says which worker waits for whom and for what.
+
+No worker of a run that stands still makes a move: ends a span, a phase, a tensor of the final weights. The workers'
+pulses (`fxpipe.observe.pulse`) say so to whoever looks: the launcher, or under torchrun one of the workers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fxpipe.errors import WorkerLost, listed
+from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
+
+GROWTH = 2
+"""How much longer each time until it is said again."""
+
+LIMIT = 10
+"""After so many times the timeout, a run that stands still ends."""
+
+LOADING = 3
+"""How many times as long a worker has before training begins: models, data and compilers may take long."""
+
+SILENT = 10 * PERIOD
+"""Seconds without a beat after which a worker counts as one that does not run."""
+
+SHOWN = 16
+"""How many workers a warning describes."""
+
+_WHATS = {
+    "input": "an input",
+    "activation": "an activation",
+    "saved": "a value that its forward has saved",
+    "gradient": "a gradient",
+    "token": "its turn",
+    "weights": "weights",
+    "norm": "the norm of its gradients",
+    "loss": "the loss",
+}
+_DOES = {
+    "F": "computes the forward of step {step}",
+    "B": "computes the backward of step {step}",
+    "predict": "predicts weights for step {step}",
+    "update": "makes the update of step {step}",
+    "send": "sends a value of step {step}",
+    "receive": "receives a value of step {step}",
+    "data": "waits for the data of step {step}",
+    "wait": "waits for another worker",
+}
+_PHASES = {
+    "starting": "starts",
+    "importing": "imports torch",
+    "loading": "loads its stage",
+    "training": "is between two actions",
+    "evaluating": "evaluates",
+    "writing results": "writes results",
+    "done": "is done",
+}
+
+
+class Standstill(NamedTuple):
+    """A run that stands still.
+
+    Attributes:
+        text: what to say, without an end to its last line.
+        ends: why the run ends, once it has stood still for too long; None before.
+    """
+
+    text: str
+    ends: WorkerLost | None
+
+
+class StallWatch:
+    """Looks at the workers again and again.
+
+    Args:
+        timeout: seconds without a move until it is said for the first time; 0: it never is.
+        stopped: whether the system says that a worker is stopped.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        stopped: Callable[[int], bool] = lambda worker: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout = timeout
+        self._stopped = stopped
+        self._clock = clock
+        self._before: list[Signs] = []
+        self._still = 0.0
+        self._silent: list[float] = []
+        self._next = timeout
+        self._looked = clock()
+
+    def look(self, signs: Sequence[Signs]) -> Standstill | None:
+        """Look at all workers, by rank; call it at least once a second. Something to say comes at growing intervals."""
+        now = self._clock()
+        # While this process did not run itself (a suspended machine, a stopped group), it knows nothing.
+        passed, self._looked = min(now - self._looked, 5 * PERIOD), now
+        if len(self._before) != len(signs):
+            self._before, self._silent = list(signs), [0.0] * len(signs)
+        beats = [new.beat != old.beat for new, old in zip(signs, self._before, strict=True)]
+        moves = [s.moves for s in signs] != [s.moves for s in self._before]
+        self._silent = [0.0 if beat else silent + passed for beat, silent in zip(beats, self._silent, strict=True)]
+        self._before = list(signs)
+        self._still += passed
+        if moves or not self._timeout:
+            self._still, self._next = 0.0, self._timeout
+        if not self._timeout or self._still < self._next:
+            return None
+        limit = LIMIT * self._timeout * (LOADING if any(s.phase in _BEFORE_TRAINING for s in signs) else 1)
+        over = self._still >= limit
+        self._next = min(self._next * GROWTH, limit)
+        head = self._head(signs)
+        text = "\n  ".join([f"no worker has moved for {self._still:.0f} s: {head}", *self._lines(signs)])
+        if not over:
+            return Standstill(text, None)
+        where = "\n      ".join(self._lines(signs))
+        hint = "--stall-timeout SECONDS gives a run more time, 0 for ever"
+        what = f"the run stood still for {self._still:.0f} s: {head}"
+        return Standstill(text, WorkerLost(what, where=where, hint=hint))
+
+    def silent(self, worker: int) -> bool:
+        """Whether a worker does not run."""
+        return self._silent[worker] >= SILENT
+
+    def _head(self, signs: Sequence[Signs]) -> str:
+        """What the others wait for, in words."""
+        silent = [w for w, s in enumerate(signs) if s.phase != "done" and (self._stopped(w) or self.silent(w))]
+        own = [w for w, s in enumerate(signs) if not (s.doing == "wait" and s.what) and s.phase != "done"]
+        if silent:
+            return f"worker {listed(list(map(str, silent)), SHOWN)} does not answer"
+        if len(own) == 1:
+            return self._does(own[0], signs[own[0]])
+        return "all workers wait for each other" if not own else f"look at worker {listed(list(map(str, own)), SHOWN)}"
+
+    def _lines(self, signs: Sequence[Signs]) -> list[str]:
+        lines = [self._does(worker, s) for worker, s in enumerate(signs)]
+        return lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])
+
+    def _does(self, worker: int, signs: Signs) -> str:
+        """What a worker does, or did last."""
+        training = signs.phase == "training"
+        if signs.doing == "wait" and signs.what == "sent":
+            does = f"waits until worker {signs.other} takes what it has sent"
+        elif signs.doing == "wait" and signs.what is not None:
+            does = f"waits for worker {signs.other}: {_WHATS[signs.what]}"
+            does += f" of step {signs.step}" if training and signs.step else ""
+        elif signs.doing is not None and training:
+            does = _DOES.get(signs.doing, _PHASES["training"]).format(step=signs.step)
+        else:
+            does = _PHASES[signs.phase] + (f" of step {signs.step}" if training and signs.step else "")
+        if self._stopped(worker):
+            return f"worker {worker} is stopped (SIGSTOP); before, it {does}"
+        if self.silent(worker) and signs.phase != "done":
+            return f"worker {worker} does not answer; {self._silent[worker]:.0f} s ago, it {does}"
+        return f"worker {worker} {does}"
+
+
+_BEFORE_TRAINING = ("starting", "importing", "loading")
+
+
+class WatchingWorker:
+    """What a worker does after each beat under torchrun: puts its numbers into the store and watches the others.
+
+    Worker 0 watches; worker 1 does where worker 0 does not answer.
+    """
+
+    def __init__(
+        self, store: StorePulses, pulse: Pulse, rank: int, timeout: float, end: Callable[[int], object]
+    ) -> None:
+        self._store, self._pulse, self._rank, self._end = store, pulse, rank, end
+        self._stall = StallWatch(timeout)
+
+    def __call__(self) -> None:
+        self._store.put(self._rank, self._pulse.numbers)
+        signs = self._store.read() if self._rank < 2 else []
+        if not signs or (standstill := self._stall.look(signs)) is None:
+            return
+        if self._rank and not self._stall.silent(0):
+            return
+        print(f"warning: {standstill.text}", file=sys.stderr, flush=True)
+        if standstill.ends is not None:
+            # A checkpoint of the workers that still run belongs here.
+            print(f"error: {standstill.ends}", file=sys.stderr, flush=True)
+            self._end(1)
