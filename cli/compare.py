@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import TextColumn, emit_json, print_columns, print_text, stdout_console, warn
+from fxpipe.cli.output import TextColumn, echo, emit_json, print_columns, print_text, stdout_console, warn
 
 from fxpipe.observe.run_comparison import SMOOTH, compare
 from fxpipe.observe.trace import OF_TRAINING
@@ -52,24 +52,24 @@ def compare_command(first: str, second: str, as_json: bool) -> int:
 def describe(found: Json, console: Console) -> None:
     """Print what `fxpipe.observe.run_comparison` found: small tables, then the verdict."""
     for number, folder in enumerate(found["runs"], start=1):
-        click.echo(f"run {number}  {folder}")
+        echo(f"run {number}  {folder}")
     settings = found["settings"]
     if settings:
-        click.echo("\nsettings that differ")
+        echo("\nsettings that differ")
         words = [[_said(value) for value in pair] for pair in settings.values()]
         _side_by_side(console, [name.replace("_", " ") for name in settings], words)
     else:
-        click.echo("\nno setting differs")
+        echo("\nno setting differs")
     _print_speed(found, console)
     _print_losses(found, console)
     _print_workers(found, console)
     _print_staleness(found, console)
     for number, rows in enumerate(found["time_losses"], start=1):
         if rows:
-            click.echo(f"\nwhere run {number} lost time")
+            echo(f"\nwhere run {number} lost time")
         for row in rows:
             print_text(console, f"- {row['text']}")
-    click.echo()
+    echo()
     for sentence in found["verdict"]:
         print_text(console, sentence)
 
@@ -88,19 +88,19 @@ def _print_speed(found: Json, console: Console) -> None:
     rows += [(f"held out {name}", pair, _loss) for name, pair in found["evaluation"].items()]
     rows = [row for row in rows if row[1] != [None, None]]
     if rows:
-        click.echo("\nspeed and outcome")
+        echo("\nspeed and outcome")
         cells = [[_cell(value, write) for value in pair] for _, pair, write in rows]
         _side_by_side(console, [title for title, _, _ in rows], cells, [_change(pair) for _, pair, _ in rows])
 
 
 def _print_losses(found: Json, console: Console) -> None:
     if found["loss"]["at_steps"]:
-        click.echo(f"\nloss at the same step, and the mean of the last {SMOOTH}")
+        echo(f"\nloss at the same step, and the mean of the last {SMOOTH}")
         rows = found["loss"]["at_steps"]
         _print_loss_rows(console, "step", [str(row["step"]) for row in rows], rows)
     rows = found["loss"]["at_seconds"]
     if rows:
-        click.echo(f"\nloss after the same time, and the mean of the last {SMOOTH}")
+        echo(f"\nloss after the same time, and the mean of the last {SMOOTH}")
         steps = [(f"step of {i + 1}", [row["step"][i] for row in rows]) for i in (0, 1)]
         _print_loss_rows(console, "seconds", [f"{row['seconds']:.3g}" for row in rows], rows, steps)
 
@@ -126,7 +126,7 @@ def _print_workers(found: Json, console: Console) -> None:
     if not rows:
         return
     kinds = [kind for kind in SPENT if any((row["spent"][i] or {}).get(kind, 0) >= 0.005 for row, i in rows)]
-    click.echo("\nthe workers' time, % of each one's run")
+    echo("\nthe workers' time, % of each one's run")
     columns = [
         TextColumn("worker", right=True, cells=[str(row["worker"]) for row, _ in rows]),
         TextColumn("run", right=True, cells=[str(i + 1) for _, i in rows]),
@@ -143,7 +143,7 @@ def _print_workers(found: Json, console: Console) -> None:
 def _print_staleness(found: Json, console: Console) -> None:
     if not found["staleness"]:
         return
-    click.echo("\nstaleness: updates behind and predicted ahead, relative error of the weights")
+    echo("\nstaleness: updates behind and predicted ahead, relative error of the weights")
     columns = [TextColumn("worker", right=True), TextColumn("group", right=True)]
     columns += [TextColumn(f"{name} {i}", right=True) for name in ("behind", "predicted", "error") for i in (1, 2)]
     for row in found["staleness"]:

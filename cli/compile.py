@@ -12,7 +12,7 @@ import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model, check_cuts
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import emit_json, note, plain, print_table, size, warn, working
+from fxpipe.cli.output import echo, emit_json, note, plain, print_table, size, warn, working
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.task.model_options import ModelOptions
@@ -157,24 +157,24 @@ def _print(
     headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "replicas", "in", "out", "memory"]
     print_table(headers, rows, left=3)
     _print_engines(build)
-    click.echo(
+    echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         f"{len(plan.edges)} edges"
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
-        click.echo(plain(line))
+        echo(line)
     if prospects and not make_schedule(plan.schedule, plan.workers).synchronous:
         own, *rest = prospects
-        click.echo(f"staleness: {own.staleness}")
+        echo(f"staleness: {own.staleness}")
         if rest:
-            click.echo(f"other microbatches (estimated): {'; '.join(map(str, rest))}")
+            echo(f"other microbatches (estimated): {'; '.join(map(str, rest))}")
     if build.costs.partitions:
         *others, chosen = build.costs.partitions
         text = ", ".join(f"{p.mode} {p.efficiency:.3f}" for p in others)
-        click.echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
+        echo(f"cuts: {chosen.mode}, {chosen.efficiency:.3f} of ideal{f' ({text})' if text else ''}")
     if not build.costs.times:
-        click.echo(f"costs: computed{'' if device is None else f' for {device}'}, not measured")
-    click.echo(
+        echo(f"costs: computed{'' if device is None else f' for {device}'}, not measured")
+    echo(
         f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
         f"bubble {100 * simulation.bubble:.0f} %"
     )
@@ -186,15 +186,15 @@ def _print(
             warn(f"infinite or NaN in eager PyTorch too, and so hardly compared: {listed(agreement.not_finite, 6)}")
         if agreement.zero:
             note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
-        click.echo(
+        echo(
             f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
         )
     if plan.meta:
-        click.echo("weights: none (--meta); a run has model() make those of each worker there, or reads --weights")
+        echo("weights: none (--meta); a run has model() make those of each worker there, or reads --weights")
     if plan.evaluations:
-        click.echo(evaluation_text(evaluation_facts(plan)))
-    click.echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
+        echo(evaluation_text(evaluation_facts(plan)))
+    echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
 
 
 def _print_engines(build: Build) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from fxpipe.cli.output import emit_json, plain_lines, size
+from fxpipe.cli.output import echo, emit_json, size
 
 from fxpipe.errors import listed
 
@@ -64,7 +64,7 @@ def diff_command(first: str, second: str, as_json: bool) -> int:
     if as_json:
         emit_json(found)
     else:
-        click.echo(plain_lines(describe(found)), nl=False)
+        echo(describe(found), nl=False)
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import emit_json, note, print_table, size, working
+from fxpipe.cli.output import echo, emit_json, note, print_table, size, working
 
 import fxpipe
 from fxpipe.errors import BuildError
@@ -55,7 +55,7 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
         for key, value in report.items():
             lines = [", ".join(value)] if isinstance(value, list) and key != "engines" else value
             for label, line in zip_longest([key], [lines] if isinstance(lines, str) else lines, fillvalue=""):
-                click.echo(f"{label:<12} {line or 'none'}")
+                echo(f"{label:<12} {line or 'none'}")
     return 0 if report["self-test"] == "passed" else 1
 
 
@@ -124,10 +124,10 @@ def _print_links(report: LinkReport) -> None:
     ]
     print_table([report.transport, "latency", *map(size, SIZES), "processor"], rows)
     if report.coverage is not None:
-        click.echo(f"measured {report.coverage}")
+        echo(f"measured {report.coverage}")
     links = report.links
     if not isinstance(links.bandwidth, tuple) and not isinstance(links.latency, tuple):
-        click.echo(
+        echo(
             f"{report.transport}: {links.bandwidth / 1e9:.2f} GB/s · latency {links.latency * 1e6:.0f} µs · "
             f"{links.copy * 1e9:.2f} ns a byte of each end's processor"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from fxpipe.cli.output import echo
 
 
 @click.command("explain")
@@ -17,10 +18,10 @@ def explain_command(page: str | None) -> int:
     from fxpipe.cli import explanations
 
     if page is not None:
-        click.echo(explanations.page(page).rstrip())
+        echo(explanations.page(page).rstrip())
         return 0
     titles = explanations.titles()
     width = max(map(len, titles))
     for name, title in titles.items():
-        click.echo(f"{name:<{width}}  {title}")
+        echo(f"{name:<{width}}  {title}")
     return 0

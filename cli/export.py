@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.output import emit_json, print_table, size, warn, working
+from fxpipe.cli.output import echo, emit_json, print_table, size, warn, working
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
@@ -202,7 +202,7 @@ def _print(found: dict[str, Any], out: str) -> None:
     if "batches" in found:
         print_table(["file", "nodes", "size"], [[f["name"], f"{f['nodes']:,}", size(f["bytes"])] for f in files])
         sizes = ", ".join(map(str, found["batches"]))
-        click.echo(
+        echo(
             f"chained in onnxruntime: relative error {found['error']:.1e} against eager PyTorch"
             + (f", with batches of {sizes}" if sizes else "")
         )
@@ -212,4 +212,4 @@ def _print(found: dict[str, Any], out: str) -> None:
             for f in files
         ]
         print_table(["file", "least exact output", "nodes", "size", "relative error", "took"], rows, left=2)
-    click.echo(f"wrote {out}: {', '.join(f['name'] for f in files)}")
+    echo(f"wrote {out}: {', '.join(f['name'] for f in files)}")

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model, check_cuts
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import emit_json, note, plain_lines, stdout_console, warn, working
+from fxpipe.cli.output import echo, emit_json, note, stdout_console, warn, working
 
 from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
@@ -213,7 +213,7 @@ def _print_node(found: dict[str, Any], name: str, as_json: bool) -> None:
     if as_json:
         emit_json(trace(found, name))
     else:
-        click.echo(plain_lines(describe(found, name)), nl=False)
+        echo(describe(found, name), nl=False)
 
 
 def _print_stage(subject: Subject, stage: int, as_json: bool) -> None:
@@ -245,4 +245,4 @@ def _print_after(
     if as_json:
         emit_json({"after": name, "program": text})
     else:
-        click.echo(text, nl=not text.endswith("\n"))
+        echo(text, nl=not text.endswith("\n"))

@@ -5,7 +5,11 @@ Exit codes: 0, 1 (the user's problem, explained; also a defect of fxpipe, with i
 
 from __future__ import annotations
 
+import io
 import sys
+import traceback
+from contextlib import nullcontext
+from types import TracebackType
 
 import click
 from fxpipe.cli.compare import compare_command
@@ -15,11 +19,13 @@ from fxpipe.cli.doctor import doctor_command
 from fxpipe.cli.explain import explain_command
 from fxpipe.cli.export import export_command
 from fxpipe.cli.inspect import inspect_command
+from fxpipe.cli.output import OutputLost, echo, finish_stdout, forget_stdout, only_json_on_stdout, show_error
 from fxpipe.cli.plan import plan_command
 from fxpipe.cli.run import run_command
 
 import fxpipe
 from fxpipe.errors import FxpipeError
+from fxpipe.messages import say
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -49,22 +55,38 @@ cli.add_command(explain_command)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
-    sys.exit(_run(arguments))
+    sys.excepthook = _show_defect
+    code = _run(arguments)
+    try:
+        finish_stdout()
+    except (OSError, OutputLost):
+        forget_stdout()
+    sys.exit(code)
 
 
 def _run(arguments: list[str] | None) -> int:
+    asked = sys.argv[1:] if arguments is None else arguments
     try:
-        result = cli.main(arguments, prog_name="fxpipe", standalone_mode=False)
+        with only_json_on_stdout() if "--json" in asked else nullcontext():
+            result = cli.main(arguments, prog_name="fxpipe", standalone_mode=False)
+        finish_stdout()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        echo(text.getvalue(), err=True, nl=False)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         return 130
     except FxpipeError as error:
-        click.echo(click.style("error: ", fg="red", bold=True) + str(error), err=True)
+        show_error(str(error))
         return error.exit_code
+
+
+def _show_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An unexpected error, through the filter: its text may be a stranger's."""
+    say("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import re
+import errno
+import os
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from fxpipe.errors import FxpipeError
+from fxpipe.messages import plain, plain_lines
 from fxpipe.planner.quantity import size
 from fxpipe.typed_json import dumps
 
@@ -22,10 +25,16 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
+    "OutputLost",
     "TextColumn",
     "TimeUnit",
+    "console",
+    "echo",
     "emit_json",
+    "finish_stdout",
+    "forget_stdout",
     "note",
+    "only_json_on_stdout",
     "plain",
     "plain_lines",
     "print_columns",
@@ -33,40 +42,163 @@ __all__ = [
     "print_text",
     "short_size",
     "shortened",
+    "show_error",
     "size",
     "stdout_console",
     "warn",
     "working",
 ]
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-
 QUIET = 1.0
 """Seconds between two lines of progress in a pipe."""
 
 
+_json: TextIO | None = None  # stdout, while `only_json_on_stdout` keeps all else from it
+
+
+class OutputLost(FxpipeError):
+    """Stdout takes nothing more: a full disk, say. (Of a closed pipe nobody is told: whoever read it has left.)"""
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Text on stdout or stderr: the one way out, and the filter (see `plain`).
+
+    Raises:
+        OutputLost: stdout cannot be written.
+    """
+    try:
+        click.echo(plain_lines(text), err=err, nl=nl)
+    except OSError as error:
+        raise _lost(error) from error
+
+
 def emit_json(data: Any) -> None:
-    """One JSON object on stdout."""
-    click.echo(dumps(data))
+    """One JSON object on stdout.
+
+    Raises:
+        OutputLost: stdout cannot be written.
+    """
+    try:
+        click.echo(dumps(data), file=_json)
+    except OSError as error:
+        raise _lost(error) from error
+
+
+@contextmanager
+def only_json_on_stdout() -> Iterator[None]:
+    """Inside, stdout is for `emit_json` alone: what else is written there, by whatever code, goes to stderr.
+
+    Other processes that are started inside have no other stdout than stderr either.
+    """
+    global _json
+    shown = sys.stdout
+    shown.flush()
+    try:
+        number = shown.fileno()
+        kept = os.dup(number)
+    except (OSError, ValueError):  # it is no file, or closed
+        number = kept = -1
+    stream = shown if kept < 0 else os.fdopen(kept, "w", encoding=shown.encoding, errors=shown.errors)
+    if kept >= 0:
+        with suppress(OSError):  # stderr is closed
+            os.dup2(2, number)
+    _json, sys.stdout = stream, sys.stderr
+    try:
+        yield
+    finally:
+        _json, sys.stdout = None, shown
+        if kept >= 0:
+            with suppress(OSError):
+                shown.flush()  # of what a module kept from before
+            os.dup2(kept, number)
+            with suppress(OSError):
+                stream.close()
+
+
+def show_error(message: str) -> None:
+    """An error, on stderr."""
+    echo_styled("error: ", message, fg="red", bold=True)
+
+
+def echo_styled(prefix: str, message: str, **style: Any) -> None:
+    """A line on stderr that begins in a colour."""
+    click.echo(click.style(prefix, **style) + plain_lines(message), err=True)
 
 
 def warn(message: str) -> None:
-    click.echo(click.style("warning: ", fg="yellow") + plain_lines(message), err=True)
+    """A warning, on stderr."""
+    echo_styled("warning: ", message, fg="yellow")
 
 
 def note(message: str) -> None:
     """A line of progress."""
-    click.echo(plain_lines(message), err=True)
+    echo(message, err=True)
 
 
-def plain(text: str) -> str:
-    """A text of one line without control characters: names come from the user, and a terminal would obey them."""
-    return text if text.isprintable() else _CONTROL.sub("", text)
+def finish_stdout() -> None:
+    """Have all of stdout written.
+
+    Raises:
+        OutputLost: it cannot be.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise _lost(error) from error
 
 
-def plain_lines(text: str) -> str:
-    """Like `plain`, line by line."""
-    return "\n".join(map(plain, text.split("\n")))
+def forget_stdout() -> None:
+    """Stdout takes nothing more: what is still in its buffer goes nowhere, or Python would report it once more."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _lost(error: OSError) -> OSError | OutputLost:
+    if error.errno == errno.EPIPE:
+        return error
+    return OutputLost(f"stdout cannot be written: {error.strerror or error}", hint="make room, or write elsewhere")
+
+
+class _Stdout:
+    """Stdout for rich, whose errors are `OutputLost`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def flush(self) -> None:
+        finish_stdout()
+
+
+def console(**options: Any) -> Console:
+    """A console of rich for stdout or, with `stderr=True`, for stderr, through the filter."""
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+    from rich.segment import Segment
+
+    class Filtered:
+        def __init__(self, inner: ConsoleRenderable) -> None:
+            self.inner = inner
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for text, style, control in console.render(self.inner, options):
+                yield Segment(text if control else plain_lines(text), style, control)
+
+    class Filter(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [Filtered(inner) for inner in renderables]
+
+    if not options.get("stderr"):
+        options["file"] = _Stdout()
+    made = Console(**options, highlight=False, emoji=False, markup=False)
+    made.push_render_hook(Filter())
+    return made
 
 
 @contextmanager
@@ -75,12 +207,10 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
     Yields a function to call with what is being done.
     """
-    from rich.console import Console
     from rich.text import Text
 
     if sys.stderr.isatty():
-        console = Console(stderr=True, highlight=False, emoji=False, markup=False)
-        with console.status(Text(what)) as status:
+        with console(stderr=True).status(Text(plain(what))) as status:
             yield lambda text: status.update(Text(plain(text)))
         return
     last = time.monotonic()
@@ -110,7 +240,6 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:
     """A table on stdout; the first `left` columns are text, the others numbers. Wide enough for its content."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -119,9 +248,8 @@ def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> Non
         table.add_column(Text(plain(header)), justify="left" if i < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
-    width = Console().width if sys.stdout.isatty() else 0
-    console = Console(width=max(width, 160), highlight=False, emoji=False, markup=False)
-    console.print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
+    width = console().width if sys.stdout.isatty() else 0
+    console(width=max(width, 160)).print(table, soft_wrap=True)  # a narrow terminal wraps lines, never words
 
 
 @dataclass
@@ -211,9 +339,7 @@ def shortened(cell: Text | str, width: int) -> Text:
 
 def stdout_console() -> Console:
     """Stdout for rich: as wide as the terminal, or COLUMNS if that is set, else 80; no colours in a pipe."""
-    from rich.console import Console
-
-    return Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
+    return console()
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:

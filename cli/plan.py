@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import emit_json, print_table, size, working
+from fxpipe.cli.output import echo, emit_json, print_table, size, working
 from fxpipe.cli.plan_comparison import COMPARED, compare, comparison_json, print_comparison
 from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
 
@@ -174,7 +174,7 @@ def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
     for mode, partition in found.items():
         cuts = (partition.forward, partition.backward, partition.weights)
         if cuts in shown:
-            click.echo(f"{mode}: as {shown[cuts]}\n")
+            echo(f"{mode}: as {shown[cuts]}\n")
         else:
             _print_partition(subject.of(mode), partition)
         shown.setdefault(cuts, mode)
@@ -203,7 +203,7 @@ def _print(made: Planned, workers: int, modes: tuple[str, ...]) -> None:
         [r[: len(headers)] if subject.samples is not None else r[:-1] for r in rows],
     )
     ideal = next(iter(found.values())).ideal
-    click.echo(f"ideal {1e3 * ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {_described(links)}")
+    echo(f"ideal {1e3 * ideal:.2f} ms a microbatch · {len(subject.whole.units)} units · {_described(links)}")
 
 
 def _print_partition(profile: Profile, partition: Partition) -> None:
@@ -222,10 +222,10 @@ def _print_partition(profile: Profile, partition: Partition) -> None:
             row.append(f"{value:.2f}")
         rows.append([*row, size(load.memory)])
     where = ["F from (units)", "B from", *(["W from"] if three else [])]
-    click.echo(f"{partition.mode}, milliseconds a microbatch")
+    echo(f"{partition.mode}, milliseconds a microbatch")
     print_table(["", *where, "F", "B", "W", "update", "again", "exposed", "sum", "memory"], rows, left=1 + len(where))
     if idle:
-        click.echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n")
+        echo(f"nothing to do for worker{'s' if len(idle) > 1 else ''} {', '.join(idle)}\n")
 
 
 def _described(links: Links) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-from fxpipe.cli.output import print_table, size
+from fxpipe.cli.output import echo, print_table, size
 from fxpipe.cli.planned import Planned, Read, Say, planned
 
 from fxpipe.lowering.options import CompileOptions
@@ -127,5 +126,5 @@ def print_comparison(rows: Sequence[Compared]) -> None:
     print_table(headers, lines)
     for row in rows:
         if row.refused:
-            click.echo(f"{row.microbatches}: {row.refused}")
-    click.echo("staleness: the updates that a forward misses at most; memory: of the worker that holds most")
+            echo(f"{row.microbatches}: {row.refused}")
+    echo("staleness: the updates that a forward misses at most; memory: of the worker that holds most")

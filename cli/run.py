@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import emit_json, print_table, warn, working
+from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
 from fxpipe.options import flags
 from fxpipe.policy.option import check_policy
@@ -198,7 +198,7 @@ def _print(summary: dict[str, Any]) -> None:
 
     losses = summary["losses"]
     tail = losses[-min(max(len(losses) // 4, 1), 20) :]
-    click.echo(
+    echo(
         f"{summary['steps']} steps in {summary['seconds']:.1f} s · {summary['samples_per_second']:.1f} samples/s · "
         f"loss {losses[0]:.4f} → {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
     )
@@ -218,7 +218,7 @@ def _print(summary: dict[str, Any]) -> None:
     _print_time(summary)
     stale = [{"worker": w["rank"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
     if any("staleness" in w for w in summary["workers"]) and not stale:
-        click.echo("staleness: too few steps to compare a forward with its update")
+        echo("staleness: too few steps to compare a forward with its update")
     if stale:
         print_table(
             ["weights of forwards", "updates behind", "predicted ahead", "RMSE to those updated", "RMS of weights"],
@@ -234,17 +234,17 @@ def _print(summary: dict[str, Any]) -> None:
             ],
         )
     if "evaluation" in summary:
-        click.echo(held_out(summary["evaluation"]))
+        echo(held_out(summary["evaluation"]))
     if "averaged_evaluation" in summary:
-        click.echo(f"average  {held_out(summary['averaged_evaluation'])}")
+        echo(f"average  {held_out(summary['averaged_evaluation'])}")
     if stale:
-        click.echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
+        echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
     if summary["trace"] is not None:
-        click.echo(f"trace    {summary['trace']}")
-    click.echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
-    click.echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
+        echo(f"trace    {summary['trace']}")
+    echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
+    echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
     if (average := Path(summary["out"]) / AVERAGED_WEIGHTS).is_file():
-        click.echo(f"average  {average}")
+        echo(f"average  {average}")
 
 
 def _print_time(summary: dict[str, Any]) -> None:
@@ -257,6 +257,6 @@ def _print_time(summary: dict[str, Any]) -> None:
     if summary["efficiency"] is not None:
         forecast = summary["forecast"]["samples_per_second"]
         text += f" · {100 * summary['efficiency']:.0f} % of the forecast's {forecast:.1f} samples/s"
-    click.echo(text)
+    echo(text)
     for loss in summary["time_losses"]:
-        click.echo(f"lost     {loss['text']}")
+        echo(f"lost     {loss['text']}")

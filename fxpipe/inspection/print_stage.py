@@ -6,17 +6,21 @@ import re
 import sys
 from collections.abc import Iterator
 
+from fxpipe.messages import plain_lines
+
 _CALL = re.compile(r"\bcomm\.(?:send|recv)\(")
 
 
 def print_stage(source: str) -> None:
     """The code as it is, byte for byte; on a terminal with colours and line numbers, and sends and receives marked.
 
+    A terminal gets no control characters: the file may be a stranger's.
+
     Args:
         source: the file's text, read with newline="" so that not even line ends change.
     """
     if sys.stdout.isatty():
-        _print_coloured(source)
+        _print_coloured(plain_lines(source.expandtabs()))
     else:
         sys.stdout.write(source)
 

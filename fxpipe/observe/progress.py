@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from fxpipe.messages import plain
 from fxpipe.observe.live import Board, Looker, WorkerState
 from fxpipe.observe.pulse import PERIOD
 
@@ -168,7 +169,7 @@ def _text(loss: float, rate: float) -> str:
 
 def held_out(metrics: Mapping[str, float | None]) -> str:
     """`held out accuracy 0.9100, loss 0.3000`; None is a value from a file that was not finite."""
-    found = (f"{name} –" if value is None else f"{name} {value:.4f}" for name, value in metrics.items())
+    found = (f"{plain(name)} –" if value is None else f"{plain(name)} {value:.4f}" for name, value in metrics.items())
     return "held out " + ", ".join(found)
 
 
