@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from fxpipe.cli.entry import end_at_once
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
 @option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
-@option_fields(RunOptions, "threads", "stall_timeout")
+@option_fields(RunOptions, "threads", "stall_timeout", "max_restarts")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(build: str, local: bool, workers: int | None, as_json: bool, **asked: Any) -> int:
     """Train a BUILD directory (or a model file, which is compiled first).
@@ -63,12 +65,16 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     fxpipe run build/ --steps 500 --backend onnxruntime
     torchrun --nproc-per-node 2 --no-python fxpipe run build/ --steps 500
     """
+    from fxpipe.runtime.process.first_cause import ended_by_exit
     from fxpipe.runtime.process.launch import running_under_torchrun
+    from fxpipe.runtime.process.requests import Stopped
 
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
     if options.steps is not None and options.epochs is not None:
         raise click.UsageError("--steps and --epochs exclude each other")
     joined = running_under_torchrun()
+    if joined:
+        end_at_once()
     if Path(build).suffix == ".py":
         if joined:
             raise click.UsageError("under torchrun, compile first and give the build directory")
@@ -76,7 +82,13 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     elif workers is not None:
         raise click.UsageError("-n goes with a model file; a build has as many workers as it was compiled for")
     with ExitStack() as held:
-        _finish(options, _train(options, local, joined, held), as_json)
+        try:
+            summary = _train(options, local, joined, held)
+        except Stopped:
+            raise
+        except SystemExit as error:  # the user's own code
+            raise ended_by_exit(error, f"worker {os.environ['RANK']}" if joined else "the run") from None
+        _finish(options, summary, as_json)
     if joined:
         from fxpipe.runtime.process.rank import end_process
 
@@ -239,6 +251,8 @@ def _print(summary: dict[str, Any]) -> None:
         echo(f"average  {held_out(summary['averaged_evaluation'])}")
     if stale:
         echo(f"stale    {Path(summary['out']) / staleness_file('*')}")
+    for restart in summary["restarts"]:
+        echo(f"restart  after step {restart['step']}: {restart['cause']}")
     if summary["trace"] is not None:
         echo(f"trace    {summary['trace']}")
     echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")

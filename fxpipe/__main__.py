@@ -1,5 +1,5 @@
 """`python -m fxpipe` is the `fxpipe` command."""
 
-from fxpipe.cli.main import main
+from fxpipe.cli.entry import main
 
 main()

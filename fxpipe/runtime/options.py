@@ -110,6 +110,7 @@ class RunOptions(PipelineOptions):
         threads: CPU threads of a worker; None shares the cores among the local workers.
         stall_timeout: seconds without any progress after which a run of several processes says who waits for whom;
             after 10 times as many (30 times before training begins) it ends. 0 does neither.
+        max_restarts: how many times `launch` starts all workers again when one was lost (see `WorkerLost`).
         progress: show progress on stderr.
         exchange: set by `launch`: the folder in which workers leave their errors and the summary.
         plan_digest: set by whoever checked the build: the digest of its plan, so that the workers read no other; None
@@ -154,6 +155,13 @@ class RunOptions(PipelineOptions):
         minimum=0,
         metavar="SECONDS",
         help="Say who waits for whom after so long without progress, and end after 10 times that; 0 does neither.",
+    )
+    max_restarts: int = option(
+        0,
+        "--max-restarts",
+        minimum=0,
+        metavar="N",
+        help="Start all workers again, at most N times, when one dies without an error that explains it.",
     )
     progress: bool = False
     exchange: str | None = None

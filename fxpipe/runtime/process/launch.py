@@ -9,14 +9,17 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxpipe.errors import PeerLost, WorkerLost, first_line
 from fxpipe.observe.trace.writer import partial
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.requests import StopRequests
+from fxpipe.runtime.process.run_summary import write_run
 from fxpipe.runtime.process.stall import StallWatch
 from fxpipe.runtime.process.worker_processes import WorkerProcesses
 from fxpipe.runtime.wires.doors import make_secret
@@ -31,6 +34,11 @@ GRACE = 5.0
 """Seconds that workers have to stop when they are asked to; then they are ended."""
 
 
+RESTARTED = (WorkerLost, PeerLost)
+"""Errors after which another start may go well: a worker died, by a signal, by an exit of its process or by an error
+that nobody foresaw, or it stood still. An error that explains itself would come again."""
+
+
 def running_under_torchrun() -> bool:
     """Whether this process is a worker that torchrun (or anything like it) started."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -39,13 +47,44 @@ def running_under_torchrun() -> bool:
 def launch(options: RunOptions, workers: int) -> dict[str, Any]:
     """Run a build with `workers` local processes; return the summary (see `summarize_run`).
 
+    When a worker was lost, all of them are started again, at most `options.max_restarts` times. The summary's
+    `restarts` says why, where that worker was, and how many steps had begun.
+
     Raises:
         FxpipeError: the first error of any worker.
         KeyboardInterrupt: Ctrl-C; no process and no file is left.
         Stopped: another signal asked for it; likewise.
     """
+    restarts: list[dict[str, Any]] = []
+    with StopRequests() as requests:
+        while True:
+            reached = Reached()
+            try:
+                summary = _attempt(options, workers, requests, reached)
+                break
+            except RESTARTED as error:
+                if len(restarts) == options.max_restarts or requests.asked:
+                    raise
+                restarts.append({"cause": first_line(error), "where": error.where, "step": reached.step})
+                count = f"restart {len(restarts)} of {options.max_restarts}"
+                print(f"warning: {error}\n  all workers start again ({count})", file=sys.stderr, flush=True)
+                # The restarted workers begin with the first step; `resume` of the newest checkpoint belongs here.
+    if restarts:
+        summary["restarts"] = restarts
+        write_run(summary)
+    return summary
+
+
+@dataclass
+class Reached:
+    """How far the workers of a run have come: the last step that any has begun."""
+
+    step: int = 0
+
+
+def _attempt(options: RunOptions, workers: int, requests: StopRequests, reached: Reached) -> dict[str, Any]:
+    """Start the workers once and see them through; return the summary."""
     with (
-        StopRequests() as requests,
         tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True) as folder,
         Guardian(Path(folder)) as guardian,
     ):
@@ -56,6 +95,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
             _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped))
         finally:
             started.end()
+            reached.step = max(signs.step for signs in started.pulses.read())
             with suppress(OSError):  # left by a worker that was ended while it wrote
                 if options.trace is not None:
                     partial(options.trace).unlink()

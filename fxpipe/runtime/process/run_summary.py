@@ -100,6 +100,8 @@ def summarize_run(
     could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
     `not_finite` counts the losses, and in the end the trained weights, that were not finite: 0 without `keep_going`.
 
+    `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
+
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
     `bubble` is the share in which the workers are not busy. `efficiency` is the throughput between the filling and the
     emptying of the pipeline, divided by the forecast's; None if too few steps are between them. In one process
@@ -149,6 +151,7 @@ def summarize_run(
         if together
         else [],
         "workers": list(rows),
+        "restarts": [],
         "trace": None,
         "out": None if record.out is None else str(record.out),
         "evaluations": [],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from started_runs import listening_addresses, started_run
 
-from fxpipe.errors import WorkerLost
+from fxpipe.errors import RunError, WorkerLost
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.launch import launch, running_under_torchrun
 
@@ -174,4 +176,61 @@ def test_a_signal_stops_the_run(endless: RunOptions, tmp_path: Path, number: sig
         found, err = run.ends(3)
         assert found == code
         assert err.strip().endswith("KeyboardInterrupt") if number == signal.SIGINT else not err
+        run.is_gone(1)
+
+
+def once(marks: Path, code: str) -> dict[int, tuple[str, str]]:
+    """Let worker 1 run this in its first forward, as often as `marks` has files: a start takes one of them."""
+    take = f"import glob, os, sys, time; marks = glob.glob({str(marks / '*')!r})"
+    return in_forward(f"{take}\n    if marks:\n        os.remove(marks[0])\n        {code}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("os.kill(os.getpid(), 9)", "worker 1 was killed by signal 9 (SIGKILL)"),
+        ("os._exit(7)", "worker 1 exited with code 7 before its work was done"),
+        ("sys.exit(3)", "worker 1 was ended by sys.exit(3)"),
+    ],
+)
+def test_lost_workers_are_started_again(toy: Any, tmp_path: Path, capfd: Any, code: str, cause: str) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = toy(spoil=once(marks, code)).save(tmp_path / "build")
+    options = RunOptions(str(folder), steps=4, out=str(tmp_path / "out"), threads=1)
+    undisturbed = launch(dataclasses.replace(options, out=str(tmp_path / "other")), 2)
+    assert undisturbed["restarts"] == []
+    for number in range(2):
+        (marks / str(number)).touch()
+    summary = launch(dataclasses.replace(options, max_restarts=2), 2)
+    assert [(restart["cause"], restart["step"] >= 1) for restart in summary["restarts"]] == [(cause, True)] * 2
+    assert json.loads((tmp_path / "out/run.json").read_text())["restarts"] == summary["restarts"]
+    assert summary["losses"] == undisturbed["losses"]
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "other")]
+    assert weights[0] == weights[1]
+    err = capfd.readouterr().err
+    assert f"warning: {cause}\n" in err
+    assert "  all workers start again (restart 2 of 2)\n" in err
+    for number in range(2):
+        (marks / str(number)).touch()
+    with pytest.raises(WorkerLost) as caught:
+        launch(dataclasses.replace(options, max_restarts=1), 2)
+    assert caught.value.what == cause
+
+
+@pytest.mark.slow
+def test_an_error_that_explains_itself_would_come_again(toy: Any, tmp_path: Path, capfd: Any) -> None:
+    folder = toy(spoil=in_forward("raise ValueError('again')")).save(tmp_path / "build")
+    with pytest.raises(RunError, match="again"):
+        launch(RunOptions(str(folder), steps=4, threads=1, max_restarts=3), 2)
+    assert "start again" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_stop_is_no_reason_to_start_again(endless: RunOptions, tmp_path: Path) -> None:
+    with started_run(dataclasses.replace(endless, max_restarts=3), 2, tmp_path / "tmp") as run:
+        run.until(lambda: trains(endless))
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.ends(10) == (143, "")
         run.is_gone(1)
