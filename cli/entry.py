@@ -1,96 +1,30 @@
-"""Where the command begins: Ctrl-C and SIGTERM are heeded before anything that takes long is imported.
-
-A signal that comes during an import ends the process there: an exception would come out of the middle of a module as
-whatever that makes of it, or not at all. Nothing is left: temporary folders are removed. At any other time it is a
-KeyboardInterrupt, so that what was begun is put in order; the second signal ends the process at once.
-"""
+"""Where the command begins; it imports next to nothing until signals are heeded."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
-import signal
 import sys
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-_asked: list[int] = []
-"""The signals so far."""
-
-_over = False
-"""Whether the command has ended, and only the interpreter has not."""
+from fxpipe.cli.signals import asked, heed_signals, leave, over
 
 
 def main() -> NoReturn:
     """Run the command that the arguments name, and exit with its code; 128 + n after signal n."""
-    global _over
     heed_signals()
     try:
         from fxpipe.cli.main import main as run
 
         run()
     except SystemExit as ended:
-        _over = True
+        over()
         code = ended.code
     except BaseException:
-        _over = True
-        if not _asked:
+        if (number := asked()) is None:
+            over()
             raise
-        _leave(_asked[0])  # whatever became of it on the way, it was the signal
+        leave(number)  # whatever became of it on the way, it was the signal
     else:
+        over()
         code = 0
-    sys.exit(128 + _asked[0] if _asked else code)
-
-
-def heed_signals() -> None:
-    """From now on SIGINT and SIGTERM end the command with one line at most; what is ignored stays so (`nohup`)."""
-    sys.unraisablehook = _unraisable
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _heed)
-
-
-def end_at_once() -> None:
-    """Signals end this process at once from now on: under torchrun, which tells a worker by them to end, it may wait in
-    code that lets no handler run."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is _heed:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _heed(number: int, frame: FrameType | None) -> None:
-    _asked.append(number)
-    if _over or len(_asked) > 1 or _imports(frame):
-        _leave(number)
-    raise KeyboardInterrupt
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Whether a module is being imported."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _leave(number: int) -> NoReturn:
-    """End this process here."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    show_cursor = b"\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else b""
-    if not _over:
-        with contextlib.suppress(OSError):
-            os.write(2, show_cursor + b"interrupted\n")
-    try:
-        atexit._run_exitfuncs()
-    finally:
-        os._exit(128 + number)
-
-
-def _unraisable(found: Any) -> None:
-    """Python drops an exception of a finalizer or a callback; an interrupt must not get lost there."""
-    if _asked and issubclass(found.exc_type, KeyboardInterrupt):
-        _leave(_asked[-1])
-    sys.__unraisablehook__(found)
+    number = asked()
+    sys.exit(code if number is None else 128 + number)

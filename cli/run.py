@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from fxpipe.cli.entry import end_at_once
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
+from fxpipe.cli.signals import end_at_once
 
 from fxpipe.options import flags
 from fxpipe.policy.option import check_policy

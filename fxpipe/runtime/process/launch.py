@@ -58,14 +58,14 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
     restarts: list[dict[str, Any]] = []
     with StopRequests() as requests:
         while True:
-            reached = Reached()
+            furthest = FurthestStep()
             try:
-                summary = _attempt(options, workers, requests, reached)
+                summary = _attempt(options, workers, requests, furthest)
                 break
             except RESTARTED as error:
                 if len(restarts) == options.max_restarts or requests.asked:
                     raise
-                restarts.append({"cause": first_line(error), "where": error.where, "step": reached.step})
+                restarts.append({"cause": first_line(error), "where": error.where, "step": furthest.step})
                 count = f"restart {len(restarts)} of {options.max_restarts}"
                 print(f"warning: {error}\n  all workers start again ({count})", file=sys.stderr, flush=True)
                 # The restarted workers begin with the first step; `resume` of the newest checkpoint belongs here.
@@ -76,13 +76,13 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
 
 
 @dataclass
-class Reached:
+class FurthestStep:
     """How far the workers of a run have come: the last step that any has begun."""
 
     step: int = 0
 
 
-def _attempt(options: RunOptions, workers: int, requests: StopRequests, reached: Reached) -> dict[str, Any]:
+def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest: FurthestStep) -> dict[str, Any]:
     """Start the workers once and see them through; return the summary."""
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True) as folder,
@@ -95,7 +95,7 @@ def _attempt(options: RunOptions, workers: int, requests: StopRequests, reached:
             _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped))
         finally:
             started.end()
-            reached.step = max(signs.step for signs in started.pulses.read())
+            furthest.step = max(signs.step for signs in started.pulses.read())
             with suppress(OSError):  # left by a worker that was ended while it wrote
                 if options.trace is not None:
                     partial(options.trace).unlink()
