@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import PeerLost, WorkerLost, first_line
+from fxpipe.messages import warn
 from fxpipe.observe.trace.writer import partial
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
@@ -67,7 +67,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
                     raise
                 restarts.append({"cause": first_line(error), "where": error.where, "step": furthest.step})
                 count = f"restart {len(restarts)} of {options.max_restarts}"
-                print(f"warning: {error}\n  all workers start again ({count})", file=sys.stderr, flush=True)
+                warn(f"{error}\n  all workers start again ({count})")
                 # The restarted workers begin with the first step; `resume` of the newest checkpoint belongs here.
     if restarts:
         summary["restarts"] = restarts
@@ -125,7 +125,7 @@ def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, sta
         if len(ends) == len(signs):
             return
         if (standstill := stall.look(signs)) is not None:
-            print(f"warning: {standstill.text}", file=sys.stderr, flush=True)
+            warn(standstill.text)
             if standstill.ends is not None:
                 # A checkpoint of the workers that still run belongs here.
                 raise standstill.ends

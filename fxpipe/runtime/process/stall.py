@@ -6,12 +6,12 @@ pulses (`fxpipe.observe.pulse`) say so to whoever looks: the launcher, or under 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fxpipe.errors import WorkerLost, listed
+from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
 
 GROWTH = 2
@@ -182,8 +182,8 @@ class WatchingWorker:
             return
         if self._rank and not self._stall.silent(0):
             return
-        print(f"warning: {standstill.text}", file=sys.stderr, flush=True)
+        warn(standstill.text)
         if standstill.ends is not None:
             # A checkpoint of the workers that still run belongs here.
-            print(f"error: {standstill.ends}", file=sys.stderr, flush=True)
+            say(f"error: {standstill.ends}")
             self._end(1)
