@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,8 +15,19 @@ from typing import BinaryIO
 
 from fxpipe.errors import BuildError
 
-_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
-_HOST = re.sub(r"[^\w-]", "-", socket.gethostname()) or "host"
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
+
+
+def _host() -> str:
+    """This host's name, with the namespace of its process ids where there are such: a container has its own."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        space = ""
+    return re.sub(r"[^\w-]+", "-", f"{socket.gethostname()} {space}").strip("-")
+
+
+_HOST = _host()
 
 
 def check_creatable(needed: Path, asked: Path, option: str) -> None:
@@ -46,14 +56,13 @@ def replacing(folder: Path) -> Iterator[Path]:
         BuildError: the disk says no.
     """
     target = folder.resolve()
-    parent = target.parent
-    fresh = None
+    fresh, old = temporary(target), temporary(target.with_name(f"{target.name}.old"))
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target.parent)
+        fresh.mkdir(mode=0o700)
         yield fresh
         fresh.chmod(0o755)
-        old = fresh.with_name(fresh.name + "-old")
         if target.exists():
             target.rename(old)
         try:
@@ -66,8 +75,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint="choose another -o") from error
     finally:
-        if fresh is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -137,13 +145,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this host that are gone left half written in a folder (see `temporary`)."""
+    """Remove what processes of this host that are gone left half written in a folder (see `temporary`).
+
+    A folder that such a process had only moved aside (see `replacing`) gets its place again.
+    """
     with suppress(OSError):
-        for path in folder.iterdir():
+        for path in sorted(folder.iterdir()):
             found = _TEMPORARY.fullmatch(path.name)
             if found is None or found["host"] != _HOST or _alive(int(found["process"])):
                 continue
-            if path.is_dir() and not path.is_symlink():
+            place = folder / found["name"].removesuffix(".old")
+            if found["name"].endswith(".old") and path.is_dir() and not place.exists():
+                path.rename(place)
+            elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from model_files import write_model
 from safetensors.torch import load_file
 
 from fxpipe.checkpoint import safetensors_writer
+from fxpipe.files import temporary
 from fxpipe.runtime.worker import final_weights
 
 DATA = """
@@ -110,7 +111,8 @@ def test_a_run_may_start_from_the_weights_that_it_replaces(build: Path, out: Pat
 
 
 def test_what_a_killed_process_left_half_written_is_removed(build: Path, out: Path) -> None:
-    left = out / f".model.safetensors.{os.uname().nodename}.{2**22 + 1}.tmp"
+    own = temporary(out / "model.safetensors").name
+    left = out / own.replace(f".{os.getpid()}.", f".{2**22 + 1}.")
     elsewhere = out / f".model.safetensors.another-host.{2**22 + 1}.tmp"
     for path in (left, elsewhere):
         path.write_bytes(b"half")
@@ -183,6 +185,7 @@ def test_in_processes_weights_are_written_again_and_elsewhere(tmp_path: Path, mo
 import errno, os
 from pathlib import Path
 from fxpipe.checkpoint import safetensors_writer
+from fxpipe.files import temporary
 from fxpipe.runtime.worker import final_weights
 
 final_weights.PAUSES = (0.01, 0.01)
