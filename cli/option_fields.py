@@ -36,6 +36,7 @@ def option_fields(options: type[Any], *names: str, **texts: str) -> Callable[[Co
 
 
 def _click_option(name: str, flag: Flag, text: str | None) -> Callable[[Command], Command]:
+    without_value: dict[str, Any] = {} if flag.flag_value is None else {"flag_value": flag.flag_value}
     switch, repeated = isinstance(flag.default, bool), isinstance(flag.default, tuple)
     return click.option(
         *flag.names,
@@ -46,6 +47,7 @@ def _click_option(name: str, flag: Flag, text: str | None) -> Callable[[Command]
         default=None if repeated else flag.default,
         show_default=not (switch or repeated or flag.default is None),
         metavar=flag.metavar,
+        **without_value,
         help=text or flag.help,
     )
 

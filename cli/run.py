@@ -15,6 +15,7 @@ from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, print_table, warn, working
 from fxpipe.cli.signals import end_at_once
 
+from fxpipe.checkpoint.interval import Interval
 from fxpipe.options import flags
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "steps", "epochs", "eval_every")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
+@option_fields(RunOptions, "checkpoint_every", "keep", "resume")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
 @option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
@@ -70,6 +72,8 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     from fxpipe.runtime.process.requests import Stopped
 
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
+    if options.checkpoint_every is not None:
+        Interval.of(options.checkpoint_every)
     if options.steps is not None and options.epochs is not None:
         raise click.UsageError("--steps and --epochs exclude each other")
     joined = running_under_torchrun()
@@ -137,6 +141,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     """Train; the summary, on worker 0. `held` gets the lock of the output folder."""
     from fxpipe.errors import PeerLost
     from fxpipe.runtime.process.check_run import writing
+    from fxpipe.runtime.process.resume import resumed_options
 
     if joined:
         from fxpipe.runtime.process.rank import end_process, join
@@ -147,7 +152,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
             end_process(1)  # the first error is another worker's, which reports it
     plan = _checked_plan(options)
     held.enter_context(writing(options.out))
-    options = replace(options, plan_digest=plan.digest)
+    options = resumed_options(replace(options, plan_digest=plan.digest), options.out)
     overlaps = options.schedule in (None, "async", plan.schedule)
     if not overlaps and plan.microbatches == 1 and plan.workers > 1:
         warn(

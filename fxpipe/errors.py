@@ -97,6 +97,10 @@ class RunError(FxpipeError):
     """Training failed on a worker."""
 
 
+class CheckpointError(RunError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
 class PeerLost(RunError):
     """Another worker went away: never the first error, only its echo."""
 

@@ -37,6 +37,7 @@ class Flag:
         choices: the values there are.
         path: a file, a folder, or any path.
         metavar: what `--help` calls the value.
+        flag_value: the value where the flag is given without one; None wants one.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     path: Literal["file", "folder", "any"] | None = None
     metavar: str | None = None
+    flag_value: str | None = None
 
 
 def option(default: Any, *names: str, help: str, on_command_line: Any = _SAME, **more: Any) -> Any:

@@ -140,6 +140,7 @@ class Build:
         model: Callable[[], nn.Module] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+        out: str | Path | None = None,
         **options: Any,
     ) -> LocalPipeline:
         """All workers in this process: for debugging, and for accuracy studies of N workers on one machine.
@@ -154,6 +155,8 @@ class Build:
                 initialise them, by `seed`. Not needed with `weights`.
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
+            out: the folder for checkpoints and the staleness log; with `resume`, feed the batches from the step
+                `LocalPipeline.fed` on.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
                 `fxpipe.runtime.options.PipelineOptions`; accept_optimizer_per_worker.
 
@@ -174,7 +177,7 @@ class Build:
             folder = Path(temporary.name) / "build"
             self.save(folder)
         task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
-        pipeline = LocalPipeline(folder, task, chosen)
+        pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
         pipeline.temporary = temporary
         return pipeline
 

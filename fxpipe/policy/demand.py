@@ -114,6 +114,11 @@ class Demand:
                     found[name] = max(found.get(name, 0), *reading.lags)
         return found
 
+    def reach(self, owner: int) -> int:
+        """How many updates back a reading of `owner`'s weights goes, on any worker."""
+        every = (r for w in range(self.plan.workers) for phase in PHASES for r in self.readings(w, phase))
+        return max((lag for reading in every if reading.owner == owner for lag in reading.lags), default=0)
+
     def version(self, reading: WeightReads, action: Action, start: int) -> int:
         """How many updates the weights that an action reads have had.
 
@@ -146,12 +151,15 @@ class Demand:
             )
         return ahead
 
-    def messages(self, owner: int, reader: int, version: int, start: int, stop: int | None) -> list[WeightMessage]:
+    def messages(
+        self, owner: int, reader: int, version: int, start: int, stop: int | None, since: int = 0
+    ) -> list[WeightMessage]:
         """What `reader` needs of `owner`'s `version`: one message for each prediction distance, in rising order.
 
         Args:
             start: the minibatch after the caller's last flush; its version serves all minibatches of the warm-up.
             stop: the first minibatch that never comes; None while the end is not known.
+            since: the first minibatch that counts; those before it are over.
 
         With `reader == owner`: what its own actions read of `version`, in place as long as that is the live version.
         """
@@ -161,7 +169,7 @@ class Demand:
             for action in self._reads(reading, version, start):
                 ahead, phase = self.ahead(reading, action, version), reading.phase
                 names.setdefault(ahead, {}).setdefault(phase, {}).update(dict.fromkeys(reading.names))
-                if stop is None or action.minibatch < stop:
+                if action.minibatch >= since and (stop is None or action.minibatch < stop):
                     of_phase = uses.setdefault(ahead, {})
                     of_phase[phase] = of_phase.get(phase, 0) + 1
         return [

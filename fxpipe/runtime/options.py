@@ -35,6 +35,10 @@ class PipelineOptions:
         backend: the engine of all stages; None or 'auto' means those of the build.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
             means the build's values, or model()'s where the build has none.
+        checkpoint_every: save the whole run after every so many steps (`500`), or so much time (`10min`); None never.
+        keep: how many checkpoints stay.
+        resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
+            Options that its numbers depend on are those of the checkpoint where they are not given.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`:
             that of a model file was tried when it was compiled.
@@ -79,6 +83,21 @@ class PipelineOptions:
         False,
         "--log-staleness",
         help="Write how far the weights that forwards use are from those that their updates change.",
+    )
+    checkpoint_every: str | None = option(
+        None,
+        "--checkpoint-every",
+        metavar="STEPS|TIME",
+        help="Save the whole run in OUT/checkpoints every so many steps, or every 30s, 10min, 2h.",
+    )
+    keep: int = option(3, "--keep", minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
+    resume: str | None = option(
+        None,
+        "--resume",
+        path="any",
+        flag_value="newest",
+        metavar="CHECKPOINT",
+        help="Go on from a checkpoint; without a value, from the newest whole one in OUT.",
     )
     backend: str | None = option(
         None, "--backend", choices=BACKENDS, help="Engine of the stages; auto is the build's. [default: auto]"

@@ -53,6 +53,19 @@ class Segments:
             yield from schedule.until(worker, minibatch + 1, minibatch)
         yield from schedule.actions(worker, max(start, self.single))
 
+    def after(
+        self, schedule: Schedule, worker: int, step: int, start: int, stop: int | None = None
+    ) -> Iterator[Action]:
+        """The rest of a row that began with minibatch `start`: what it has of the minibatches from `step` on.
+
+        They come in the row's own order, which a pipeline that fills again must keep: `actions` begins some minibatches
+        earlier, where no effect of its start is left.
+        """
+        settled = 3 * -(-schedule.workers // schedule.microbatches) + 4  # as `Versions` studies it
+        begin = max(start, step - settled)
+        row = self.actions(schedule, worker, begin) if stop is None else self.until(schedule, worker, stop, begin)
+        return (action for action in row if action.minibatch >= step)
+
     def until(self, schedule: Schedule, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
         """The row of minibatches [start, stop), as `Schedule.until`."""
         for minibatch in range(start, min(stop, self.single)):

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.build.build import Build
+from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager, relative_error
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
-from fxpipe.runtime.worker.final_weights import buffer_worker
 from fxpipe.task.batch import split
 from fxpipe.tracing.capture import autocasting
 

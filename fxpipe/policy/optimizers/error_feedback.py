@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,9 @@ class ErrorFeedback:
         optimizer: its groups' options say that each has momentum; without it, the feedback harms.
         delays: τ of each parameter, by the parameter; 0 if it is missing. Those in no group are never moved.
 
+    Attributes:
+        in_time: the gradients of the last update were: no step counts twice.
+
     Raises:
         PolicyError: a group without momentum, or whose options do not say.
     """
@@ -64,7 +67,7 @@ class ErrorFeedback:
             if delay and id(parameter) in trained:
                 late.setdefault(delay, _Late(delay)).weights.append(parameter)
         self._late = list(late.values())
-        self._in_time = False  # the last update was: no step counts twice
+        self.in_time = False
 
     @torch.no_grad()
     def before_step(self, is_late: bool = True) -> None:
@@ -74,7 +77,7 @@ class ErrorFeedback:
             is_late: the gradients of this update arrive as late as in steady state; else they are in time.
         """
         for late in self._late:
-            if is_late and self._in_time:
+            if is_late and self.in_time:
                 for made in late.steps:
                     torch._foreach_sub_(late.weights, made)
             if late.spare is None:
@@ -84,7 +87,7 @@ class ErrorFeedback:
     @torch.no_grad()
     def after_step(self, is_late: bool = True) -> None:
         """Call right after every `optimizer.step()`: turns the copy into u_t, and a late update into that above."""
-        self._in_time = not is_late
+        self.in_time = not is_late
         for late in self._late:
             assert late.spare is not None, "before_step() comes first"
             made, late.spare = late.spare, None
@@ -96,6 +99,39 @@ class ErrorFeedback:
                 late.spare = late.steps.popleft()
                 if is_late:
                     torch._foreach_add_(late.weights, late.spare)
+
+    def state(self) -> list[tuple[Tensor, int, list[Tensor]]]:
+        """Each late parameter, how late it is, and its last steps, oldest first. For `load`."""
+        return [
+            (weight, late.delay, [made[place] for made in late.steps])
+            for late in self._late
+            for place, weight in enumerate(late.weights)
+        ]
+
+    @torch.no_grad()
+    def load(self, remembered: Sequence[tuple[Tensor, int, list[Tensor]]], in_time: bool) -> None:
+        """Remember what another's `state` gave.
+
+        Where parameters are late by other numbers of updates here, the weights become X, and the feedback begins anew.
+
+        Args:
+            in_time: the last update was.
+        """
+        self.in_time = in_time
+        known = {id(weight): (delay, steps) for weight, delay, steps in remembered}
+        for late in self._late:
+            found = [known.get(id(weight), (late.delay, [])) for weight in late.weights]
+            if {delay for delay, _ in found} == {late.delay} and len({len(steps) for _, steps in found}) == 1:
+                for made in zip(*(steps for _, steps in found), strict=True):
+                    copies = [torch.empty_like(w, requires_grad=False) for w in late.weights]
+                    torch._foreach_copy_(copies, made)
+                    late.steps.append(copies)
+                for weight in late.weights:
+                    known.pop(id(weight), None)
+        for weight, _, steps in remembered if not in_time else ():
+            if id(weight) in known:
+                for step in steps:
+                    weight.add_(step)
 
     def held(self, parameter: Tensor) -> list[Tensor]:
         """What is kept for a parameter."""

@@ -122,6 +122,18 @@ class Predictor:
             torch._foreach_neg_(updates)
             torch._foreach_add_(updates, self._observed)
 
+    def state(self) -> list[tuple[Tensor, Tensor, float | None]]:
+        """What it remembers of the last update: a parameter, its update and the rate of that. For `load`."""
+        return [(p, self._update[id(p)], self._used[self._group[id(p)]]) for p in self._observed if self._update]
+
+    def load(self, remembered: Sequence[tuple[Tensor, Tensor, float | None]]) -> None:
+        """Remember what another predictor's `state` gave, of some of the parameters."""
+        observed = {id(p) for p in self._observed}
+        for parameter, update, used in remembered:
+            if id(parameter) in observed:
+                self._update[id(parameter)] = torch.empty_like(parameter, requires_grad=False).copy_(update)
+                self._used[self._group[id(parameter)]] = used
+
     def _memory(self, parameter: Tensor) -> Tensor:
         spare = self._spare[id(parameter)]
         return spare.pop() if spare else torch.empty_like(parameter, requires_grad=False)

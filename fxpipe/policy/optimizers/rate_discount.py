@@ -29,6 +29,9 @@ class RateDiscount:
         steps: K.
         segments: of the run.
 
+    Attributes:
+        updates: how many have been made.
+
     Raises:
         PolicyError: a group without a rate.
     """
@@ -39,7 +42,7 @@ class RateDiscount:
         self.optimizer = optimizer
         self.steps = steps
         self._segments = segments
-        self._updates = 0  # how many have been made
+        self.updates = 0
         late = {id(parameter): delay for parameter, delay in delays.items()}
         # By number, because loading a state replaces the groups themselves.
         self._late = [
@@ -61,7 +64,7 @@ class RateDiscount:
 
     def to_come(self, group: int, updates: int) -> list[float]:
         """The factors of the next updates."""
-        return [self.factor(group, self._updates + ahead) for ahead in range(updates)]
+        return [self.factor(group, self.updates + ahead) for ahead in range(updates)]
 
     @contextmanager
     def during(self, update: int) -> Iterator[None]:
@@ -77,7 +80,7 @@ class RateDiscount:
             for group, rate, before in zip(self.optimizer.param_groups, set_to, own, strict=True):
                 if group["lr"] is rate:
                     group["lr"] = before
-        self._updates = update + 1
+        self.updates = update + 1
 
 
 def check_rate_discount(steps: int | None, synchronous: bool) -> None:

@@ -39,6 +39,9 @@ class SpikeCompensation:
         optimizer: torch.optim.SGD itself, with momentum in every group, without nesterov and dampening.
         delays: D of each parameter, by the parameter; 0 if it is missing.
 
+    Attributes:
+        in_time: the gradients of the last update were: W = X.
+
     Raises:
         PolicyError: any other optimizer.
     """
@@ -48,7 +51,7 @@ class SpikeCompensation:
         assert all(delay >= 0 for delay in delays.values()), "a gradient cannot be early"
         self.optimizer = optimizer
         self._delays = {id(parameter): delay for parameter, delay in delays.items() if delay > 0}
-        self._in_time = False  # the last update was: W = X
+        self.in_time = False
 
     @torch.no_grad()
     def before_step(self, is_late: bool = True) -> None:
@@ -57,7 +60,7 @@ class SpikeCompensation:
         Args:
             is_late: the gradients of this update arrive as late as in steady state; else they are in time.
         """
-        if not (is_late and self._in_time):
+        if not (is_late and self.in_time):
             return
         for group in self.optimizer.param_groups:
             gamma, lr = float(group["momentum"]), float(group["lr"])
@@ -68,7 +71,7 @@ class SpikeCompensation:
     @torch.no_grad()
     def after_step(self, is_late: bool = True) -> None:
         """Call right after every `optimizer.step()`, while the gradients and the rate are still those of the step."""
-        self._in_time = not is_late
+        self.in_time = not is_late
         for group in self.optimizer.param_groups if is_late else ():
             gamma, lr, decay = (float(group[key]) for key in ("momentum", "lr", "weight_decay"))
             if gamma == 0:  # a scheduler did this: a = 0, b = 1, which is what SGD without momentum has done

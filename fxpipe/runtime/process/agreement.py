@@ -26,11 +26,12 @@ from fxpipe.files import Snapshot
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, writing
+from fxpipe.runtime.process.resume import resumed_options
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.hooks import TrainingTask, task_of_build
 
-PLACES = ("build", "model_file", "weights", "out", "trace", "tensorboard")
+PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "tensorboard")
 """Options that may name another place on each machine: only whether they are given must be the same."""
 OWN = ("progress", "exchange", "plan_digest")
 """Options that are a process's own affair."""
@@ -42,9 +43,11 @@ class Agreed:
     """What a worker runs, the same on all of them.
 
     Attributes:
+        options: as given, or those of the checkpoint that the run goes on from.
         files: those it reads, as they were when it checked them.
     """
 
+    options: RunOptions
     plan: Plan
     task: TrainingTask
     files: Snapshot
@@ -80,9 +83,10 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
     """
     files, plan, problem, facts, checkpoint = Snapshot({}), None, None, dict[str, str](), None
     try:
-        files = files_read(options)
         if rank == 0 and options.exchange is None:
             held.enter_context(writing(options.out))
+        options = resumed_options(options, options.out)
+        files = files_read(options)
         plan = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
         if world != plan.workers:
             raise RunError(
@@ -107,7 +111,7 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
     _refuse_differences(said, options)
     assert plan is not None
     assert task is not None
-    return Agreed(plan, task, files)
+    return Agreed(options, plan, task, files)
 
 
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:

@@ -42,9 +42,9 @@ class ComingShapes:
         """The shape of a minibatch in flight, or of one of the next."""
         return self._shapes[minibatch]
 
-    def begin(self) -> None:
-        """Learn the first shapes."""
-        for minibatch in range(min(AHEAD, self._total)):
+    def begin(self, step: int = 0) -> None:
+        """Learn the first shapes; those of the minibatches from `step` on."""
+        for minibatch in range(step, min(step + AHEAD, self._total)):
             self._learn(minibatch)
 
     def reach(self, minibatch: int, version: int) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import PeerLost, WorkerLost, first_line
-from fxpipe.messages import warn
+from fxpipe.messages import say, warn
 from fxpipe.observe.trace.writer import partial
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.requests import StopRequests
+from fxpipe.runtime.process.resume import newest_options, resumed_step
 from fxpipe.runtime.process.run_summary import write_run
 from fxpipe.runtime.process.stall import StallWatch
 from fxpipe.runtime.process.worker_processes import WorkerProcesses
@@ -33,6 +34,8 @@ ECHO = 1.0
 GRACE = 5.0
 """Seconds that workers have to stop when they are asked to; then they are ended."""
 
+SAVING = 600.0
+"""The same for workers that save a checkpoint first."""
 
 RESTARTED = (WorkerLost, PeerLost)
 """Errors after which another start may go well: a worker died, by a signal, by an exit of its process or by an error
@@ -48,7 +51,8 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
     """Run a build with `workers` local processes; return the summary (see `summarize_run`).
 
     When a worker was lost, all of them are started again, at most `options.max_restarts` times. The summary's
-    `restarts` says why, where that worker was, and how many steps had begun.
+    `restarts` says why, where that worker was, how many steps had begun, and after which step the run went on: that of
+    the newest checkpoint, or 0.
 
     Raises:
         FxpipeError: the first error of any worker.
@@ -65,10 +69,13 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
             except RESTARTED as error:
                 if len(restarts) == options.max_restarts or requests.asked:
                     raise
-                restarts.append({"cause": first_line(error), "where": error.where, "step": furthest.step})
+                options = newest_options(options, options.out)
+                begin = resumed_step(options) or 0
+                restarts.append(
+                    {"cause": first_line(error), "where": error.where, "step": furthest.step, "from": begin}
+                )
                 count = f"restart {len(restarts)} of {options.max_restarts}"
-                warn(f"{error}\n  all workers start again ({count})")
-                # The restarted workers begin with the first step; `resume` of the newest checkpoint belongs here.
+                warn(f"{error}\n  all workers start again ({count}), after step {begin} of {furthest.step} begun")
     if restarts:
         summary["restarts"] = restarts
         write_run(summary)
@@ -91,8 +98,9 @@ def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest
         exchange = Path(folder)
         make_secret(exchange)
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), workers, exchange, guardian)
+        grace = GRACE if options.checkpoint_every is None else SAVING
         try:
-            _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped))
+            _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped), grace)
         finally:
             started.end()
             furthest.step = max(signs.step for signs in started.pulses.read())
@@ -103,7 +111,7 @@ def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest
         return summary
 
 
-def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, stall: StallWatch) -> None:
+def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, stall: StallWatch, grace: float) -> None:
     """Return when all workers have done their work.
 
     Raises:
@@ -112,7 +120,7 @@ def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, sta
     """
     while True:
         if requests.asked:
-            _stop(workers, requests)
+            _stop(workers, requests, grace)
         ends = workers.ended()
         signs = workers.pulses.read()  # after: a worker is done before it ends
         early = {rank: code for rank, code in ends.items() if code or signs[rank].phase != "done"}
@@ -132,10 +140,12 @@ def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, sta
         time.sleep(GLANCE)
 
 
-def _stop(workers: WorkerProcesses, requests: StopRequests) -> None:
+def _stop(workers: WorkerProcesses, requests: StopRequests, grace: float) -> None:
     """Ask the workers to stop; a second signal, or the end of the grace, ends them."""
     workers.ask_to_stop()
-    deadline = time.monotonic() + GRACE
+    if grace == SAVING:
+        say("saving the run before it stops; a second signal stops it at once")
+    deadline = time.monotonic() + grace
     while workers.running() and len(requests.asked) == 1 and time.monotonic() < deadline:
         time.sleep(GLANCE)
     workers.end()

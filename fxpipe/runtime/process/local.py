@@ -19,7 +19,9 @@ from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
+from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_options
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -51,6 +53,8 @@ class LocalPipeline:
         keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
 
     Attributes:
+        fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
+        checkpoints: what saves it; None if it is not to be saved.
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
@@ -69,17 +73,21 @@ class LocalPipeline:
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
-        self.options = options
+        self.options = options = resumed_options(options, out)
         self.recipe: Recipe = choose(self.plan, options.schedule, options.policy, options.sync_steps)
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         self._mailbox = Mailbox(self.plan.all_edges)
+        self.resumed = opened(options, self.recipe, self.plan)
+        self.fed = 0 if self.resumed is None else self.resumed.step
         self._synchronous = self.recipe.schedule.synchronous
         keep = keep_gradients and self._synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         self.executors: list[Executor] = [
-            open_worker(self.plan, folder, w, self.recipe, transport, task, options, self.device, keep, out)
+            open_worker(
+                self.plan, folder, w, self.recipe, transport, task, options, self.device, keep, out, self.fed or None
+            )
             for w, transport in enumerate(self.transports)
         ]
         self._loss_weight = task.loss_weight
@@ -89,13 +97,21 @@ class LocalPipeline:
             executor.shape_of = self._shapes.__getitem__
         stages = [stage for of_shape in self.plan.of_shapes for stage in of_shape.stages]
         self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
-        self.fed = 0
+        self._shards = [] if self.resumed is None else restore(self.executors, self.resumed)
+        self.checkpoints = Checkpoints.of(
+            options, self.plan, self.recipe, out, self.executors, self.resumed, self._shards
+        )
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
         self._rows: list[Iterator[Action]] = []
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
+
+    @property
+    def data_mark(self) -> Any:
+        """Where the data stood, if they said so, at the checkpoint that the pipeline goes on from."""
+        return self._shards[0][0].data if self._shards else None
 
     @property
     def edited(self) -> list[Path]:
@@ -173,6 +189,7 @@ class LocalPipeline:
         """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
             self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors)
+            self._evaluation.evaluated = self.fed
         return self._evaluation
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -231,12 +248,17 @@ class LocalPipeline:
 
     def _begin(self) -> None:
         self._ending = False
+        resumed, shards = self.resumed, self._shards
+        self.resumed, self._shards = None, []
         schedule = self.recipe.schedule
-        self._rows = [self.recipe.segments.actions(schedule, w, self.fed) for w in range(self.plan.workers)]
+        if resumed is None:
+            self._rows = [self.recipe.segments.actions(schedule, w, self.fed) for w in range(self.plan.workers)]
+        else:
+            self._rows = [resumed.actions(self.recipe, w) for w in range(self.plan.workers)]
         self._next = [next(row) for row in self._rows]
-        for executor in self.executors:
+        for worker, executor in enumerate(self.executors):
             executor.reset()
-            executor.store.begin(self.fed)
+            begin_or_go_on(executor, resumed, shards[worker] if shards else [])
 
     @property
     def _in_flight(self) -> bool:
@@ -283,8 +305,7 @@ class LocalPipeline:
             reported = self._losses.pop(action.minibatch)
             if self.report:
                 self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
-        if self._evaluation is not None:
-            self._evaluation.after()
+        self._acted(worker)
         return True
 
     def _settle(self, worker: int) -> bool:
@@ -293,9 +314,14 @@ class LocalPipeline:
         if not executor.can_settle:
             return False
         executor.settle()
+        self._acted(worker)
+        return True
+
+    def _acted(self, worker: int) -> None:
         if self._evaluation is not None:
             self._evaluation.after()
-        return True
+        if self.checkpoints is not None:
+            self.checkpoints.take(worker)
 
     def _ready(self, worker: int, action: Action) -> bool:
         if action.minibatch >= self.fed:

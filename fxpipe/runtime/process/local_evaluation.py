@@ -21,6 +21,9 @@ from fxpipe.schedule.action import Action
 class LocalEvaluation:
     """Evaluates the weights that a pipeline's workers hold: for every batch, one worker after the other.
 
+    Attributes:
+        evaluated: the newest version that was due and is evaluated.
+
     Raises:
         BuildError: as `Evaluator`.
     """
@@ -34,7 +37,7 @@ class LocalEvaluation:
         ]
         self._moves = moves(plan)
         self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
-        self._evaluated = 0  # the newest version that was due and is evaluated
+        self.evaluated = 0
         self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def run(
@@ -78,7 +81,7 @@ class LocalEvaluation:
         executor = self._executors[worker]
         version = executor.store.version
         updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
-        if updates and version > self._evaluated and executor.evaluates(version):
+        if updates and version > self.evaluated and executor.evaluates(version):
             trained = executor.store.trained
             state = executor.state(version)
             self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}
@@ -86,9 +89,9 @@ class LocalEvaluation:
     def after(self) -> None:
         """After an action: evaluate if all workers have reached a version that is due."""
         version = min(executor.store.version for executor in self._executors)
-        if self._while_training is None or version <= self._evaluated or not self._executors[0].evaluates(version):
+        if self._while_training is None or version <= self.evaluated or not self._executors[0].evaluates(version):
             return
-        self._evaluated = version
+        self.evaluated = version
         data, report = self._while_training
         for executor in self._executors:
             executor.watch.open("evaluate")

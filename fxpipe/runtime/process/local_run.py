@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +16,8 @@ from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, sampl
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
 from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.polite_stop import PoliteStop
+from fxpipe.runtime.process.resume import last_checkpoint, resumed_options, resumed_step
 from fxpipe.runtime.process.run_summary import (
     add_trace,
     averages_evaluated,
@@ -48,10 +52,13 @@ def run_local(
         FxpipeError: any mistake that the user can fix.
     """
     with writing(options.out):
-        return _run(options, task, progress)
+        options = resumed_options(options, options.out)
+        stop = PoliteStop()
+        with stop.listening() if options.checkpoint_every is not None else nullcontext():
+            return _run(options, task, progress, stop)
 
 
-def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | None) -> dict[str, Any]:
+def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | None, stop: PoliteStop) -> dict[str, Any]:
     files = files_read(options)
     plan = check_run(options, from_file=task is None)
     task = task or task_of_build(plan, options.build, options.model_file)
@@ -61,6 +68,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
         total = feed.total(options.steps, options.epochs)
+        before = resumed_step(options, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(
             options.out,
@@ -70,13 +78,17 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             options.tensorboard,
             workers=plan.workers,
             before=options.sync_steps,
+            continue_after=before,
         )
+        pipeline: LocalPipeline | None = None
         try:
             pipeline = LocalPipeline(options.build, task, options, out=options.out, keep_gradients=False)
             executors = pipeline.executors
 
+            last = partial(last_checkpoint, options, options.out)
+
             def stopped(minibatch: int, loss: float, worker: int) -> RunError:
-                return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors])
+                return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors], last())
 
             look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
             pipeline.report = looking(record.step, look)
@@ -97,13 +109,21 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             for watch in watches:
                 watch.begin()
             record.begin(LocalBoard(watches))
-            for step in range(total):
+            feed.go_on(pipeline.fed, pipeline.data_mark)
+            if (checkpoints := pipeline.checkpoints) is not None:
+                feed.marks, checkpoints.data, checkpoints.writer.logs = checkpoints.due, feed.mark, record.sync
+                checkpoints.asked = lambda: stop.asked is not None
+                checkpoints.writer.ended = stop.saved
+            for step in range(pipeline.fed, total):
+                stop.give_up_if_saved()
                 watches[0].at(Action("F", step))
                 watches[0].open("data")
                 batch = feed.next_batch()
                 watches[0].close()
                 pipeline.step(batch)
             pipeline.flush()
+            if checkpoints is not None:
+                checkpoints.finish()
             for watch in watches:
                 watch.end()
             rows = [worker_row(executor) for executor in executors]
@@ -137,4 +157,6 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             record.end(summary)
         finally:
             record.close()
+            if pipeline is not None and pipeline.checkpoints is not None:
+                pipeline.checkpoints.abandon()
         return summary

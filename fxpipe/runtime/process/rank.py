@@ -6,11 +6,10 @@ import atexit
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
@@ -30,12 +29,17 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.agreed_stop import AgreedStop
 from fxpipe.runtime.process.agreement import Agreed, agree
 from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.batches_read import BatchesRead
 from fxpipe.runtime.process.check_run import check_unchanged
+from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.coming_shapes import ComingShapes
+from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
+from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
+from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
+from fxpipe.runtime.process.resume import begin_or_go_on, last_checkpoint, opened, restore, resumed_step
 from fxpipe.runtime.process.run_summary import (
-    add_trace,
     averages_evaluated,
     evaluated_last,
     summarize_run,
@@ -46,9 +50,10 @@ from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
-from fxpipe.runtime.wires.clocks import ClockOffset, read_offset
-from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, send_trace, write_trace
+from fxpipe.runtime.wires.clocks import ClockOffset
+from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.group import close_group, open_group, peers
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -71,6 +76,8 @@ TIMEOUT = timedelta(minutes=30)
 """Of the process group, at least; who watches the workers ends a run that stands still."""
 
 FOREVER = timedelta(days=365)
+STOPPING = 1.0
+"""Seconds that worker 0 of a run that stops leaves the others to see that it does."""
 LINGER = 3.0
 """Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
 
@@ -118,7 +125,7 @@ def join(
             raise
         try:
             pulses = _pulses(pulse, options, rank, world)
-            return RankRun(options, agreed, rank, _device(agreed.plan.device), progress, pulse, pulses).run()
+            return RankRun(agreed, rank, own_device(agreed.plan.device), progress, pulse, pulses).run()
         except PeerLost:
             time.sleep(LINGER)
             raise
@@ -145,7 +152,6 @@ class RankRun:
 
     def __init__(
         self,
-        options: RunOptions,
         agreed: Agreed,
         rank: int,
         device: torch.device,
@@ -153,26 +159,40 @@ class RankRun:
         pulse: Pulse,
         pulses: Pulses,
     ) -> None:
-        plan, task = agreed.plan, agreed.task
+        options, plan, task = agreed.options, agreed.plan, agreed.task
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
         self.pulse, self.pulses = pulse, pulses
         recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.recipe = recipe
+        resumed = opened(options, recipe, plan)
+        self.resumed = resumed
+        self.step = 0 if resumed is None else resumed.step
         # In the order of a local run: the data, then the rest of the user's code.
         self.feed = Feed(task, options.seed) if rank == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
         self.total = self._agree_total()
+        resumed_step(options, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
-        self.backend = self._backend()
+        self.backend = common_backend(device, rank, plan.workers)
         addresses = Addresses(plan, recipe.demand)
         wires = Wires(rank, self.backend, addresses.channels, device)
         self.transport = DistTransport.of_training(plan, rank, wires, addresses, recipe.schedule)
         self.executor: Executor = open_worker(
-            plan, options.build, rank, recipe, self.transport, task, options, device, out=options.out
+            plan,
+            options.build,
+            rank,
+            recipe,
+            self.transport,
+            task,
+            options,
+            device,
+            out=options.out,
+            continue_after=self.step or None,
         )
+        self._shards = [] if resumed is None else restore([self.executor], resumed)[0]
         self.evaluation: DistributedEvaluation | None = None
-        self._evaluated = 0
+        self._evaluated = self.step
         self.record: Record | None = None
         if evaluating:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
@@ -183,16 +203,29 @@ class RankRun:
             pulse.follow(self.executor.watch)
         if options.trace:
             self.executor.watch.record()
-        if rank == 0:
-            self.minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
-        self.last_checkpoint: Callable[[], str | None] = lambda: None
-        self._read: deque[list[tuple[Any, ...]]] = deque()
+        self.batches: BatchesRead | None = None
+        if self.feed is not None:
+            minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
+            self.batches = BatchesRead(self.feed, minibatches, self.executor.watch, bool(plan.shapes))
+        self.last_checkpoint = partial(last_checkpoint, options, options.out)
         self.coming: ComingShapes | None = None
         if plan.shapes:
-            read = self._read_ahead if rank == 0 else None
+            read = None if self.batches is None else self.batches.read
             self.coming = ComingShapes(plan, rank, self.transport, self.total, read)
             self.executor.shape_of = self.coming
         check_unchanged(agreed.files)
+        with peers(rank):
+            exchange = StoreExchange()
+        shards = [] if resumed is None else [self._shards]
+        self.checkpoints = Checkpoints.of(
+            options, plan, recipe, options.out, [self.executor], resumed, shards, exchange
+        )
+        self.stop = PoliteStop()
+        if self.checkpoints is not None:
+            self.checkpoints.asked = lambda: self.stop.asked is not None
+            self.checkpoints.writer.ended = self._stopped
+            if self.feed is not None:
+                self.feed.marks, self.checkpoints.data = self.checkpoints.due, self.feed.mark
 
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
@@ -209,13 +242,17 @@ class RankRun:
                 options.tensorboard,
                 workers=plan.workers,
                 before=options.sync_steps,
+                continue_after=self.step or None,
             )
+            if self.checkpoints is not None:
+                self.checkpoints.writer.logs = self.record.sync
             self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
             warn_of_staleness(self.recipe, self.executor)
             warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
         record = self.record
         try:
-            trace = self._train()
+            with self.stop.listening() if self.checkpoints is not None else nullcontext():
+                trace = self._train()
             self.pulse.phase = "writing results"
             rows: list[Any] = [None] * plan.workers
             with peers(self.rank):
@@ -236,7 +273,8 @@ class RankRun:
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
             if options.trace is not None:
-                self._trace(options.trace, trace, summary)
+                seconds = self.executor.watch.elapsed
+                collect_trace(options.trace, self.rank, plan, self.recipe, trace, summary, seconds)
             if self.evaluation is not None:
                 begin = perf_counter()
                 self.pulse.phase = "evaluating"
@@ -254,12 +292,18 @@ class RankRun:
         finally:
             if record is not None:
                 record.close()
+            if self.checkpoints is not None:
+                self.checkpoints.abandon()
         return summary
 
     def _train(self) -> WorkerTrace:
-        watch, record = self.executor.watch, self.record
-        self.executor.store.begin(0, self.total)
-        before = self._clock()
+        watch, record, resumed = self.executor.watch, self.record, self.resumed
+        self.transport.begin(self.step)
+        begin_or_go_on(self.executor, resumed, self._shards, self.total)
+        if self.feed is not None:
+            self.feed.go_on(self.step, self._shards[0].data if self._shards else None)
+        self._shards = []
+        before = self._clocks()
         with peers(self.rank):
             stop = AgreedStop(self.rank, self.plan.workers, lambda: asdict(NotFinite.of(self.executor)))
             dist.barrier()
@@ -269,21 +313,42 @@ class RankRun:
         if record is not None:
             record.begin(PulseBoard(self.pulses))
         try:
-            actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
-            feed, report = (None, None) if record is None else (self._feed, looking(record.step, look))
+            if resumed is None:
+                actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
+            else:
+                actions = resumed.actions(self.recipe, self.rank, self.total)
+            feed, report = (None, None) if record is None else (self.batches, looking(record.step, look))
             if self.coming is not None:
-                self.coming.begin()
+                self.coming.begin(self.step)
             reach = None if self.coming is None else self.coming.reach
-            train(self.plan, self.executor, self.transport, actions, feed, report, self._evaluate_if_due, reach)
+            train(self.plan, self.executor, self.transport, actions, feed, report, self._between, reach)
             self.transport.finish()
+            if self.checkpoints is not None:
+                self.checkpoints.finish()
             watch.end()
         finally:
             stop.end()
-        return WorkerTrace(watch.spans, before, self._clock())
+        return WorkerTrace(watch.spans, before, self._clocks())
+
+    def _clocks(self) -> ClockOffset:
+        return compare_clocks(self.options.trace, self.rank, self.plan.workers)
 
     def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> RunError:
         found = [NotFinite(**row) for row in stop.ask()]
         return not_finite(minibatch, loss, worker, found, self.last_checkpoint())
+
+    def _stopped(self, step: int, saved: Path | None) -> None:
+        """The last checkpoint of a run that was asked to stop is over: this process ends, whatever it is doing."""
+        if self.rank == 0:
+            say_stopped(step, saved)
+            time.sleep(STOPPING)  # the others look for it
+        self.stop.exit()
+
+    def _between(self, version: int) -> None:
+        """Between two actions: evaluate and save what is due."""
+        self._evaluate_if_due(version)
+        if self.checkpoints is not None:
+            self.checkpoints.take(self.rank)
 
     def _evaluate_if_due(self, version: int) -> None:
         """Evaluate, between two actions, if this worker has just reached a version that is due."""
@@ -307,49 +372,6 @@ class RankRun:
         if self.record is not None and metrics is not None:
             self.record.evaluated(version, metrics, perf_counter() - begin)
 
-    def _clock(self) -> ClockOffset:
-        """Compare this process's clock with worker 0's, if there is a trace, which alone needs it."""
-        if self.options.trace is None:
-            return ClockOffset(0, 0, 0)
-        with peers(self.rank):
-            return read_offset(self.rank, self.plan.workers)
-
-    def _trace(self, path: str, own: WorkerTrace, summary: dict[str, Any] | None) -> None:
-        """Send what was recorded to worker 0, which receives it from all workers even if it cannot write it."""
-        if summary is None:
-            with peers(self.rank):
-                send_trace(own)
-            return
-        others = iter(range(1, self.plan.workers))
-
-        def fetch(worker: int) -> WorkerTrace:
-            if worker == 0:
-                return own
-            with peers(self.rank):
-                return receive_trace(next(others))
-
-        seconds = self.executor.watch.elapsed
-        add_trace(summary, path, lambda: write_trace(path, self.plan, self.recipe, seconds, fetch))
-        for worker in others:
-            with peers(self.rank):
-                receive_trace(worker)
-
-    def _feed(self, minibatch: int) -> list[tuple[Any, ...]]:
-        return self._next(minibatch)[1] if self.coming is None else self._read.popleft()
-
-    def _read_ahead(self, minibatch: int) -> int:
-        """Read a minibatch before it is due; returns its shape."""
-        watch = self.executor.watch
-        watch.open("data")
-        shape, leaves = self._next(minibatch)
-        watch.close()
-        self._read.append(leaves)
-        return shape
-
-    def _next(self, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
-        assert self.feed is not None
-        return self.minibatches(self.feed.next_batch(), minibatch)
-
     def _agree_total(self) -> int:
         box: list[Any] = [None]
         if self.feed is not None:
@@ -357,15 +379,6 @@ class RankRun:
         with peers(self.rank):
             dist.broadcast_object_list(box, 0)
         return int(box[0])
-
-    def _backend(self) -> str:
-        """NCCL if every worker on every machine has a device of its own, else gloo."""
-        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.workers))
-        own = self.device.type == "cuda" and torch.cuda.device_count() >= local_workers
-        answers: list[Any] = [None] * self.plan.workers
-        with peers(self.rank):
-            dist.all_gather_object(answers, own)
-        return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"
 
 
 def end_process(code: int) -> NoReturn:
@@ -379,14 +392,3 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _device(name: str) -> torch.device:
-    if name != "cuda":
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        raise RunError("the build is for CUDA, but torch sees no CUDA device", hint="compile with --device cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

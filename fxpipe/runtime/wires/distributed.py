@@ -228,6 +228,10 @@ class DistTransport(Transport):
             self._reap(self._sent, self._now - self._in_flight)
             self._reap(self._sent_weights, self._now - self._slack)
 
+    def begin(self, minibatch: int) -> None:
+        """The first minibatch of this worker is this one."""
+        self._now = minibatch * self._microbatches
+
     def finish(self) -> None:
         self._reap(self._sent, self._now + 1)
         self._reap(self._sent_weights, self._now + 1)

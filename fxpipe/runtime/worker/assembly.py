@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.engines.attach import engines_of, equip
 from fxpipe.observe.run_folder import staleness_file
 from fxpipe.plan.build_folder import ENGINES
@@ -17,7 +18,6 @@ from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import make_averages
 from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import buffer_worker
 from fxpipe.runtime.worker.initial_weights import initial_weights
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
@@ -36,6 +36,7 @@ def open_worker(
     device: torch.device | str = "cpu",
     keep_gradients: bool = False,
     out: str | None = None,
+    continue_after: int | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
 
@@ -43,6 +44,7 @@ def open_worker(
         folder: of the build.
         keep_gradients: keep the gradients of the last update.
         out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
+        continue_after: the step after which an interrupted run goes on; None begins anew.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
@@ -69,7 +71,7 @@ def open_worker(
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)
-        store.staleness = StalenessLog(recipe.demand, worker, store.trained, path)
+        store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device)
     executor.watch.fills = recipe.segments.single * plan.microbatches
     return executor

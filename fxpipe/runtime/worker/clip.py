@@ -8,9 +8,11 @@ anyway, and every run sees the same numbers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from functools import reduce
 from math import isfinite, prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,16 @@ class Clip(ABC):
 
     norm: float | None = None
     not_finite: tuple[int, list[int]] | None = None
+
+    def begin(self) -> None:  # noqa: B027
+        """The pipeline is empty."""
+
+    def state(self) -> Any:
+        """What forwards that come again after an interruption need, as plain values."""
+        return None
+
+    def load(self, state: Any) -> None:  # noqa: B027
+        """Go on from what `state` gave."""
 
     @abstractmethod
     def expect(self, action: Action) -> None:
@@ -159,14 +171,21 @@ class PipelinedClip(_ByNorm):
     So worker 0 clips exactly as `clip_grad_norm_` would with these gradients, and the others use norms of a few
     minibatches ago for the workers before them. As long as no norm has come down from a worker, the mean square of its
     gradients is taken to be that of the others.
+
+    Args:
+        lag: how many updates of its own weights a forward of this worker misses.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport, lag: int) -> None:
         super().__init__(limit, plan, worker, transport)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
         self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
         self._own = torch.zeros(2, dtype=torch.float64)
         self._known = self._own
+        self._lag = lag
+        self._past: deque[Tensor] = deque()  # what `_own` was after each of the last `lag` updates, and is
+        self._again: deque[Tensor] = deque()  # what `_own` was when the next forwards ran for the first time
+        self.begin()
 
     @property
     def _behind(self) -> int:
@@ -177,16 +196,31 @@ class PipelinedClip(_ByNorm):
         if action.phase == "F" and action.microbatch == 0 and self.worker > 0:
             self.transport.expect_note(self.worker - 1, ("before", action.minibatch), 2)
 
+    def begin(self) -> None:
+        self._past = deque([self._own] * (self._lag + 1), maxlen=self._lag + 1)
+        self._again.clear()
+
+    def state(self) -> Any:
+        return [own.tolist() for own in self._past]
+
+    def load(self, state: Any) -> None:
+        past = [torch.tensor(own, dtype=torch.float64) for own in state]
+        self._past.extend(past)
+        self._own = past[-1]
+        self._again.extend(past[:-1])
+
     def forward(self, minibatch: int) -> None:
+        own = self._again.popleft() if self._again else self._own
         if self.worker > 0:
             self._before = self.transport.recv_note(self.worker - 1, ("before", minibatch))
         if self.worker < self.last:
-            self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + self._own)
+            self.transport.send_note(self.worker + 1, ("before", minibatch), self._before + own)
 
     def learn(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         """These are the newest gradients of this worker: the next forwards take their norm down."""
         square = sum(norm * norm for norm in self._norms(minibatch, parameters))
         self._own = torch.tensor([square, sum(p.numel() for p in parameters)], dtype=torch.float64)
+        self._past.append(self._own)
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         self.learn(minibatch, parameters)
@@ -213,6 +247,15 @@ class ClipInSegments(Clip):
         self._pipelined = pipelined
         self._segments = segments
 
+    def begin(self) -> None:
+        self._pipelined.begin()
+
+    def state(self) -> Any:
+        return self._pipelined.state()
+
+    def load(self, state: Any) -> None:
+        self._pipelined.load(state)
+
     def expect(self, action: Action) -> None:
         self._of(action.minibatch).expect(action)
 
@@ -225,6 +268,7 @@ class ClipInSegments(Clip):
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         if self._segments.is_single(minibatch) and not self._segments.is_single(minibatch + 1):
             self._pipelined.learn(minibatch, parameters)
+            self._pipelined.begin()
         clip = self._of(minibatch)
         clip.announce(minibatch, parameters)
         self.not_finite = self.not_finite or clip.not_finite
@@ -259,7 +303,8 @@ def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, tran
         raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
     if recipe.schedule.synchronous:
         return ExactClip(limit, plan, worker, transport)
-    pipelined = PipelinedClip(limit, plan, worker, transport)
+    lag = recipe.demand.versions.lag("F", worker, worker)
+    pipelined = PipelinedClip(limit, plan, worker, transport, lag)
     if not recipe.segments.single:
         return pipelined
     return ClipInSegments(ExactClip(limit, plan, worker, transport), pipelined, recipe.segments)

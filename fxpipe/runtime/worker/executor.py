@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.checkpoint.shard import Shard
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.runtime.wires.transport import Transport
@@ -33,6 +34,7 @@ class Executor:
         shape_of: tells which shape the batch of a minibatch has.
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
+        entering, beginning: called, in this order, with each minibatch before its first forward.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Executor:
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
+        self.entering: Callable[[int], None] = lambda minibatch: None
+        self.beginning: Callable[[int], None] = lambda minibatch: None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -135,6 +139,18 @@ class Executor:
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self._kept.pop(version, {})}
 
+    def load(self, shards: Sequence[Shard], same: bool) -> None:
+        """Go on from a checkpoint; the parameters and the model's own buffers have been loaded.
+
+        Args:
+            shards: this worker's if the cuts are the `same`, else those of all workers.
+        """
+        for shard in shards:
+            for name, value in shard.buffers.items():
+                if name in self.buffers:
+                    self.buffers[name] = torch.empty_like(self.buffers[name]).copy_(value)
+        self.store.load([shard.state for shard in shards], shards[0].step, same)
+
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
         self._saved.clear()
@@ -147,6 +163,8 @@ class Executor:
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.forward
         if action.microbatch == 0:
+            self.entering(action.minibatch)
+            self.beginning(action.minibatch)
             self.store.updater.begin(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
         buffers = tuple([self.buffers[name] for name in stage.forward_buffers])

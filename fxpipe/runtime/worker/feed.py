@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.random_state import random_state_kept, seed_everything
+from fxpipe.messages import say
+from fxpipe.random_state import random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.model_file import hook_raised
 
 COUNTING_SECONDS = 30.0
+SAY_SECONDS = 5.0
 
 
 class Feed:
@@ -22,6 +25,9 @@ class Feed:
 
     The process's random state is seeded once, before the first `train_data()`. Torch's is kept apart from
     the stages, which reseed it, so that the data are the same whatever the pipeline does between two batches.
+
+    Attributes:
+        marks: whether `mark` will be asked after so many batches; known before the next batch is read.
     """
 
     def __init__(self, task: TrainingTask, seed: int) -> None:
@@ -30,7 +36,11 @@ class Feed:
         seed_everything(seed)
         self._state = torch.get_rng_state()
         torch.set_rng_state(outside)
+        self._data: Any = None
         self._batches: Iterator[Any] | None = None
+        self._given = 0
+        self._marks: dict[int, dict[str, Any]] = {}
+        self.marks: Callable[[int], bool] = lambda batches: False
 
     def total(self, steps: int | None, epochs: int | None) -> int:
         """How many minibatches a run has; those of one epoch if neither is given.
@@ -60,12 +70,68 @@ class Feed:
         with self._own_random():
             return self._next()
 
+    def go_on(self, batches: int, mark: Mapping[str, Any] | None) -> None:
+        """Go to where so many batches have been given.
+
+        Args:
+            mark: what `mark` gave there. Without one, the batches are made again, and forgotten; after some seconds
+                that is said.
+
+        Raises:
+            TaskError: the data are empty, or producing them failed.
+        """
+        if mark is not None:
+            self._load(batches, mark)
+            return
+        begin = said = perf_counter()
+        for number in range(batches):
+            self.next_batch()
+            if (now := perf_counter()) - said > SAY_SECONDS:
+                said = now
+                left = (now - begin) / (number + 1) * (batches - number - 1)
+                say(f"skipping the data of the first {batches} steps: {number + 1} so far, {left:.0f} s left")
+
+    def mark(self, batches: int) -> dict[str, Any] | None:
+        """Where the data stood after so many batches; None if `train_data()` gives no object with a `state_dict`."""
+        return self._marks.pop(batches, None)
+
+    def _mark(self) -> None:
+        if self._batches is None or not hasattr(self._data, "load_state_dict"):
+            return
+        state, numpy = random_state(), None
+        if state.numpy is not None:
+            kind, keys, *rest = state.numpy
+            numpy = (kind, torch.from_numpy(keys.copy()), *rest)
+        data = copy.deepcopy(self._data.state_dict())
+        self._marks[self._given] = {"data": data, "torch": self._state, "python": state.python, "numpy": numpy}
+
+    def _load(self, batches: int, mark: Mapping[str, Any]) -> None:
+        self._given = batches
+        try:
+            with self._own_random():
+                self._data = self._task.train_data()
+                self._data.load_state_dict(mark["data"])
+                self._batches = iter(self._data)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise hook_raised("train_data", error, getattr(self._task, "path", None)) from error
+        numpy = mark["numpy"]
+        if numpy is not None:
+            numpy = (numpy[0], numpy[1].numpy(), *numpy[2:])
+        set_random_state(random_state()._replace(python=mark["python"], numpy=numpy))
+        self._state = mark["torch"]
+
     def _next(self) -> Any:
+        if self.marks(self._given):
+            self._mark()
+        self._given += 1
         for _ in range(2):
             fresh = self._batches is None
             try:
                 if self._batches is None:
-                    self._batches = iter(self._task.train_data())
+                    self._data = self._task.train_data()
+                    self._batches = iter(self._data)
                 return next(self._batches)
             except StopIteration:
                 self._batches = None

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.safetensors_writer import SafetensorsWriter
+from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.errors import FxpipeError, PeerLost, RunError, listed
 from fxpipe.messages import warn
 from fxpipe.observe.record import FINAL_WEIGHTS
-from fxpipe.plan.spec import BufferSpec, Plan, TensorSpec
+from fxpipe.plan.spec import Plan, TensorSpec
 from fxpipe.planner.quantity import size
 from fxpipe.runtime.worker.executor import Executor
 
@@ -42,11 +43,6 @@ def final_tensors(plan: Plan) -> Iterator[FinalTensor]:
     for buffer in plan.buffers:
         if buffer.persistent:
             yield FinalTensor(buffer.names, buffer.tensor, buffer_worker(buffer))
-
-
-def buffer_worker(buffer: BufferSpec) -> int:
-    """The worker whose copy of a buffer counts: its home, else its first reader, else worker 0."""
-    return buffer.home if buffer.home is not None else min(buffer.workers, default=0)
 
 
 def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -40,15 +40,19 @@ class Unread:
         self.worker = worker
         self.begin(0, None)
 
-    def begin(self, start: int, stop: int | None) -> None:
-        """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown."""
-        self.start, self.stop = start, stop
+    def begin(self, start: int, stop: int | None, since: int = 0) -> None:
+        """Begin a segment: the minibatches from `start` up to, not including, `stop`; None while it is unknown.
+
+        Args:
+            since: the first of them that is not over.
+        """
+        self.start, self.stop, self.since = start, stop, since
         self._versions: dict[tuple[int, int], dict[int, Weights]] = {}
 
     def of(self, owner: int, version: int) -> dict[int, Weights]:
         """What is unread of a version, by prediction distance."""
         if (owner, version) not in self._versions:
-            found = self.demand.messages(owner, self.worker, version, self.start, self.stop)
+            found = self.demand.messages(owner, self.worker, version, self.start, self.stop, self.since)
             self._versions[owner, version] = {m.ahead: Weights(m, dict(m.uses)) for m in found}
         return self._versions[owner, version]
 
@@ -66,7 +70,7 @@ class Unread:
         """The end is now known; return the weights that no action will read any more."""
         over: list[Key] = []
         for (owner, version), opened in list(self._versions.items()):
-            ending = self.demand.messages(owner, self.worker, version, self.start, stop)
+            ending = self.demand.messages(owner, self.worker, version, self.start, stop, self.since)
             coming = {message.ahead: message.uses for message in ending}
             for ahead, weights in list(opened.items()):
                 for phase, count in weights.message.uses.items():

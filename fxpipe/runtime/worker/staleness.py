@@ -87,6 +87,18 @@ class StalenessLog:
         """The pipeline is empty: drop the sample that was begun."""
         self._sample = None
 
+    def state(self) -> dict[str, Any]:
+        """The sample that was begun, and the sums; live tensors."""
+        sample = None if self._sample is None else (self._sample.minibatch, dict(self._sample.used))
+        return {"sample": sample, "sums": dict(self._sums)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._sums.update(state["sums"])
+        if state["sample"] is not None:
+            minibatch, used = state["sample"]
+            self._sample = _Sample(minibatch, dict(used))
+
     def live(self, version: int, start: int, stop: int | None, look: Look) -> None:
         """`version` is the live one from now on: take what the sampled minibatch's forward reads of it."""
         if not self._reads:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,7 @@ from fxpipe.policy.optimizers.spike import SpikeCompensation
 from fxpipe.random_state import random_state_kept, seed_generators, seed_of
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
+from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.several_optimizers import parts_of
@@ -67,6 +69,7 @@ class Updater:
     ) -> None:
         self.worker = worker
         self.parameters = list(trained.values())
+        self._names = {id(parameter): name for name, parameter in trained.items()}
         self._sum = gradients
         self.clip = clip
         self.scheduler: Any = None
@@ -140,6 +143,76 @@ class Updater:
         if not self._keeps:
             for parameter in self.parameters:
                 parameter.grad = None
+
+    def state(self) -> dict[str, Any]:
+        """What the next updates depend on, but for the weights themselves, by the parameters' names; live tensors."""
+        found: dict[str, Any] = {"clip": None if self.clip is None else self.clip.state()}
+        if self.optimizer is None:
+            return found
+        name = self._names
+        found["optimizer"] = optimizer_state(self.optimizer, name)
+        found["scheduler"] = None if self.scheduler is None else scheduler_state(self.scheduler)
+        if self.predictor is not None:
+            found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
+            if self.predictor.keeps_gradients:
+                found["gradients"] = {name[id(p)]: p.grad for p in self.parameters}
+        if self.repair is not None:
+            found["in_time"] = self.repair.in_time
+        if isinstance(self.repair, ErrorFeedback):
+            found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.repair.state()}
+        if self._rates is not None:
+            found["rates_known"] = self._rates.known
+        return found
+
+    def load(self, found: Sequence[dict[str, Any]], updates: int, same: bool) -> None:
+        """Go on from what `state` gave after so many updates.
+
+        Args:
+            found: this worker's if the cuts are the `same`, else that of all workers.
+
+        Raises:
+            RunError: it does not fit the optimizer.
+        """
+        if self.clip is not None and same and found[0]["clip"] is not None:
+            self.clip.load(found[0]["clip"])
+        known = [each for each in found if "optimizer" in each]
+        if self.optimizer is None or not known:
+            return
+        if self.scheduler is not None and known[0]["scheduler"] is None:
+            self._repeat_scheduler(updates)
+        load_optimizer_state(self.optimizer, [each["optimizer"] for each in known], self._names)
+        if self.scheduler is not None and known[0]["scheduler"] is not None:
+            self.scheduler.load_state_dict(known[0]["scheduler"])
+        if self._discount is not None:
+            self._discount.updates = updates
+        if self._rates is not None:
+            self._rates = LearningRates(self.optimizer, self.scheduler)
+            self._rates.known &= all(each.get("rates_known", True) for each in known)
+
+        def by_name(what: str) -> dict[str, Any]:
+            return {name: value for each in known for name, value in each.get(what, {}).items()}
+
+        own = {self._names[id(p)]: p for p in self.parameters}
+        if self.predictor is not None:
+            self.predictor.rates = self._rates
+            self.predictor.load([(own[n], *row) for n, row in by_name("last_updates").items() if n in own])
+            if self.predictor.keeps_gradients:
+                for name, gradient in by_name("gradients").items():
+                    if name in own:
+                        own[name].grad = gradient
+        if self.repair is not None:
+            in_time = bool(known[0].get("in_time", True))
+            if isinstance(self.repair, ErrorFeedback):
+                self.repair.load([(own[n], *row) for n, row in by_name("last_steps").items() if n in own], in_time)
+            self.repair.in_time = in_time
+
+    def _repeat_scheduler(self, updates: int) -> None:
+        """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates."""
+        with random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch: of steps before those of the optimizer
+            for update in range(updates):
+                self._reseed("lr_scheduler", update)
+                self.scheduler.step()
 
     def gradients(self) -> list[Tensor | None]:
         """The last update's mean gradients, if they are kept."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.checkpoint.shard import Past
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Pack
 from fxpipe.plan.spec import ParameterSpec, Phase, Plan
 from fxpipe.policy.demand import PHASES, Demand, WeightReads
 from fxpipe.runtime.wires.transport import Transport
-from fxpipe.runtime.worker.averages import Averages
+from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
@@ -53,6 +55,7 @@ class WeightStore:
         predictions: of the live version.
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
+        leaving: called with the live version before each update.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class WeightStore:
         self.version = 0
         self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
+        self.leaving: Callable[[int], None] = lambda version: None
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
         }
@@ -103,7 +107,8 @@ class WeightStore:
         self._unread = Unread(demand, worker)
         own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
         self._counts_own = self.updater.predictor is not None or any(reading.past for reading in own)
-        self._parts = {phase: self._part(plan, phase, initial) for phase in PHASES}
+        self._frozen = {n: t for n, t in initial.items() if not demand.parameters[n].trained}
+        self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
@@ -114,14 +119,9 @@ class WeightStore:
         The replicas of version 0 are the initial weights; those of a later start are sent here.
         """
         assert self.version == start, f"worker {self.worker} is at version {self.version}, not {start}"
-        self._unread.begin(start, stop)
-        self._pending = None
-        self._copies.clear()
-        self.predictions.forget_all()
-        self._let_go()
-        self._open_own()
-        owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
-        self._expected = dict.fromkeys(owners, start - 1)
+        owners = self._empty(start, stop, start)
+        if self.updater.clip is not None:
+            self.updater.clip.begin()
         if start > 0:
             self._send_replicas()
         else:
@@ -134,6 +134,65 @@ class WeightStore:
             self.staleness.begin()
             self.staleness.live(start, start, stop, self.predictions.look)
             self.predictions.forget_all()
+
+    def go_on(self, start: int, past: Past, stop: int | None = None) -> None:
+        """Go on in the middle of a segment that began at `start`, as if minibatches had been in flight all the time.
+
+        Args:
+            past: of this worker's parameters, what actions of the minibatches in flight read of earlier versions
+                (see `Captures`); the store takes it over.
+        """
+        if past and not self._counts_own:
+            self._counts_own = True
+            self._parts = {phase: self._part(self.demand.plan, phase, self._frozen) for phase in PHASES}
+        owners = self._empty(start, stop, self.version)
+        for owner in owners:
+            self._expected[owner] = max(start, self.version - self.demand.reach(owner)) - 1
+        for version in range(max(start, self.version - self.demand.reach(self.worker)), self.version):
+            for ahead, unread in self._unread.of(self.worker, version).items():
+                if self._counts_own:
+                    held = past[version, ahead]
+                    self._copies[self.worker, version, ahead] = {name: held[name] for name in unread.message.names}
+            self._send_replicas_of(version, partial(_held, past, version))
+        self._initial = {}
+        self._send_replicas()
+
+    def _empty(self, start: int, stop: int | None, since: int) -> set[int]:
+        """Forget all that a pipeline has in flight; return the owners of the replicas that this worker reads."""
+        self._unread.begin(start, stop, since)
+        self._pending = None
+        self._copies.clear()
+        self.predictions.forget_all()
+        self._let_go()
+        self._open_own()
+        owners = {r.owner for part in self._parts.values() for r in part.readings} - {self.worker}
+        self._expected = dict.fromkeys(owners, start - 1)
+        return owners
+
+    @property
+    def start(self) -> int:
+        """The minibatch that the segment began with."""
+        return self._unread.start
+
+    def state(self) -> dict[str, Any]:
+        """What a run needs to go on, but for the parameters themselves and `past`; live tensors."""
+        averages = self.averages.read() if isinstance(self.averages, MovingAverage) else None
+        staleness = None if self.staleness is None else self.staleness.state()
+        return {"updater": self.updater.state(), "averages": averages, "staleness": staleness}
+
+    def load(self, found: Sequence[dict[str, Any]], version: int, same: bool) -> None:
+        """Go on from what `state` gave; the parameters themselves have been loaded.
+
+        Args:
+            found: this worker's if the cuts are the `same`, else that of all workers.
+        """
+        self.version = version
+        self.updater.load([each["updater"] for each in found], version, same)
+        averages = {name: value for each in found for name, value in (each["averages"] or {}).items()}
+        if isinstance(self.averages, MovingAverage) and averages:
+            self.averages.load(averages, version)
+        if self.staleness is not None and same and found[0]["staleness"] is not None:
+            self.staleness.load(found[0]["staleness"])
 
     def end(self, stop: int) -> None:
         """The segment's end is now known: forget what is kept for minibatches from `stop` on."""
@@ -247,11 +306,11 @@ class WeightStore:
             self.staleness.live(self.version, self._unread.start, self._unread.stop, self.predictions.look)
             self.predictions.forget_all()
 
-    def _part(self, plan: Plan, phase: Phase, initial: Mapping[str, Tensor]) -> _Argument:
+    def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
         names = plan.stages[self.worker].part(phase).weights
         specs: list[ParameterSpec] = [self.demand.parameters[name] for name in names]
         weights = tuple(
-            self.parameters[p.name] if p.owner == self.worker else None if p.trained else initial[p.name] for p in specs
+            self.parameters[p.name] if p.owner == self.worker else None if p.trained else frozen[p.name] for p in specs
         )
         readings = [
             reading
@@ -299,19 +358,23 @@ class WeightStore:
             part.keys, part.argument = (), ()
 
     def _send_replicas(self) -> None:
+        self._send_replicas_of(self.version, self.predictions.look)
+        self.predictions.forget_all()
+
+    def _send_replicas_of(self, version: int, look: Callable[[tuple[str, ...], int], Mapping[str, Tensor]]) -> None:
         watch = self.transport.watch
         for reader in self._readers:
-            start, stop = self._unread.start, self._unread.stop
-            for message in self.demand.messages(self.worker, reader, self.version, start, stop):
-                tensors = self.predictions.look(message.names, message.ahead)
+            start, stop, since = self._unread.start, self._unread.stop, self._unread.since
+            for message in self.demand.messages(self.worker, reader, version, start, stop, since):
+                tensors = look(message.names, message.ahead)
                 watch.open("send", Cause("weights", "weights", reader))
                 block = self._pack(message.names).pack([tensors[name] for name in message.names])
                 self.transport.send_weights(reader, message.version, message.ahead, block)
                 watch.close()
-        self.predictions.forget_all()
 
     def _keep_past(self) -> None:
         """Before the live version changes: keep what this worker's actions have yet to read of it."""
+        self.leaving(self.version)
         for ahead, unread in self._unread.kept(self.worker, self.version).items():
             self._copies[self.worker, self.version, ahead] = self.predictions.keep(unread.names, ahead)
         self._let_go()
@@ -320,3 +383,7 @@ class WeightStore:
         if names not in self._packs:
             self._packs[names] = Pack([self.demand.parameters[name].tensor for name in names])
         return self._packs[names]
+
+
+def _held(past: Past, version: int, names: tuple[str, ...], ahead: int) -> Mapping[str, Tensor]:
+    return past[version, ahead]

@@ -1,0 +1,37 @@
+"""How often a run is to be saved: `500` steps, `30s`, `10min`, `2h`. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fxpipe.errors import FxpipeError
+
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+_TIME = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every so many steps, or every so many seconds; the other is None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @staticmethod
+    def of(text: str) -> Interval:
+        """Read what a user gives.
+
+        Raises:
+            FxpipeError: it is neither.
+        """
+        if text.isdecimal() and int(text) > 0:
+            return Interval(steps=int(text))
+        match = _TIME.fullmatch(text.strip())
+        if match and float(match[1]) > 0:
+            return Interval(seconds=float(match[1]) * _UNITS[match[2]])
+        raise FxpipeError(f"{text!r} is no interval", hint="a number of steps, such as 500, or a time: 30s, 10min, 2h")
+
+    def due(self, step: int) -> bool:
+        """Whether the steps say so; a time never does."""
+        return self.steps is not None and step > 0 and step % self.steps == 0

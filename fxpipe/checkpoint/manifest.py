@@ -1,0 +1,102 @@
+"""The manifest of a checkpoint: what it is, of which run, and the digest of each of its files. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import CheckpointError
+from fxpipe.plan.spec import digest_of
+from fxpipe.typed_json import Malformed, convert, explained, parse
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+_OTHER = "take another checkpoint: --resume PATH"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """The SHA-256 of a file, and its size in bytes."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Attributes:
+        step: how many updates have been made.
+        start: the minibatch that the pipeline was last empty before, but for those in flight.
+        workers: how many parts it has.
+        plan: the digest of the build's plan.
+        run: the options of the run that its numbers depend on, by their names.
+        versions: of fxpipe, torch and Python.
+        files: all files beside this one, by name.
+    """
+
+    step: int
+    start: int
+    workers: int
+    plan: str
+    run: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, FileEntry]
+
+    def to_json(self) -> str:
+        """One object, with the digest of everything else in it."""
+        body = {"format": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({**body, "digest": digest_of(body)}, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; no other file of it is read.
+
+    Raises:
+        CheckpointError: there is none, or it was changed, or is of another version.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        what = (
+            f"{folder} is not a whole checkpoint: it has no {MANIFEST}" if folder.is_dir() else f"there is no {folder}"
+        )
+        raise CheckpointError(what, hint=_OTHER)
+    with explained(path, error=CheckpointError, hint=_OTHER):
+        body = parse(path)
+        if not isinstance(body, dict) or "format" not in body or "digest" not in body:
+            raise Malformed("it has no format and no digest", ", $")
+        if body["format"] != FORMAT:
+            what = f"the checkpoint has format {str(body['format'])[:40]}, this fxpipe reads {FORMAT}"
+            raise CheckpointError(what, where=str(path), hint="go on with the fxpipe that wrote it")
+        if body.pop("digest") != digest_of(body):
+            raise CheckpointError(f"{MANIFEST} was changed after it was written", where=str(path), hint=_OTHER)
+        del body["format"]
+        return convert(body, Manifest)
+
+
+def check_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
+    """Compare files of a checkpoint with its manifest; all of them if `names` is None.
+
+    Raises:
+        CheckpointError: files are missing, or are not what was written (all are listed).
+    """
+    wrong = []
+    for name in sorted(manifest.files) if names is None else names:
+        entry, path = manifest.files.get(name), folder / name
+        if entry is None:
+            wrong.append(f"{name} is not in {MANIFEST}")
+        elif not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif path.stat().st_size != entry.bytes:
+            wrong.append(f"{name} has {path.stat().st_size} bytes, not {entry.bytes}")
+        else:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                    wrong.append(f"{name} was changed after it was written")
+    if wrong:
+        raise CheckpointError("the checkpoint is damaged: " + "; ".join(wrong), where=str(folder), hint=_OTHER)

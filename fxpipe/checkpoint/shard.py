@@ -1,0 +1,156 @@
+"""One worker's shard of a checkpoint, in memory and as files.
+
+    model-00001-of-00004.safetensors       the parameters it owns and the buffers it answers for, by the model's names
+    optimizer-00001-of-00004.safetensors   what its optimizer and its like keep of each parameter
+    pipeline-00001-of-00004.safetensors    what minibatches in flight have read: for the same cuts alone
+    worker-00001-of-00004.json             everything that is no tensor, and what each tensor of these two files is
+
+The first are a model as transformers writes it, with `model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.checkpoint.manifest import FileEntry
+from fxpipe.checkpoint.tensor_file import TensorFile, write_bytes, write_tensors
+from fxpipe.checkpoint.tree import Decoder, Encoder
+from fxpipe.errors import CheckpointError
+from fxpipe.plan.spec import BufferSpec, Plan
+from fxpipe.typed_json import Malformed, convert, explained, parse
+
+INDEX = "model.safetensors.index.json"
+Version = tuple[int, int]
+"""How many updates weights have had, and how many ahead they are predicted."""
+
+Past = Mapping[Version, Mapping[str, Tensor]]
+"""Of versions before the live one, the parameters that actions of minibatches in flight read, by name."""
+
+
+@dataclass
+class Shard:
+    """A worker's shard of a checkpoint, in memory that nothing changes any more.
+
+    Attributes:
+        step: how many updates have been made.
+        start: the minibatch that the segment of the next one began with.
+        parameters: those it owns, by their first names.
+        buffers: all that the worker has, by their first names.
+        past: of parameters it owns, what minibatches in flight read of earlier versions.
+        state: what its optimizer, clipping and logs know; None of the tensors is a live one.
+        data: on worker 0, where the data stand, if they say so themselves.
+    """
+
+    step: int
+    start: int = 0
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    past: dict[Version, dict[str, Tensor]] = field(default_factory=dict)
+    state: Any = None
+    data: Any = None
+
+
+def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard) -> dict[str, FileEntry]:
+    """Write a worker's files; returns when the disk has them.
+
+    Raises:
+        OSError: the disk does not take them.
+        Unwritable: the state holds what is no plain value.
+    """
+    names = {p.name: p.names for p in plan.parameters} | {b.name: b.names for b in plan.buffers}
+    answers = {b.name for b in plan.buffers if b.persistent and buffer_worker(b) == worker}
+    model = {**shard.parameters, **{name: value for name, value in shard.buffers.items() if name in answers}}
+    optimizer, pipeline = Encoder(), Encoder()
+    body = {
+        "start": shard.start,
+        "optimizer": optimizer(shard.state),
+        "buffers": pipeline({name: b for name, b in shard.buffers.items() if name not in answers}, "buffer"),
+        "past": [
+            {"version": version, "ahead": ahead, "weights": pipeline(held, f"version {version} + {ahead}")}
+            for (version, ahead), held in shard.past.items()
+        ],
+        "data": pipeline(shard.data, "data"),
+    }
+    file = _files(worker, plan.workers)
+    return {
+        file["model"]: write_tensors(
+            folder / file["model"], {alias: value for name, value in model.items() for alias in names[name]}
+        ),
+        file["optimizer"]: write_tensors(folder / file["optimizer"], optimizer.tensors),
+        file["pipeline"]: write_tensors(folder / file["pipeline"], pipeline.tensors),
+        file["worker"]: write_bytes(folder / file["worker"], json.dumps(body).encode()),
+    }
+
+
+def write_index(folder: Path, plan: Plan) -> FileEntry:
+    """Write which of the files has which tensor of the model, as transformers and torch read it."""
+    owners = {name: p.owner for p in plan.parameters for name in p.names}
+    owners |= {name: buffer_worker(b) for b in plan.buffers if b.persistent for name in b.names}
+    size = sum(p.tensor.bytes * len(p.names) for p in plan.parameters)
+    size += sum(b.tensor.bytes * len(b.names) for b in plan.buffers if b.persistent)
+    weight_map = {name: _files(worker, plan.workers)["model"] for name, worker in owners.items()}
+    body = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
+
+
+def files_of(worker: int, workers: int) -> list[str]:
+    """The names of a worker's files."""
+    return list(_files(worker, workers).values())
+
+
+def read_shard(folder: Path, step: int, worker: int, workers: int) -> Shard:
+    """A worker's shard, but for what is in the model's files.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is not what `write_shard` writes.
+    """
+    file = _files(worker, workers)
+    optimizer, pipeline = (Decoder(TensorFile(folder / file[kind])) for kind in ("optimizer", "pipeline"))
+    path = folder / file["worker"]
+    with explained(path, error=CheckpointError, hint="take another checkpoint: --resume PATH"):
+        body = convert(parse(path), _Body)
+        try:
+            past = {(row.version, row.ahead): pipeline(row.weights) for row in body.past}
+            buffers = pipeline(body.buffers)
+            return Shard(step, body.start, {}, buffers, past, optimizer(body.optimizer), pipeline(body.data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Malformed(f"it is no shard of a checkpoint: {error}") from error
+
+
+def buffer_worker(buffer: BufferSpec) -> int:
+    """The worker whose copy of a buffer counts: its home, else its first reader, else worker 0."""
+    return buffer.home if buffer.home is not None else min(buffer.workers, default=0)
+
+
+@dataclass(frozen=True)
+class _Past:
+    version: int
+    ahead: int
+    weights: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What `worker-….json` holds."""
+
+    start: int
+    optimizer: Any
+    buffers: dict[str, Any]
+    past: list[_Past]
+    data: Any
+
+
+def _files(worker: int, workers: int) -> Mapping[str, str]:
+    number = f"{worker + 1:05d}-of-{workers:05d}"
+    return {
+        "model": f"model-{number}.safetensors",
+        "optimizer": f"optimizer-{number}.safetensors",
+        "pipeline": f"pipeline-{number}.safetensors",
+        "worker": f"worker-{number}.json",
+    }

@@ -1,0 +1,110 @@
+"""The folder of a run's checkpoints: one folder a step, whole or not there, the oldest taken away. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
+from fxpipe.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The checkpoints of a run in `OUT/checkpoints/`: `step-500/` and so on.
+
+    A checkpoint is written into `.step-500.partial/`, its manifest last, and gets its name by one rename when the disk
+    has all of it. So a folder that has its name is whole, unless somebody has changed it since.
+    """
+
+    folder: Path
+
+    @staticmethod
+    def of(out: str | Path) -> Shelf:
+        """That of an output folder."""
+        return Shelf(Path(out) / CHECKPOINTS)
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint at a step."""
+        return self.folder / f"step-{step}"
+
+    def partial(self, step: int) -> Path:
+        """Where it is written."""
+        return self.folder / f".step-{step}.partial"
+
+    def steps(self) -> list[int]:
+        """Of all checkpoints that have a manifest, in rising order."""
+        if not self.folder.is_dir():
+            return []
+        found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if (path / MANIFEST).is_file())
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest(self) -> tuple[Path, Manifest, list[CheckpointError]]:
+        """The newest checkpoint whose files are all as they were written, and what is wrong with those after it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        damaged: list[CheckpointError] = []
+        for step in reversed(self.steps()):
+            try:
+                manifest = read_manifest(self.path(step))
+                check_files(self.path(step), manifest)
+            except CheckpointError as error:
+                damaged.append(error)
+                continue
+            return self.path(step), manifest, damaged
+        if damaged:
+            raise damaged[0]
+        raise CheckpointError(
+            f"there is no checkpoint in {self.folder}",
+            hint="a run writes them with --checkpoint-every; --resume PATH takes one from elsewhere",
+        )
+
+    def commit(self, step: int) -> None:
+        """Give the partial folder of a step its name; an older checkpoint of the same step is replaced.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        old = self.folder / f".step-{step}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if self.path(step).exists():
+            self.path(step).rename(old)
+        self.partial(step).rename(self.path(step))
+        sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def prune(self, keep: int) -> None:
+        """Take all but the newest checkpoints away."""
+        for step in self.steps()[:-keep]:
+            leaving = self.folder / f".step-{step}.old"
+            try:
+                self.path(step).rename(leaving)
+            except OSError:
+                continue
+            shutil.rmtree(leaving, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Take away what a run that was killed has left half written."""
+        for path in [*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.old")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the disk has the names in a folder.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,77 @@
+"""Files of tensors: safetensors, written whole to the disk, with a digest of every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fxpipe.checkpoint.manifest import FileEntry
+from fxpipe.checkpoint.safetensors_writer import DTYPES, header
+from fxpipe.errors import CheckpointError
+from fxpipe.plan.spec import TensorSpec
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write contiguous tensors on the CPU under their names; returns when the disk has them.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
+    specs = [(name, TensorSpec(tuple(t.shape), t.stride(), str(t.dtype)[6:])) for name, t in tensors.items()]
+    blocks = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
+    return write_bytes(path, header(specs), *blocks)
+
+
+def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
+    """Write a file; returns when the disk has it.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(digest.hexdigest(), size)
+
+
+class TensorFile:
+    """Reads single tensors of a safetensors file, each into memory of its own.
+
+    Raises:
+        CheckpointError: it is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(str(path), framework="pt")
+            self.names = frozenset(self._file.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path)) from error
+
+    def __call__(self, name: str) -> Tensor:
+        """A tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path))
+        found: Tensor = self._file.get_tensor(name)
+        return torch.empty(found.shape, dtype=found.dtype).copy_(found)
+
+
+def storable(tensor: Tensor) -> bool:
+    """Whether a safetensors file can hold tensors of this kind."""
+    return str(tensor.dtype)[6:] in DTYPES

@@ -1,0 +1,254 @@
+"""Saves the workers' shards while they train on: a thread of each process writes them, worker 0's makes them a whole.
+
+every worker:  take a copy of its shard at step S │ train on
+  its thread:                                    │ write the files, sync, report their digests
+worker 0's:                                      │ wait for all reports, write the manifest, rename
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fxpipe.checkpoint.interval import Interval
+from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from fxpipe.checkpoint.shard import INDEX, Shard, write_index, write_shard
+from fxpipe.checkpoint.shelf import Shelf, sync_folder
+from fxpipe.checkpoint.tensor_file import write_bytes
+from fxpipe.checkpoint.tree import Unwritable
+from fxpipe.errors import CheckpointError
+from fxpipe.messages import warn
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.agenda import Agenda
+from fxpipe.runtime.process.coming_shapes import AHEAD
+from fxpipe.runtime.process.resume import Resumed, about_run
+from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
+from fxpipe.runtime.worker.captures import Captures
+from fxpipe.runtime.worker.executor import Executor
+
+LOOK = 0.05
+"""Seconds between two looks for the reports of others."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, for the workers of one process.
+
+    Args:
+        every: how often.
+        step: the run's first.
+        executors: this process's.
+        shards: of each, those of the checkpoint that minibatches in flight go on from; empty if none do.
+        shapes: batches have several shapes: worker 0 reads some ahead.
+
+    Attributes:
+        data: tells, on worker 0, where the data stand after so many minibatches (see `Feed.mark`).
+        asked: whether the run is to stop after one more; asked where worker 0 is.
+    """
+
+    def __init__(
+        self,
+        every: Interval,
+        step: int,
+        executors: Sequence[Executor],
+        writer: ShardWriter,
+        exchange: Exchange,
+        shards: Sequence[Sequence[Shard]] = (),
+        shapes: bool = False,
+    ) -> None:
+        self.every = every
+        self.writer = writer
+        self.data: Callable[[int], Any] = lambda step: None
+        self.asked: Callable[[], bool] = lambda: False
+        demand = executors[0].store.demand
+        reach = max(demand.reach(owner) for owner in range(demand.plan.workers))
+        ahead = reach + 1 + (AHEAD if shapes else 0)
+        self.agenda = Agenda(exchange, step, ahead, every.seconds, writer.whole, lambda: self.asked())
+        pasts = [of_worker[0].past for of_worker in shards] or [{} for _ in executors]
+        self._captures = {
+            executor.worker: Captures(executor, self.due, past) for executor, past in zip(executors, pasts, strict=True)
+        }
+        executors[0].entering = self.agenda.begin
+
+    @staticmethod
+    def of(
+        options: PipelineOptions,
+        plan: Plan,
+        recipe: Recipe,
+        out: str | None,
+        executors: Sequence[Executor],
+        resumed: Resumed | None,
+        shards: Sequence[Sequence[Shard]] = (),
+        exchange: Exchange | None = None,
+    ) -> Checkpoints | None:
+        """Those that the options ask for; None if they ask for none.
+
+        Args:
+            resumed, shards: the checkpoint that the run goes on from, and of each executor what it has read of it.
+            exchange: with the other processes of the run; None if there are none.
+
+        Raises:
+            CheckpointError: there is no output folder for them.
+        """
+        if options.checkpoint_every is None:
+            return None
+        if out is None:
+            raise CheckpointError("checkpoints need an output folder", hint="give out=FOLDER, where they will stand")
+        whole = any(executor.worker == 0 for executor in executors)
+        shelf = Shelf.of(out)
+        if whole:
+            shelf.clear()
+        exchange = exchange or LocalExchange()
+        writer = ShardWriter(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep)
+        every, step = Interval.of(options.checkpoint_every), 0 if resumed is None else resumed.step
+        exact = shards if resumed is not None and resumed.exact else ()
+        return Checkpoints(every, step, executors, writer, exchange, exact, bool(plan.shapes))
+
+    def take(self, worker: int) -> None:
+        """Call between two actions of a worker: has its shard written if it has reached a step that is due."""
+        shard = self._captures[worker].take()
+        if shard is None:
+            return
+        if worker == 0:
+            shard.data = self.data(shard.step)
+        self.writer.put(worker, shard, last=shard.step == self.agenda.stop)
+
+    def finish(self) -> None:
+        """The run is over: wait until all its checkpoints are on the disk."""
+        self.writer.finish()
+
+    def abandon(self) -> None:
+        """Stop: what is not whole by now will not be."""
+        self.writer.abandon()
+
+    def due(self, step: int) -> bool:
+        """Whether there is a checkpoint at a step."""
+        return self.every.due(step) or step in self.agenda
+
+
+class ShardWriter:
+    """Writes the shards of this process's workers, and on worker 0 makes checkpoints of all shards.
+
+    A checkpoint that cannot be written is given up and said; training goes on, earlier checkpoints stay.
+
+    Args:
+        about: what the manifest says of the run: `plan`, `run`, `versions`.
+        whole: whether this process has worker 0.
+        keep: how many checkpoints stay.
+
+    Attributes:
+        whole: as given.
+        logs: has what the run has logged so far written to the disk.
+        ended: called, in the writing thread, once the last checkpoint is whole or given up, with its step and folder.
+    """
+
+    def __init__(
+        self, shelf: Shelf, plan: Plan, about: Mapping[str, Any], exchange: Exchange, whole: bool, keep: int
+    ) -> None:
+        self.shelf, self.plan, self.about, self.exchange = shelf, plan, about, exchange
+        self.keep = keep
+        self.logs: Callable[[], None] = lambda: None
+        self.ended: Callable[[int, Path | None], None] = lambda step, path: None
+        self._last: int | None = None
+        self.whole = whole
+        self._shards: queue.Queue[tuple[int, Shard] | None] = queue.Queue(maxsize=max(1, plan.workers))
+        self._waiting: dict[int, int] = {}  # the steps whose reports are not all there, and their start
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def put(self, worker: int, shard: Shard, last: bool = False) -> None:
+        """Have a worker's shard written; waits if the disk has not taken those before. After the last the run stops."""
+        if last:
+            self._last = shard.step
+        self._shards.put((worker, shard))
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk, that of other processes, too, if this one has worker 0."""
+        self._shards.put(None)
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Stop: what is not whole by now will not be."""
+        self._ending.set()
+
+    def _work(self) -> None:
+        ending = False
+        while not self._ending.is_set() and not (ending and not self._waiting):
+            try:
+                job = self._shards.get(timeout=LOOK)
+            except queue.Empty:
+                job = None
+                with suppress(RuntimeError):  # the store is gone: so is the run
+                    self._commit_complete()
+                    self._look_for_end()
+                continue
+            if job is None:
+                ending = True
+            else:
+                self._write(*job)
+
+    def _write(self, worker: int, shard: Shard) -> None:
+        partial = self.shelf.partial(shard.step)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            files = write_shard(partial, self.plan, worker, shard)
+            report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
+        except (OSError, Unwritable) as error:
+            report = {"error": getattr(error, "strerror", None) or str(error)}
+        if self.whole:
+            self._waiting.setdefault(shard.step, shard.start)
+        self.exchange.set(_key(shard.step, worker), json.dumps(report))
+
+    def _commit_complete(self) -> None:
+        for step in sorted(self._waiting):
+            reports = self.exchange.get([_key(step, worker) for worker in range(self.plan.workers)])
+            if reports is not None:
+                self._commit(step, self._waiting.pop(step), [json.loads(report) for report in reports])
+
+    def _look_for_end(self) -> None:
+        """Where worker 0 is not: the last checkpoint is over when worker 0 says so."""
+        if self._last is not None and not self.whole and self.exchange.get([_over(self._last)]) is not None:
+            step, self._last = self._last, None
+            self.ended(step, None)
+
+    def _commit(self, step: int, start: int, reports: list[dict[str, Any]]) -> None:
+        partial = self.shelf.partial(step)
+        failed = [f"worker {worker}: {r['error']}" for worker, r in enumerate(reports) if "error" in r]
+        try:
+            if failed:
+                raise OSError("; ".join(failed))
+            files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
+            files[INDEX] = write_index(partial, self.plan)
+            manifest = Manifest(step, start, self.plan.workers, **self.about, files=files)
+            write_bytes(partial / MANIFEST, manifest.to_json().encode())
+            sync_folder(partial)
+            self.logs()
+            self.shelf.commit(step)
+        except OSError as error:
+            warn(
+                f"the checkpoint at step {step} could not be written: {error.strerror or error}; training "
+                "goes on, and the checkpoints before it stay"
+            )
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            self.shelf.prune(self.keep)
+        if step == self._last:
+            self.exchange.set(_over(step), "")
+            self.ended(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
+
+
+def _key(step: int, worker: int) -> str:
+    return f"fxpipe/checkpoint/{step}/{worker}"
+
+
+def _over(step: int) -> str:
+    return f"fxpipe/checkpoint/{step}/over"

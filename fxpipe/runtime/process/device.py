@@ -1,0 +1,38 @@
+"""The device of one process of a distributed run, and what carries messages between the devices."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.wires.group import peers
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's device; of several CUDA devices that of its local rank.
+
+    Raises:
+        RunError: there is none of the build's kind.
+    """
+    if kind != "cuda":
+        return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise RunError("the build is for CUDA, but torch sees no CUDA device", hint="compile with --device cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def common_backend(device: torch.device, rank: int, workers: int) -> str:
+    """NCCL if every worker on every machine has a device of its own, else gloo."""
+    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+    own = device.type == "cuda" and torch.cuda.device_count() >= local_workers
+    answers: list[Any] = [None] * workers
+    with peers(rank):
+        dist.all_gather_object(answers, own)
+    return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"

@@ -1,0 +1,192 @@
+"""Where a run goes on: the checkpoint, and whether minibatches in flight are taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import fxpipe
+from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
+from fxpipe.checkpoint.shard import Shard, files_of, read_shard
+from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.errors import CheckpointError, listed
+from fxpipe.messages import warn
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.schedule.action import Action
+
+Options = TypeVar("Options", bound=PipelineOptions)
+
+KEPT = ("schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema", "seed")
+"""The options of a run that its numbers depend on: one that is not given is that of the checkpoint."""
+
+OF_SCHEDULE = ("policy", "sync_steps", "rate_discount")
+"""Those of them that mean nothing under another schedule."""
+
+NEWEST = "newest"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from.
+
+    Attributes:
+        exact: the same cuts, schedule and policy: minibatches in flight go on as if nothing had happened. Else the
+            pipeline begins empty, with the weights of this step everywhere.
+    """
+
+    path: Path
+    manifest: Manifest
+    exact: bool
+
+    @property
+    def step(self) -> int:
+        """How many steps have been made."""
+        return self.manifest.step
+
+    def shards(self, worker: int) -> list[Shard]:
+        """What a worker needs: its own shard if the run is the same, else those of all workers.
+
+        Raises:
+            CheckpointError: files are damaged.
+        """
+        workers = self.manifest.workers
+        wanted = [worker] if self.exact else range(workers)
+        for each in wanted:
+            check_files(self.path, self.manifest, files_of(each, workers))
+        return [read_shard(self.path, self.step, each, workers) for each in wanted]
+
+    def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
+        """The rest of a worker's row."""
+        start = self.manifest.start if self.exact else self.step
+        return recipe.segments.after(recipe.schedule, worker, self.step, start, stop)
+
+
+def resumed_options(options: Options, out: str | Path | None) -> Options:
+    """The options of a run: to go on, with those of the checkpoint in place of what is not given.
+
+    Called again on its result, it changes nothing.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint there; or the run would mix its own with those of another.
+    """
+    shelf = None if out is None else Shelf.of(out)
+    if options.resume is None:
+        if shelf is not None and shelf.steps():
+            raise CheckpointError(
+                f"{out} has the checkpoints of an earlier run, at step {shelf.steps()[-1]} the newest",
+                hint="--resume goes on from there; for a new run choose another --out, or delete them",
+            )
+        return options
+    if options.resume == NEWEST:
+        path, manifest = _newest(shelf)
+    else:
+        path = Path(options.resume)
+        manifest = read_manifest(path)
+        later = [step for step in shelf.steps() if step > manifest.step] if shelf is not None else []
+        if later and options.weights != options.resume:
+            raise CheckpointError(
+                f"{out} has checkpoints of later steps than {manifest.step}: {listed([f'step-{s}' for s in later])}",
+                hint="choose another --out, or delete them",
+            )
+    if options.weights not in (None, str(path)):
+        raise CheckpointError("a run goes on with the weights of its checkpoint: --weights would take others")
+    defaults = {field.name: field.default for field in dataclasses.fields(PipelineOptions)}
+    names = [name for name in KEPT if getattr(options, name) == defaults[name]]
+    if "schedule" not in names and options.schedule != manifest.run["schedule"]:
+        names = [name for name in names if name not in OF_SCHEDULE]
+    kept = {name: manifest.run[name] for name in names}
+    return dataclasses.replace(options, resume=str(path), weights=str(path), **kept)
+
+
+def newest_options(options: Options, out: str | None) -> Options:
+    """The options of a run that begins again after it was interrupted: on from its newest whole checkpoint, if any."""
+    if options.checkpoint_every is None or out is None or not Shelf.of(out).steps():
+        return options
+    return resumed_options(dataclasses.replace(options, resume=NEWEST, weights=None), out)
+
+
+def resumed_step(options: PipelineOptions, total: int | None = None) -> int | None:
+    """The step of the checkpoint that `resumed_options` found; None if the run begins anew.
+
+    Args:
+        total: how many steps the run is to have.
+
+    Raises:
+        CheckpointError: it has had more.
+    """
+    if options.resume is None:
+        return None
+    step = read_manifest(Path(options.resume)).step
+    if total is not None and step > total:
+        raise CheckpointError(
+            f"the checkpoint is of step {step}, and the run is to have {total} steps in all",
+            where=options.resume,
+            hint=f"--steps counts from the beginning: give one above {step}",
+        )
+    return step
+
+
+def last_checkpoint(options: PipelineOptions, out: str | None) -> str | None:
+    """The newest checkpoint that a run could go on from now, as a user would give it; None without any."""
+    steps = Shelf.of(out).steps() if out is not None else []
+    return str(Shelf.of(str(out)).path(steps[-1])) if steps else options.resume
+
+
+def _newest(shelf: Shelf | None) -> tuple[Path, Manifest]:
+    if shelf is None:
+        raise CheckpointError("without an output folder there is no newest checkpoint", hint="--resume PATH")
+    path, manifest, damaged = shelf.newest()
+    for error in damaged:
+        warn(f"{error.where}: {error.what}; going on from {path.name} instead")
+    return path, manifest
+
+
+def opened(options: PipelineOptions, recipe: Recipe, plan: Plan) -> Resumed | None:
+    """The checkpoint that `resumed_options` found; None if the run begins anew."""
+    if options.resume is None:
+        return None
+    path = Path(options.resume)
+    manifest = read_manifest(path)
+    about = run_of(options, recipe)
+    same = all(manifest.run[name] == about[name] for name in ("schedule", "policy", "sync_steps"))
+    return Resumed(path, manifest, same and manifest.plan == plan.digest)
+
+
+def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """What a manifest says of the run."""
+    versions = {"fxpipe": fxpipe.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"plan": plan.digest, "run": run_of(options, recipe), "versions": versions}
+
+
+def run_of(options: PipelineOptions, recipe: Recipe) -> dict[str, Any]:
+    """The options that the numbers depend on, with what the build decides where they are not given."""
+    found = {name: getattr(options, name) for name in KEPT}
+    return {**found, "schedule": recipe.schedule.name, "policy": str(recipe.policy)}
+
+
+def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Shard], stop: int | None = None) -> None:
+    """Begin a worker's first segment, or go on in the middle of that of the checkpoint."""
+    store = executor.store
+    if resumed is None or not resumed.exact:
+        store.begin(store.version, stop)
+    else:
+        store.go_on(resumed.manifest.start, shards[0].past, stop)
+
+
+def restore(executors: Sequence[Executor], resumed: Resumed) -> list[list[Shard]]:
+    """Put each worker into the state of the checkpoint, but for what is in flight; returns its shards."""
+    found = []
+    for executor in executors:
+        shards = resumed.shards(executor.worker)
+        executor.load(shards, resumed.exact)
+        found.append(shards)
+    return found

@@ -1,0 +1,128 @@
+"""What one worker must have to go on from a step as if it had never stopped, taken while it trains on.
+
+A checkpoint at step S is a cut by minibatches: all actions of those before S are over, none of those from S on has
+begun. No worker is ever in that state, for with `async` the forwards of S and of later minibatches run before the
+update that makes version S. Whoever goes on from the checkpoint runs them again, on what they have met:
+
+    worker 0:  …  F7  B4  F8  B5  F9  B6  F10  B7 │ F11 …       S = 8: │ is where version 8 is live
+                          ▲                       ▲
+                   buffers as the                 weights, state of the optimizer
+                   forward of 8 meets them
+
+and, in each of the updates before S, what F8 … F10 read of the version that the update replaces, predicted as they
+read it, here or on other workers. These weights depend on nothing but the version, so it does not matter whether those
+forwards have run: a run that ends at S can be made longer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.checkpoint.shard import Past, Shard
+from fxpipe.runtime.worker.executor import Executor
+
+Due = Callable[[int], bool]
+"""Whether there is to be a checkpoint at a step; known `Captures.reach` steps before, and from then on the same."""
+
+
+class Captures:
+    """Takes a worker's shards of the checkpoints that are due.
+
+    Args:
+        past: of the shard that the run goes on from: the next checkpoints may need some of it again.
+
+    Attributes:
+        reach: how many updates back the minibatches in flight read this worker's weights.
+    """
+
+    def __init__(self, executor: Executor, due: Due, past: Past) -> None:
+        self.executor = executor
+        self.due = due
+        self.reach = executor.store.demand.reach(executor.worker)
+        self._begun: dict[int, Shard] = {}
+        self._taken = executor.store.version
+        self._earlier = {key: {name: copied(value) for name, value in of.items()} for key, of in past.items()}
+        executor.store.leaving = self._keep
+        executor.beginning = self._begin
+
+    def take(self) -> Shard | None:
+        """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
+        store = self.executor.store
+        step = store.version
+        if step == self._taken or store.unsettled is not None:
+            return None
+        self._taken = step
+        if not self.due(step):
+            return None
+        shard = self._begun.pop(step, None) or Shard(step)
+        if not shard.buffers:  # no forward of it has begun
+            shard.buffers = dict(self.executor.buffers)
+        shard.start = store.start
+        for version, ahead, names in self._needed_earlier(step):
+            held = shard.past.setdefault((version, ahead), {})
+            held.update({name: self._earlier[version, ahead][name] for name in names})
+        shard.past = dict(sorted(shard.past.items()))
+        shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
+        shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
+        shard.state = _copy(store.state(), {})
+        return shard
+
+    def _begin(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
+        if minibatch > self._taken and self.due(minibatch):
+            self._of(minibatch).buffers = dict(self.executor.buffers)
+
+    @torch.no_grad()
+    def _keep(self, version: int) -> None:
+        """A version is about to be replaced."""
+        store = self.executor.store
+        for step in range(version + 1, version + self.reach + 1):
+            if not self.due(step):
+                continue
+            past = self._of(step).past
+            for ahead, names in self._needed(version, step):
+                held = past.setdefault((version, ahead), {})
+                found = store.predictions.look(names, ahead)
+                held.update({name: copied(found[name]) for name in names if name not in held})
+
+    def _needed(self, version: int, step: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """What actions of minibatches from a step on read of a version: how far ahead, and which parameters."""
+        demand = self.executor.store.demand
+        for reader in range(demand.plan.workers):
+            for message in demand.messages(
+                self.executor.worker, reader, version, self.executor.store.start, None, step
+            ):
+                yield message.ahead, message.names
+
+    def _needed_earlier(self, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """Of the versions before this run went on; they are forgotten as soon as no step needs them."""
+        self._earlier = {key: of for key, of in self._earlier.items() if key[0] >= step - self.reach}
+        for version in sorted({version for version, _ in self._earlier}):
+            for ahead, names in self._needed(version, step):
+                yield version, ahead, names
+
+    def _of(self, step: int) -> Shard:
+        return self._begun.setdefault(step, Shard(step))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _copy(value: Any, done: dict[int, Tensor]) -> Any:
+    """The same with copies of all tensors, on the CPU, in the layout they have."""
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            done[id(value)] = torch.empty_like(value, device="cpu", requires_grad=False).copy_(value.detach())
+        return done[id(value)]
+    if type(value) is dict:
+        return {key: _copy(each, done) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy(each, done) for each in value)
+    return copy.deepcopy(value)

@@ -1,0 +1,222 @@
+"""A run that goes on from a checkpoint ends with the bits of the run that was never interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
+
+import fxpipe
+from fxpipe import Build
+
+STEPS = 26
+
+
+class Net(nn.Module):
+    """Buffers that forwards update, dropout, and enough layers for four workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5))
+        self.drop = nn.Dropout(0.1)
+        self.leave = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.enter(x))
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        return self.leave(self.drop(x))
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def batches(count: int = STEPS) -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(count)]
+
+
+def built(workers: int, microbatches: int, **options: Any) -> Build:
+    torch.manual_seed(0)
+    return fxpipe.compile(
+        Net(), loss, batches(1)[0], workers=workers, microbatches=microbatches, cost="analytic", **options
+    )
+
+
+PINNED = {
+    2: (("layers.3",), ("layers.1",)),
+    4: (("layers.1", "layers.3", "leave"), ("layers.0", "layers.2", "layers.4")),
+}
+
+
+@pytest.fixture(scope="module")
+def builds() -> Callable[..., Build]:
+    made: dict[Any, Build] = {}
+
+    def get(workers: int, microbatches: int, apart: bool = False) -> Build:
+        key = (workers, microbatches, apart)
+        if key not in made:
+            forward, backward = PINNED[workers]
+            cuts = {"forward_at": forward, "backward_at": backward} if apart else {}
+            made[key] = built(workers, microbatches, **cuts)
+        return made[key]
+
+    return get
+
+
+class Wandering(Optimizer):
+    """Keeps more than `state`: a count and a tensor of its own, and a list in a parameter's state."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+        self.made = 0
+        self.mean = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                held = self.state[p]
+                held.setdefault("pair", [torch.zeros_like(p), torch.zeros_like(p)])
+                held["pair"] = [held["pair"][1] * 0.9 + p.grad, held["pair"][0] * 0.9 - p.grad]
+                self.mean = 0.9 * self.mean + p.grad.abs().mean()
+                p.sub_(held["pair"][0] + 0.001 * torch.randn_like(p), alpha=group["lr"] / (1 + 0.01 * self.made))
+                p.sub_(self.mean * 0.001)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda named: SGD([p for _, p in named], lr=0.05, momentum=0.9),
+    "plain sgd": lambda named: SGD([p for _, p in named], lr=0.05),
+    "adamw": lambda named: AdamW([p for _, p in named], lr=0.01),
+    "nadam": lambda named: NAdam([p for _, p in named], lr=0.01, betas=(0.99, 0.999)),
+    "adadelta": lambda named: Adadelta([p for _, p in named], lr=0.5),
+    "groups": lambda named: AdamW(
+        [{"params": [p for n, p in named if p.ndim > 1]}, {"params": [p for n, p in named if p.ndim == 1], "lr": 0.02}],
+        lr=torch.tensor(0.01),
+    ),
+    "several": lambda named: [
+        SGD([p for n, p in named if p.ndim > 1], lr=0.05, momentum=0.9),
+        AdamW([p for n, p in named if p.ndim == 1], lr=0.01),
+    ],
+    "own": lambda named: Wandering([p for _, p in named], lr=0.02),
+}
+
+
+class _Falling:
+    """A scheduler that nobody can copy or write."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.steps, self.rule = optimizer, 0, lambda step: 0.97
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self.rule(self.steps)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda optimizer: None,
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "steps": lambda optimizer: MultiStepLR(optimizer, [5, 9, 14]),
+    "cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS + 4),
+    "own": _Falling,
+}
+
+SHAPES = [(2, 1, True), (4, 1, False), (4, 1, True), (4, 4, True)]
+MORE = {"clip_norm": 0.5, "log_staleness": True}
+
+# workers, microbatches, distinct cuts, optimizer, scheduler, options, steps to go on from
+CASES: list[tuple[int, int, bool, str, str, dict[str, Any], Sequence[int]]] = [
+    (4, 1, False, "sgd", "cosine", {"policy": "spectrain", "clip_norm": 0.5, "ema": 0.9}, (1, 2, 3, 11, STEPS)),
+    (4, 4, False, "adamw", "lambda", {"policy": "spectrain"}, (1, 12)),
+    (4, 2, False, "adamw", "cycle", {"policy": "latest+ef"}, (2, 12)),
+    (4, 1, False, "sgd", "steps", {"policy": "stash+sc"}, (3, 12)),
+    (4, 1, True, "groups", "cosine", {"policy": "pipeoptim+keep"}, (2, 13)),
+    (4, 1, False, "adadelta", "own", {"policy": "spectrain"}, (2, 13)),
+    (4, 1, False, "several", "steps", {"policy": "vertical"}, (2, 13)),
+    (4, 1, False, "own", "cosine", {"policy": "latest"}, (3, 14)),
+    (2, 1, True, "own", "own", {"policy": "2bw+predict"}, (1, 14)),
+    (4, 4, False, "nadam", "none", {"policy": "2bw+ef"}, (3, 15)),
+    (4, 2, False, "sgd", "cosine", {"policy": "xpipe"}, (1, 15)),
+    (4, 1, False, "plain sgd", "cosine", {"policy": "lwp"}, (2, 16)),
+    (4, 1, False, "sgd", "cosine", {"policy": "spectrain+decay", "sync_steps": 9, "clip_norm": 0.5}, (4, 8, 9, 10, 17)),
+    (4, 1, False, "adamw", "none", {"policy": "latest", "rate_discount": 18}, (3, 13)),
+    (4, 2, True, "adamw", "cosine", {"schedule": "1f1b", "clip_norm": 0.5}, (1, 13)),
+    (2, 2, False, "own", "own", {"schedule": "gpipe"}, (7,)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[3]}-{'-'.join(map(str, case[5].values()))}")
+def test_goes_on_with_the_same_bits(case: Any, builds: Callable[..., Build], tmp_path: Path) -> None:
+    workers, microbatches, apart, optimizer, scheduler, options, steps = case
+    build = builds(workers, microbatches, apart)
+    check(build, tmp_path, OPTIMIZERS[optimizer], SCHEDULERS[scheduler], options, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["latest", "stash", "vertical", "2bw", "2bw+predict", "spectrain", "spectrain+keep",
+                                    "pipeoptim", "pipeoptim+keep", "xpipe", "lwp"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workers", "microbatches", "apart"), [(2, 1, True), (4, 1, False), (4, 1, True), (4, 4, True)]
+)
+def test_every_policy_with_every_optimizer(
+    policy: str, workers: int, microbatches: int, apart: bool, builds: Callable[..., Build], tmp_path: Path
+) -> None:
+    build = builds(workers, microbatches, apart)
+    for (name, optimizer), more in itertools.product(
+        OPTIMIZERS.items(), ({}, {"clip_norm": 0.5, "log_staleness": True})
+    ):
+        check(
+            build, tmp_path / f"{name}{len(more)}", optimizer, SCHEDULERS["cosine"], {"policy": policy, **more}, (2, 13)
+        )
+
+
+def check(
+    build: Build, out: Path, optimizer: Any, scheduler: Any, options: dict[str, Any], steps: Sequence[int]
+) -> None:
+    """The run is saved after every step; it goes on from some, and is saved again after each."""
+    given = {"optimizer": optimizer, "lr_scheduler": scheduler, "accept_optimizer_per_worker": True}
+    whole = build.local(**given, **options)
+    losses = whole.run(batches())
+    saved = build.local(**given, **options, checkpoint_every="1", keep=STEPS, out=out / "saved")
+    assert saved.run(batches()) == losses
+    saved.checkpoints.finish()
+    assert digest(saved) == digest(whole), "saving changes training"
+    for step in steps:
+        path = out / "saved" / "checkpoints" / f"step-{step}"
+        again = build.local(**given, resume=path, checkpoint_every="1", keep=STEPS, out=out / f"from {step}")
+        assert again.fed == step
+        assert again.run(batches()[step:]) == losses[step:]
+        again.checkpoints.finish()
+        assert digest(again) == digest(whole)
+        for later in range(step + 1, STEPS + 1):
+            first, second = (
+                folder / "checkpoints" / f"step-{later}" for folder in (out / "saved", out / f"from {step}")
+            )
+            for file in first.iterdir():
+                if file.name != "checkpoint.json":
+                    assert file.read_bytes() == (second / file.name).read_bytes(), f"{later}: {file.name}"
+
+
+def digest(pipeline: Any) -> str:
+    found = hashlib.sha256()
+    averages = pipeline.averaged_state_dict() if pipeline.averages() is not None else {}
+    for name, value in [*pipeline.state_dict().items(), *averages.items()]:
+        found.update(name.encode())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
