@@ -59,14 +59,11 @@ class Encoder:
             return [self(each, f"{place}[{i}]") for i, each in enumerate(value)]
         if isinstance(value, Mapping):
             return self._mapping(value, place)
-        given: Any = value
-        for tag, kind in SEQUENCES.items():
-            if type(given) is kind:
-                items: list[Any] = list(given)
-                if tag in ("set", "frozenset"):
-                    items.sort(key=repr)
-                return {tag: [self(each, f"{place}[{i}]") for i, each in enumerate(items)]}
-        return self._scalar(value, place)
+        tag = next((tag for tag, kind in SEQUENCES.items() if type(value) is kind), None)
+        if tag is None:
+            return self._scalar(value, place)
+        items = sorted(value, key=repr) if tag in ("set", "frozenset") else list(value)
+        return {tag: [self(each, f"{place}[{i}]") for i, each in enumerate(items)]}
 
     def _mapping(self, value: Mapping[Any, Any], place: str) -> Any:
         kind = type(value)
