@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 @option_fields(CompileOptions, "workers")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast")
+@click.option(
+    "--like",
+    type=click.Path(file_okay=False),
+    metavar="BUILD",
+    help="Take schedule, policy, microbatches and autocast of this build where they are not given.",
+)
 @option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "scan")
 @option_fields(ModelOptions, "device")
 @option_fields(CompileOptions, "threads")
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
 def compile_command(
     model: str,
     out: str,
+    like: str | None,
     device: str | None,
     seed: int,
     meta: bool,
@@ -69,6 +76,7 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 4 --schedule 1f1b --microbatches 8 -o build/
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
+    fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.other_microbatches import own_and_others
@@ -77,6 +85,8 @@ def compile_command(
     from fxpipe.plan.lock import build_lock, locked
     from fxpipe.simulator.forecast import forecast
 
+    if like is not None:
+        asked |= _like(like)
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
     check_cuts(options)
     if meta and verify:
@@ -118,6 +128,26 @@ def compile_command(
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
     return 1 if failed else 0
+
+
+def _like(folder: str) -> dict[str, Any]:
+    """The options of another build, where the command line does not give them: so that its checkpoints go on alike."""
+    from click.core import ParameterSource
+
+    from fxpipe.plan.build_folder import read_plan
+
+    plan, context = read_plan(folder), click.get_current_context()
+    found = {
+        "schedule": plan.schedule,
+        "policy": plan.policy,
+        "microbatches": plan.microbatches,
+        "autocast": plan.autocast,
+        "accept_microbatch_loss": bool(plan.differs_from_whole),
+    }
+    given = {name for name in found if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    if "schedule" in given and context.params["schedule"] != plan.schedule:
+        given.add("policy")  # it belongs to the schedule
+    return {name: value for name, value in found.items() if name not in given}
 
 
 def _print(

@@ -17,7 +17,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.polite_stop import PoliteStop
-from fxpipe.runtime.process.resume import last_checkpoint, resumed_options, resumed_step
+from fxpipe.runtime.process.resume import last_checkpoint, resumed_options, resumed_step, say_resumed
 from fxpipe.runtime.process.run_summary import (
     add_trace,
     averages_evaluated,
@@ -104,6 +104,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                         warn_if_edited(loaded)
                 pipeline.evaluation.while_training(every(options.eval_every, total), data, record.evaluated)
             check_unchanged(files)
+            if pipeline.resumed is not None:
+                say_resumed(pipeline.resumed)
             warn_of_staleness(pipeline.recipe, executors[0])
             warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
             for watch in watches:

@@ -38,7 +38,7 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
-from fxpipe.runtime.process.resume import begin_or_go_on, last_checkpoint, opened, restore, resumed_step
+from fxpipe.runtime.process.resume import begin_or_go_on, last_checkpoint, opened, restore, resumed_step, say_resumed
 from fxpipe.runtime.process.run_summary import (
     averages_evaluated,
     evaluated_last,
@@ -247,6 +247,8 @@ class RankRun:
             if self.checkpoints is not None:
                 self.checkpoints.writer.logs = self.record.sync
             self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
+            if self.resumed is not None:
+                say_resumed(self.resumed)
             warn_of_staleness(self.recipe, self.executor)
             warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
         record = self.record

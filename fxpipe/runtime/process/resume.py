@@ -16,7 +16,7 @@ from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
 from fxpipe.checkpoint.shard import Shard, files_of, read_shard
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import CheckpointError, listed
-from fxpipe.messages import warn
+from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
@@ -139,6 +139,14 @@ def last_checkpoint(options: PipelineOptions, out: str | None) -> str | None:
     """The newest checkpoint that a run could go on from now, as a user would give it; None without any."""
     steps = Shelf.of(out).steps() if out is not None else []
     return str(Shelf.of(str(out)).path(steps[-1])) if steps else options.resume
+
+
+def say_resumed(resumed: Resumed) -> None:
+    """Tell the user where a run goes on, and whether as the one that was interrupted."""
+    text = f"going on after step {resumed.step}, from {resumed.path}"
+    if not resumed.exact:
+        text += ": the build, the schedule or the policy is another one, so the pipeline begins empty"
+    say(text)
 
 
 def _newest(shelf: Shelf | None) -> tuple[Path, Manifest]:
