@@ -88,3 +88,48 @@ def test_an_error_in_the_data() -> None:
     feed.next_batch()
     with pytest.raises(TaskError, match=r"train_data\(\) raised KeyError: 'image'"):
         feed.next_batch()
+
+
+class Counted:
+    """An iterable that says where it stands, as torchdata's StatefulDataLoader."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterable[float]:
+        while self.at < 4:
+            self.at += 1
+            Counted.made += 1
+            yield self.at + float(torch.rand(())) + random.random()
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("data", [noise, Counted])
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_goes_on_where_it_stood(data: Callable[[], Any], step: int) -> None:
+    whole = Feed(Task(data), 5)
+    whole.marks = lambda batches: batches == step
+    batches = [whole.next_batch() for _ in range(10)]
+    mark = whole.mark(step)
+    assert (mark is None) == (data is noise)
+    torch.manual_seed(9)
+    random.seed(9)
+    again = Feed(Task(data), 5)
+    Counted.made = 0
+    again.go_on(step, mark)
+    assert Counted.made == 0, "data that say where they stand are not made again"
+    assert [again.next_batch() for _ in range(10 - step)] == batches[step:]
+
+
+def test_says_when_skipping_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(feeding, "SAY_SECONDS", -1.0)
+    Feed(Task(noise), 0).go_on(2, None)
+    assert "skipping the data of the first 2 steps: 1 so far" in capsys.readouterr().err

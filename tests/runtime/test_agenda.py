@@ -1,0 +1,69 @@
+"""Checkpoints that worker 0 decides on are known to all workers early enough, and to all the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fxpipe.runtime.process import agenda as module
+from fxpipe.runtime.process.agenda import Agenda
+from fxpipe.runtime.wires.exchange import LocalExchange
+
+
+class Clock:
+    """Time that passes as the test says."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "monotonic", made)
+    return made
+
+
+def play(
+    clock: Clock, steps: int, pace: float, seconds: float | None, asks_at: int | None
+) -> tuple[Agenda, Agenda, list[int]]:
+    """Two workers begin minibatches; the steps that both know, three steps before, are saved."""
+    exchange, asked = LocalExchange(), [False]
+    first = Agenda(exchange, 0, 3, seconds, True, lambda: asked[0])
+    second = Agenda(exchange, 0, 3, seconds, False, lambda: pytest.fail("only worker 0 is asked"))
+    known = []
+    for minibatch in range(steps):
+        asked[0] |= minibatch == asks_at
+        first.begin(minibatch)
+        second.begin(minibatch)
+        for agenda in (first, second):
+            assert (minibatch + 3 in agenda) == (minibatch + 3 in first)
+        known += [minibatch + 3] if minibatch + 3 in first else []
+        clock.now += pace
+    return first, second, known
+
+
+def test_by_the_clock(clock: Clock) -> None:
+    _, _, known = play(clock, 400, pace=0.1, seconds=10.0, asks_at=None)
+    assert len(known) == 3  # 40 seconds, entries once a second
+    assert all(90 <= after - before <= 120 for before, after in itertools.pairwise(known))
+
+
+def test_slow_steps_have_an_entry_each(clock: Clock) -> None:
+    _, _, known = play(clock, 40, pace=10.0, seconds=25.0, asks_at=None)
+    assert [after - before for before, after in itertools.pairwise(known)] == [3] * (len(known) - 1)
+
+
+def test_a_request_is_the_last(clock: Clock) -> None:
+    first, second, known = play(clock, 200, pace=0.1, seconds=None, asks_at=57)
+    assert known == [first.stop] == [second.stop]
+    assert 57 <= known[0] <= 57 + 10 + 3
+
+
+def test_nothing_without_reason(clock: Clock) -> None:
+    first, _, known = play(clock, 200, pace=0.1, seconds=None, asks_at=None)
+    assert known == []
+    assert first.stop is None
