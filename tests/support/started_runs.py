@@ -22,12 +22,13 @@ launch(RunOptions.from_json(sys.argv[1]), int(sys.argv[2]))"""
 class StartedRun:
     """A launcher that was started, and what it has started."""
 
-    def __init__(self, options: RunOptions, workers: int, temporary: Path) -> None:
+    def __init__(self, command: list[str], temporary: Path) -> None:
         temporary.mkdir(exist_ok=True)
         self.temporary = temporary
         self.launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, options.to_json(), str(workers)],
+            [sys.executable, *command],
             env={**os.environ, "TMPDIR": str(temporary)},
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -74,10 +75,17 @@ class StartedRun:
             time.sleep(0.05)
 
 
-@contextlib.contextmanager
-def started_run(options: RunOptions, workers: int, temporary: Path) -> Iterator[StartedRun]:
+def started_run(
+    options: RunOptions, workers: int, temporary: Path
+) -> contextlib.AbstractContextManager[StartedRun]:
     """Start a run; in the end whatever is left of it is killed."""
-    run = StartedRun(options, workers, temporary)
+    return started_command(["-c", LAUNCH, options.to_json(), str(workers)], temporary)
+
+
+@contextlib.contextmanager
+def started_command(command: list[str], temporary: Path) -> Iterator[StartedRun]:
+    """Start a run by what Python is to be given; in the end whatever is left of it is killed."""
+    run = StartedRun(command, temporary)
     try:
         yield run
     finally:
