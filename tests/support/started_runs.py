@@ -75,9 +75,7 @@ class StartedRun:
             time.sleep(0.05)
 
 
-def started_run(
-    options: RunOptions, workers: int, temporary: Path
-) -> contextlib.AbstractContextManager[StartedRun]:
+def started_run(options: RunOptions, workers: int, temporary: Path) -> contextlib.AbstractContextManager[StartedRun]:
     """Start a run; in the end whatever is left of it is killed."""
     return started_command(["-c", LAUNCH, options.to_json(), str(workers)], temporary)
 

@@ -186,15 +186,14 @@ class ShardWriter:
             try:
                 job = self._shards.get(timeout=LOOK)
             except queue.Empty:
-                job = None
-                with suppress(RuntimeError):  # the store is gone: so is the run
-                    self._commit_complete()
-                    self._look_for_end()
-                continue
-            if job is None:
-                ending = True
+                pass
             else:
-                self._write(*job)
+                ending = ending or job is None
+                if job is not None:
+                    self._write(*job)
+            with suppress(RuntimeError):  # the store is gone: so is the run
+                self._commit_complete()  # after every shard: on a slow disk the next one always waits
+                self._look_for_end()
 
     def _write(self, worker: int, shard: Shard) -> None:
         partial = self.shelf.partial(shard.step)
