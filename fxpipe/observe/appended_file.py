@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from pathlib import Path
 from time import monotonic
@@ -21,7 +22,8 @@ class AppendedFile:
     """Appends pieces to a file, lines or other records, each at once.
 
     If that fails (the disk is full, the folder is gone), a warning says so, once; the piece is held and tried again
-    later. A file that was deleted is made again, with all that was in it.
+    later. A file that was deleted is made again, with all that was in it. One thread may write while another syncs, and
+    does not wait for the disk.
 
     Args:
         path: the file; its folder must exist.
@@ -44,42 +46,51 @@ class AppendedFile:
         self._again = 0.0  # when to try it again
         self._looked = monotonic()
         self._failing = False
+        self._lock = threading.Lock()  # of all that is above
         self._descriptor = _opened(path, os.O_TRUNC if fresh else 0)
 
     def write(self, piece: bytes) -> None:
         """Append a piece; never raises."""
-        self._held.append(piece)
-        self._size += len(piece)
-        self.empty = False
-        self.late += self._failing
-        while self._size > HELD and len(self._held) > 1:
-            self._size -= len(self._held[1])  # of the first, a part may be written
-            del self._held[1]
-            self.lost += 1
-        if monotonic() >= self._again:
-            self._flush()
+        with self._lock:
+            self._held.append(piece)
+            self._size += len(piece)
+            self.empty = False
+            self.late += self._failing
+            while self._size > HELD and len(self._held) > 1:
+                self._size -= len(self._held[1])  # of the first, a part may be written
+                del self._held[1]
+                self.lost += 1
+            if monotonic() >= self._again:
+                self._flush()
 
     def sync(self) -> None:
         """Have all so far on the disk itself, as far as it can be written."""
-        self._flush()
         try:
-            os.fsync(self._descriptor)
+            with self._lock:
+                self._flush()
+                own = os.dup(self._descriptor)  # the other may be closed meanwhile
+            try:
+                os.fsync(own)
+            finally:
+                os.close(own)
         except OSError as error:
-            self._failed(error)
+            with self._lock:
+                self._failed(error)
 
     def close(self) -> None:
         """Try for the last time what is held, and close the file, if that has not been done; never raises."""
-        if self._descriptor < 0:
-            return
-        self._look()
-        self._flush()
-        self.lost += len(self._held)
-        self._held.clear()
-        descriptor, self._descriptor = self._descriptor, -1
-        try:
-            os.close(descriptor)
-        except OSError as error:
-            self._failed(error)
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            self._look()
+            self._flush()
+            self.lost += len(self._held)
+            self._held.clear()
+            descriptor, self._descriptor = self._descriptor, -1
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                self._failed(error)
         if self.lost:
             warn(f"{self.path}: {self.lost} line{'s are' if self.lost > 1 else ' is'} lost")
 

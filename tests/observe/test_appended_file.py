@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,3 +103,26 @@ def test_a_closed_stderr_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("sys.stderr", stderr)
     file.write(b"one\n")
     assert file.late == 1
+
+
+def test_a_thread_syncs_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines were written twice, or `IndexError: pop from an empty deque` ended the run."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # so that it syncs often
+    file = AppendedFile(tmp_path / "lines")
+    over = threading.Event()
+
+    def sync() -> None:
+        while not over.is_set():
+            file.sync()
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    pieces = [f"{k}\n".encode() for k in range(20000)]
+    try:
+        for piece in pieces:
+            file.write(piece)
+    finally:
+        over.set()
+        thread.join()
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"".join(pieces)

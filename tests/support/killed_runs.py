@@ -124,7 +124,7 @@ SCHEDULERS = {
     "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)",
     "lambda": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))",
     "steps": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9, 23])",
-    "cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60)",
+    "cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=60, cycle_momentum=False)",
 }
 POLICIES = [
     "latest", "latest+ef", "stash", "stash+sc", "stash+ef", "vertical", "2bw", "2bw+predict", "2bw+ef", "lwp",
@@ -187,7 +187,7 @@ def drawn_case(seed: int) -> Case:
     compile = ["-n", str(workers), "--microbatches", str(microbatches), "--cuts", cuts, "--schedule", schedule]
     run = ["--checkpoint-every", str(draw.randint(2, 7)), "--keep", str(draw.randint(1, 4))]
     if schedule == "async":
-        run += ["--policy", _allowed(draw.choice(POLICIES), optimizer)]
+        run += ["--policy", _allowed(draw.choice(POLICIES), optimizer, workers - 1 <= microbatches)]
         run += draw.choice([[], [], [], ["--sync-steps", "9"], ["--rate-discount", "18"]])
     run += draw.choice([[], ["--clip-norm", "0.5"]])
     run += draw.choice([[], ["--ema", "0.9"]])
@@ -198,8 +198,9 @@ def drawn_case(seed: int) -> Case:
     return Case(seed, model, workers, compile, run, kills, restarts, draw.random() < 0.5)
 
 
-def _allowed(policy: str, optimizer: str) -> str:
-    """The policy without a switch that refuses the optimizer."""
+def _allowed(policy: str, optimizer: str, accumulates: bool) -> str:
+    """The policy without a switch that refuses the optimizer; 2bw only where there are microbatches enough."""
+    policy = policy if accumulates else policy.replace("2bw", "vertical")
     base, _, switch = policy.partition("+")
     takes = {"ef": ("sgd", "adamw", "nadam", "groups"), "sc": ("sgd",)}
     return policy if optimizer in takes.get(switch, (optimizer,)) else base
