@@ -128,7 +128,7 @@ SCHEDULERS = {
 }
 POLICIES = [
     "latest", "latest+ef", "stash", "stash+sc", "stash+ef", "vertical", "2bw", "2bw+predict", "2bw+ef", "lwp",
-    "pipeoptim", "pipeoptim+keep", "spectrain", "spectrain+keep", "spectrain+decay", "spectrain+ef", "xpipe",
+    "pipeoptim", "pipeoptim+keep", "spectrain", "spectrain+sc", "spectrain+decay", "spectrain+ef", "xpipe",
 ]  # fmt: skip
 
 
