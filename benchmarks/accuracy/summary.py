@@ -38,11 +38,10 @@ def summarize(study: Study, journal: Journal) -> dict[str, Any]:
         the synchronous result, and how long it takes; `prediction_errors`; `eager`; `environment`.
     """
     groups: dict[tuple[Any, ...], list[tuple[Run, Row]]] = defaultdict(list)
-    for grid in study.grids:
-        for run in grid.runs(journal):
-            if run in journal:
-                key = (run.workload, run.optimizer, run.method, run.workers, run.microbatches)
-                groups[key].append((run, journal[run]))
+    for run in dict.fromkeys(run for grid in study.grids for run in grid.runs(journal)):  # grids may share some
+        if run in journal:
+            key = (run.workload, run.optimizer, run.method, run.workers, run.microbatches)
+            groups[key].append((run, journal[run]))
     conditions = [_condition(runs) for runs in groups.values()]
     _compare_with_synchronous(conditions)
     once = [(job, journal[job]) for job in study.once() if job in journal]
