@@ -87,16 +87,23 @@ def check_files(folder: Path, manifest: Manifest, names: list[str] | None = None
     """
     wrong = []
     for name in sorted(manifest.files) if names is None else names:
-        entry, path = manifest.files.get(name), folder / name
-        if entry is None:
-            wrong.append(f"{name} is not in {MANIFEST}")
-        elif not path.is_file():
-            wrong.append(f"{name} is missing")
-        elif path.stat().st_size != entry.bytes:
-            wrong.append(f"{name} has {path.stat().st_size} bytes, not {entry.bytes}")
-        else:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                    wrong.append(f"{name} was changed after it was written")
+        entry = manifest.files.get(name)
+        try:
+            problem = f"is not in {MANIFEST}" if entry is None else _problem(folder / name, entry)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror or error}"
+        if problem is not None:
+            wrong.append(f"{name} {problem}")
     if wrong:
         raise CheckpointError("the checkpoint is damaged: " + "; ".join(wrong), where=str(folder), hint=_OTHER)
+
+
+def _problem(path: Path, entry: FileEntry) -> str | None:
+    """What is wrong with a file. Raises OSError where the disk does not give it."""
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != entry.bytes:
+        return f"has {path.stat().st_size} bytes, not {entry.bytes}"
+    with path.open("rb") as file:
+        whole = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+    return None if whole else "was changed after it was written"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,19 +72,40 @@ class Shelf:
         """Give the partial folder of a step its name; an older checkpoint of the same step is replaced.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the disk does not take it; all has the names it had.
         """
-        old = self.folder / f".step-{step}.old"
+        old, path, partial = self.folder / f".step-{step}.old", self.path(step), self.partial(step)
         shutil.rmtree(old, ignore_errors=True)
-        if self.path(step).exists():
-            self.path(step).rename(old)
-        self.partial(step).rename(self.path(step))
-        sync_folder(self.folder)
+        if path.exists():
+            path.rename(old)
+        try:
+            partial.rename(path)
+            sync_folder(self.folder)
+        except OSError:
+            with suppress(OSError):
+                if not partial.exists():
+                    path.rename(partial)
+                if old.exists():
+                    old.rename(path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
-    def prune(self, keep: int) -> None:
-        """Take all but the newest checkpoints away."""
-        for step in self.steps()[:-keep]:
+    def anchor(self) -> None:
+        """Return when the disk has the folder's own name, and those of the folders that it is in.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        for folder in self.folder.resolve().parents:
+            with suppress(PermissionError):  # one of another user's, that this run has not made
+                sync_folder(folder)
+
+    def prune(self, keep: int, newest: int) -> None:
+        """Take all but the newest checkpoints away, up to the one that was just written.
+
+        Those of later steps are damaged, or the run would have gone on from them: they do not count as kept.
+        """
+        for step in [step for step in self.steps() if step <= newest][:-keep]:
             leaving = self.folder / f".step-{step}.old"
             try:
                 self.path(step).rename(leaving)

@@ -91,7 +91,7 @@ def test_the_oldest_go(tmp_path: Path) -> None:
     shelf = Shelf.of(tmp_path)
     for step in range(1, 6):
         put(shelf, step)
-        shelf.prune(2)
+        shelf.prune(2, step)
     assert shelf.steps() == [4, 5]
     assert {path.name for path in shelf.folder.iterdir()} == {"step-4", "step-5"}
 

@@ -158,6 +158,7 @@ class ShardWriter:
         self.logs: Callable[[], None] = lambda: None
         self.ended: Callable[[int, Path | None], None] = lambda step, path: None
         self._last: int | None = None
+        self._anchored = False  # the disk has the names of the folders that the checkpoints are in
         self.whole = whole
         self._shards: queue.Queue[tuple[int, Shard] | None] = queue.Queue(maxsize=max(1, plan.workers))
         self._waiting: dict[int, int] = {}  # the steps whose reports are not all there, and their start
@@ -201,8 +202,9 @@ class ShardWriter:
             partial.mkdir(parents=True, exist_ok=True)
             files = write_shard(partial, self.plan, worker, shard)
             report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
-        except (OSError, Unwritable) as error:
-            report = {"error": getattr(error, "strerror", None) or str(error)}
+        except Exception as error:  # whatever it is: training would wait for ever for a thread that has ended
+            said = getattr(error, "strerror", None) or str(error)
+            report = {"error": said if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {said}"}
         if self.whole:
             self._waiting.setdefault(shard.step, shard.start)
         self.exchange.set(_key(shard.step, worker), json.dumps(report))
@@ -231,6 +233,9 @@ class ShardWriter:
             write_bytes(partial / MANIFEST, manifest.to_json().encode())
             sync_folder(partial)
             self.logs()
+            if not self._anchored:
+                self.shelf.anchor()
+                self._anchored = True
             self.shelf.commit(step)
         except OSError as error:
             warn(
@@ -239,7 +244,7 @@ class ShardWriter:
             )
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            self.shelf.prune(self.keep)
+            self.shelf.prune(self.keep, step)
         if step == self._last:
             self.exchange.set(_over(step), "")
             self.ended(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)

@@ -13,7 +13,7 @@ import torch
 
 import fxpipe
 from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
-from fxpipe.checkpoint.shard import Shard, files_of, read_shard
+from fxpipe.checkpoint.shard import INDEX, Shard, files_of, read_shard
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import CheckpointError, listed
 from fxpipe.messages import say, warn
@@ -61,7 +61,7 @@ class Resumed:
         workers = self.manifest.workers
         wanted = [worker] if self.exact else range(workers)
         for each in wanted:
-            check_files(self.path, self.manifest, files_of(each, workers))
+            check_files(self.path, self.manifest, [INDEX, *files_of(each, workers)])
         return [read_shard(self.path, self.step, each, workers) for each in wanted]
 
     def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
