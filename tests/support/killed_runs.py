@@ -240,7 +240,7 @@ def played(case: Case, folder: Path) -> Played:
         return Played([f"compile: {result.err}"], story)
     run = ["--steps", str(STEPS), "--threads", "1", *case.run]
     always = ["--checkpoint-every", "1", "--keep", str(STEPS)]  # whatever step the other is saved at, this one is, too
-    # A local run is the cheaper one; but only one in processes knows its end and begins no sample of staleness beyond it.
+    # A local run is cheaper; but only one in processes knows its end, and begins no sample of staleness beyond it.
     local = [] if "--log-staleness" in case.run else ["--local"]
     result = fxpipe("run", build, *local, *run, *always, "--out", whole)
     if result.code:
