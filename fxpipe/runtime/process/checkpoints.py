@@ -203,8 +203,7 @@ class ShardWriter:
             files = write_shard(partial, self.plan, worker, shard)
             report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
         except Exception as error:  # whatever it is: training would wait for ever for a thread that has ended
-            said = getattr(error, "strerror", None) or str(error)
-            report = {"error": said if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {said}"}
+            report = {"error": _said(error)}
         if self.whole:
             self._waiting.setdefault(shard.step, shard.start)
         self.exchange.set(_key(shard.step, worker), json.dumps(report))
@@ -237,10 +236,10 @@ class ShardWriter:
                 self.shelf.anchor()
                 self._anchored = True
             self.shelf.commit(step)
-        except OSError as error:
+        except Exception as error:  # as above
             warn(
-                f"the checkpoint at step {step} could not be written: {error.strerror or error}; training "
-                "goes on, and the checkpoints before it stay"
+                f"the checkpoint at step {step} could not be written: {_said(error)}; training goes on, and the "
+                "checkpoints before it stay"
             )
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -248,6 +247,11 @@ class ShardWriter:
         if step == self._last:
             self.exchange.set(_over(step), "")
             self.ended(step, self.shelf.path(step) if self.shelf.path(step).is_dir() else None)
+
+
+def _said(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
 
 
 def _key(step: int, worker: int) -> str:
