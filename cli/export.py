@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from fxpipe.cli.output import echo, emit_json, print_table, size, warn, working
 
+from fxpipe.plan.limits import MOST_WORKERS
+
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.task.model_file import Task
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     help="Export for inference instead: forward in eval mode, without the loss, for any batch size.",
 )
 @click.option("--model", type=click.Path(dir_okay=False), help="The model file, if it has moved since the compile.")
-@click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
+@click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
 @click.option("--fp-cut", multiple=True, metavar="PATH", help="For a model file: as for `fxpipe compile`.")
 @click.option("--bp-cut", multiple=True, metavar="PATH", help="For a model file: as for `fxpipe compile`.")
 @click.option("--cost", type=click.Choice(["measured", "analytic"]), help="For a model file: as for `fxpipe compile`.")

@@ -73,7 +73,8 @@ def inspect_command(
     """Show what runs where, what crosses between workers, what waits and what every action sees.
 
     Without options: the module tree with the workers of each module's forward and backward (≠ where they differ), what
-    every worker computes, owns and holds, and every edge. Nothing is run, and no weights are loaded. A model file is
+    every worker computes, owns and holds, and every edge. Nothing is run, no code of the build or of its model file is
+    imported, and no weights are loaded; --after alone captures the model file again, and so runs it. A model file is
     compiled first, in memory, with the options of `fxpipe compile`; nothing is written.
 
     --schedule and --policy show the order of actions and the version of the weights that each sees: F3@1+2 is the

@@ -6,6 +6,7 @@ Exit codes: 0, 1 (the user's problem, explained; also a defect of fxpipe, with i
 from __future__ import annotations
 
 import io
+import shlex
 import sys
 import traceback
 from contextlib import nullcontext
@@ -80,8 +81,25 @@ def _run(arguments: list[str] | None) -> int:
         echo("interrupted", err=True)
         return 130
     except FxpipeError as error:
-        show_error(str(error))
-        return error.exit_code
+        return _explain(error, asked)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        what = f"{_short(str(error.filename))}: {error.strerror}"
+        return _explain(FxpipeError(what, hint="give another path, or look at that one"), asked)
+
+
+def _explain(error: FxpipeError, arguments: list[str]) -> int:
+    """Print an error; what is wrong with no file is wrong with an argument: the command is its place."""
+    error.where = error.where or _short(shlex.join(["fxpipe", *arguments]))
+    show_error(str(error))
+    return error.exit_code
+
+
+def _short(text: str) -> str:
+    """For one line of an error."""
+    text = text.replace("\n", " ")
+    return text if len(text) <= 160 else f"{text[:159]}…"
 
 
 def _show_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

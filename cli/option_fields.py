@@ -58,7 +58,7 @@ def _click_type(flag: Flag) -> Any:
     if flag.path is not None:
         return click.Path(dir_okay=flag.path != "file", file_okay=flag.path != "folder")
     if flag.kind is int and flag.minimum is not None:
-        return click.IntRange(min=int(flag.minimum))
+        return click.IntRange(min=int(flag.minimum), max=flag.maximum)
     if flag.kind is float:
         least = flag.minimum if flag.above is None else flag.above
         return _Number(least, flag.below, min_open=flag.above is not None, max_open=flag.below is not None)

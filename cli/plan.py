@@ -13,6 +13,7 @@ from fxpipe.cli.plan_comparison import COMPARED, compare, comparison_json, print
 from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
 
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.plan.limits import MOST_MICROBATCHES
 from fxpipe.planner.links import Links
 from fxpipe.task.model_options import ModelOptions
 
@@ -27,9 +28,10 @@ MODES = ("same", "bidirectional", "three-way")
 def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """`1,2,4` as numbers."""
     parts = text.split(",") if isinstance(text, str) else map(str, text)
-    found = tuple(dict.fromkeys(int(part) if part.strip().isdecimal() else 0 for part in parts))
-    if 0 in found:
-        raise click.BadParameter(f"{text!r} is not a number of microbatches, 1 or more, or several: 1,2,4,8")
+    found = tuple(dict.fromkeys(int(part) if part.strip().isdecimal() and len(part) < 20 else 0 for part in parts))
+    if not all(1 <= count <= MOST_MICROBATCHES for count in found):
+        what = f"{text!r} is not a number of microbatches, 1 to {MOST_MICROBATCHES}, or several: 1,2,4,8"
+        raise click.BadParameter(what)
     return found
 
 

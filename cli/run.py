@@ -17,6 +17,7 @@ from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.options import flags
+from fxpipe.plan.limits import MOST_WORKERS
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 from fxpipe.schedule import make as make_schedule
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
 @option_fields(RunOptions, "model_file", "keep_going")
-@click.option("-n", "--workers", type=click.IntRange(min=1), help="Stages, for a model file. [default: 2]")
+@click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads", "stall_timeout", "max_restarts")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run_command(build: str, local: bool, workers: int | None, as_json: bool, **asked: Any) -> int:

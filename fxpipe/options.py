@@ -34,6 +34,7 @@ class Flag:
             minimum, if they are numbers and nothing is said.
         minimum, above: a number's least value, or one that it must exceed.
         below: one that it must not reach.
+        maximum: its greatest value, of a whole number.
         choices: the values there are.
         path: a file, a folder, or any path.
         metavar: what `--help` calls the value.
@@ -47,6 +48,7 @@ class Flag:
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
+    maximum: int | None = None
     choices: tuple[str, ...] = ()
     path: Literal["file", "folder", "any"] | None = None
     metavar: str | None = None

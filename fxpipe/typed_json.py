@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 from fxpipe.errors import FxpipeError, near
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 30
+"""Of a file that is read as a whole."""
 _TOO_DEEP = "it is nested too deeply"
 
 
@@ -73,7 +76,7 @@ def parse(source: Path | str, *, finite: bool = True) -> Any:
     Raises:
         Malformed: it is not there, not UTF-8, not JSON, or nested too deeply.
     """
-    text = _text(source) if isinstance(source, Path) else source
+    text = read_text(source) if isinstance(source, Path) else source
     try:
         return json.loads(text, parse_constant=_refused, parse_float=_float) if finite else json.loads(text)
     except Malformed:
@@ -87,7 +90,7 @@ def parse(source: Path | str, *, finite: bool = True) -> Any:
 def parse_toml(path: Path) -> Any:
     """The TOML in a file. Raises Malformed as `parse` does."""
     try:
-        return tomllib.loads(_text(path))
+        return tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         raise Malformed(f"not TOML: {error}", f":{line[1]}" if line else "") from error
@@ -95,13 +98,27 @@ def parse_toml(path: Path) -> Any:
         raise Malformed(_TOO_DEEP) from error
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text in a file that is to be read as a whole.
+
+    Raises:
+        Malformed: it is not there, not a file, absurdly large, or not UTF-8.
+    """
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise Malformed("it is not a file")  # a pipe would be waited for
+        if found.st_size > MOST_BYTES:
+            raise Malformed(f"it has {found.st_size} bytes, more than {MOST_BYTES}")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise Malformed("it is not UTF-8") from error
+    except Malformed:
+        raise
     except OSError as error:
         raise Malformed(error.strerror or str(error)) from error
+    except ValueError as error:  # a name with a zero in it
+        raise Malformed(str(error)) from error
 
 
 def _refused(name: str) -> None:

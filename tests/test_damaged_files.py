@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.pipedream import read_profile
 
 ROUNDS = 150
+PLAN = lowered("function", workers=2).plan
 NESTED = "[" * 100_000
 STRANGE: tuple[Any, ...] = (None, True, -1, 7, 1e308, float("nan"), "", "x", [], [[]], {}, {"x": 1}, 10**30)
 TEXTS: tuple[bytes, ...] = (b"", b"null", b"[]", b"{}", b"\xff\xfe", b"\0", NESTED.encode(), b'{"a":' + NESTED.encode())
@@ -88,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "plan.json": lambda path: read_plan(path.parent),
-    "costs.json": lambda path: read_costs(path.parent),
+    "costs.json": lambda path: read_costs(path.parent, PLAN),
     "program.json": read_table,
     "profile.json": read_profile,
     "node_costs.json": lambda path: read_node_costs(path, "mark"),
@@ -122,6 +125,59 @@ def test_a_plan_that_was_signed_again(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"plan\.json cannot be read: expected int, got str") as caught:
         read_plan(tmp_path)
     assert caught.value.where == f"{path}, $.stages[0].forward_units[1]"
+
+
+def signed(folder: Path, path: Path, **changes: Any) -> Path:
+    """A copy of the build whose plan someone has changed, and signed again."""
+    shutil.copytree(folder, path)
+    body = {k: v for k, v in json.loads((path / "plan.json").read_text()).items() if k != "digest"} | changes
+    (path / "plan.json").write_text(json.dumps({**body, "digest": digest_of(body)}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workers": 10**9}, r"there are 1000000000 workers: a plan has 1 to 1024"),
+        ({"microbatches": 2**31}, r"there are 2147483648 microbatches: a plan has 1 to 4096"),
+        ({"microbatches": 0}, r"there are 0 microbatches"),
+        ({"device": "0.1.0"}, r"there is no device '0\.1\.0'"),
+        ({"batch_spec": ""}, r"it is not a pytree"),
+        ({"batch_spec": "[1, " + "[" * 100_000}, r"it is not a pytree"),
+        ({"weights_file": "../weights.safetensors"}, r"is not a file of the build"),
+        ({"weights_file": "/etc/passwd"}, r"is not a file of the build"),
+        ({"sources": {"../../secret": "0"}}, r"is not a file beside the model file"),
+        ({"sources": {"/etc/passwd": "0"}}, r"is not a file beside the model file"),
+    ],
+)
+def test_a_plan_that_no_compile_makes(folder: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(BuildError, match=words) as caught:
+        read_plan(signed(folder, tmp_path / "build", **changes))
+    assert caught.value.where
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["stage_0.py", "weights.safetensors", "plan.json", "costs.json", "engines"])
+def test_a_link_out_of_the_build(folder: Path, tmp_path: Path, name: str) -> None:
+    """A stranger's build may read, and run, no file of yours."""
+    build = tmp_path / "build"
+    shutil.copytree(folder, build)
+    (tmp_path / "elsewhere").mkdir()
+    if (build / name).exists():
+        (build / name).rename(tmp_path / "elsewhere" / name)
+    (build / name).symlink_to(tmp_path / "elsewhere" / name)
+    with pytest.raises(BuildError, match=f"{name} leads out of the build, to {tmp_path}/elsewhere/{name}") as caught:
+        read_plan(build)
+    assert caught.value.where == str(build / name)
+    assert caught.value.hint
+    (tmp_path / "link").symlink_to(folder)
+    assert read_plan(tmp_path / "link") == read_plan(folder), "the build itself may be one"
+
+
+def test_what_is_not_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(BuildError, match="it is not a file"):
+        read_table(tmp_path / "pipe.json")
 
 
 def test_a_stage_that_is_not_utf8(folder: Path, tmp_path: Path) -> None:

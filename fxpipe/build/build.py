@@ -256,7 +256,7 @@ def load(folder: str | Path) -> Build:
         plan,
         files,
         tensors,
-        costs=read_costs(folder) or BuildCosts(),
+        costs=read_costs(folder, plan) or BuildCosts(),
         profile=read_profile(folder),
         nodes=read_nodes(folder),
         passes=read_passes(folder),

@@ -134,7 +134,7 @@ def _model_of(plan: Plan, folder: Path, pass_name: str) -> Path:
 
 def _options_of(plan: Plan, folder: Path) -> CompileOptions:
     """The options that make the same stages again."""
-    mode, recompute = _chosen(folder)
+    mode, recompute = _chosen(folder, plan)
     cuts = dataclasses.replace(Cuts.of(plan), recompute=recompute)
     return CompileOptions(
         workers=plan.workers,
@@ -202,11 +202,11 @@ class _Watched:
                 raise _Reached
 
 
-def _chosen(folder: Path) -> tuple[str | None, tuple[tuple[int, int, int], ...]]:
+def _chosen(folder: Path, plan: Plan) -> tuple[str | None, tuple[tuple[int, int, int], ...]]:
     """The kind of the cuts that the planner chose, and what they compute again; (None, ()) for pinned ones."""
     from fxpipe.planner.costs_file import read_costs
 
-    costs = read_costs(folder)
+    costs = read_costs(folder, plan)
     if costs is None or not costs.partitions:
         return None, ()
     return costs.partitions[-1].mode, costs.partitions[-1].recompute

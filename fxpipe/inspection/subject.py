@@ -97,7 +97,7 @@ def read_subject(folder: str | Path) -> Subject:
         files[stage.file] = source.decode("utf-8", errors="replace")
         if is_edited(source, stage):
             edited.append(stage.file)
-    costs = read_costs(folder)
+    costs = read_costs(folder, plan)
     return Subject(
         plan=plan,
         files=files,

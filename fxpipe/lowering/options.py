@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, near
 from fxpipe.options import option
+from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
@@ -88,7 +89,7 @@ class CompileOptions:
         command: what is written into the stages' headers.
     """
 
-    workers: int = option(2, "-n", "--workers", minimum=1, help="Number of stages.")
+    workers: int = option(2, "-n", "--workers", minimum=1, maximum=MOST_WORKERS, help="Number of stages.")
     cuts: Cuts | CutsMode = option(
         "auto",
         "--cuts",
@@ -107,6 +108,7 @@ class CompileOptions:
         None,
         "--microbatches",
         minimum=1,
+        maximum=MOST_MICROBATCHES,
         help="Pieces of a minibatch. [default: a divisor of the batch near -n; 1 for async with -n 2]",
     )
     microbatch_dims: Any = option(

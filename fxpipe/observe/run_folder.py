@@ -25,14 +25,21 @@ _STALENESS = ("step", "stale", "ahead", "rmse", "rms")
 _STALENESS_FILE = re.compile(r"staleness_(\d+)\.jsonl")
 
 
+_WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": float | None}, total=False)
+
+
 class _WorkerJson(TypedDict, total=False):
     rank: Required[int]
     busy: Required[float | None]
     engines: list[str]
+    forward_ms: float | None
+    backward_ms: float | None
+    wait_ms: float | None
+    evaluate: float | None
     seconds: float | None
     spent: dict[str, float] | None
     took: dict[str, float] | None
-    waits: list[dict[str, str | float | None]]
+    waits: list[_WaitJson]
     fill: float | None
     staleness: list[dict[str, float | None]]
 
@@ -74,6 +81,13 @@ class _Run(TypedDict, total=False):
     samples_per_second: float
     bubble: float
     efficiency: float
+    device: str
+    threads: int
+    seed: int
+    sync_steps: int
+    rate_discount: int
+    clip_norm: float
+    ema: float
 
 
 def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:

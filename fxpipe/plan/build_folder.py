@@ -44,7 +44,22 @@ def read_plan(folder: str | Path) -> Plan:
         del body["format"]
         plan = convert(body, Plan)
         check(plan)
-        return plan
+    _check_inside(folder, plan)
+    return plan
+
+
+def _check_inside(folder: Path, plan: Plan) -> None:
+    """Refuse files of a build that are links to elsewhere: a build is read, and run, as what its folder holds."""
+    inside = folder.resolve()
+    own = [path.name for path in folder.iterdir() if _OWN.fullmatch(path.name)]
+    for name in sorted({*own, plan.weights_file, *(code.file for code in plan.code)}):
+        target = (folder / name).resolve()
+        if target != inside / name:
+            raise BuildError(
+                f"{name} leads out of the build, to {target}",
+                where=str(folder / name),
+                hint="put the file itself there, if you trust it, or compile the model again",
+            )
 
 
 def _again(folder: Path) -> str:

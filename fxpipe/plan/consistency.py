@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from fxpipe.plan.limits import MOST_ELEMENTS, MOST_MICROBATCHES, MOST_WORKERS
 from fxpipe.plan.spec import EdgeSpec, LeafSpec, PartSpec, Plan, TensorSpec
-from fxpipe.typed_json import Malformed
+from fxpipe.typed_json import Malformed, convert, parse
 
 _DTYPES = frozenset(
     f"{kind}{bits}"
@@ -21,10 +27,28 @@ _DTYPES = frozenset(
 )
 
 
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
+
+
 def check(plan: Plan) -> None:
     """Raise Malformed for a plan that refers to what it does not have, or that no run could follow."""
-    if plan.workers < 1 or plan.microbatches < 1:
-        raise Malformed(f"there are {plan.workers} workers and {plan.microbatches} microbatches", ", $")
+    for name, count, most in (
+        ("workers", plan.workers, MOST_WORKERS),
+        ("microbatches", plan.microbatches, MOST_MICROBATCHES),
+    ):
+        if not 1 <= count <= most:
+            raise Malformed(f"there are {count} {name}: a plan has 1 to {most}", f", $.{name}")
+    if not _DEVICE.fullmatch(plan.device):
+        raise Malformed(f"there is no device {plan.device[:80]!r}", ", $.device")
+    for i, held in enumerate(plan.tensors):
+        if not held.names:
+            raise Malformed("it has no name", f", $.parameters and $.buffers, entry {i}")
+    every = [name for held in plan.tensors for name in held.names]
+    if len(set(every)) < len(every):
+        raise Malformed("two parameters or buffers have one name", ", $")
+    for name in plan.sources:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise Malformed(f"{name[:80]!r} is not a file beside the model file", ", $.sources")
     for place, count in _stage_counts(plan):
         if count != plan.workers:
             raise Malformed(f"there are {count} stages for {plan.workers} workers", place)
@@ -33,14 +57,19 @@ def check(plan: Plan) -> None:
             raise Malformed(f"there is no worker {worker}", place)
     for place, tensor in _tensors(plan):
         sizes = len(tensor.shape) == len(tensor.stride) and min((*tensor.shape, *tensor.stride), default=0) >= 0
+        sizes = sizes and math.prod(tensor.shape) <= MOST_ELEMENTS and max(tensor.stride, default=0) <= MOST_ELEMENTS
         if tensor.dtype not in _DTYPES or not sizes:
             raise Malformed(f"there is no tensor of {tensor.dtype[:40]}, {tensor.shape}, {tensor.stride}", place)
+    for place, leaf in _leaves(plan):
+        if leaf.dim is not None and (leaf.tensor is None or not 0 <= leaf.dim < len(leaf.tensor.shape)):
+            raise Malformed(f"{leaf.name[:80]!r} has no dimension {leaf.dim}", place)
+    for place, text, leaves in _trees(plan):
+        if (count := _tree_leaves(text, f"{place}.batch_spec")) != leaves:
+            raise Malformed(f"it is a batch of {count} leaves, but {leaves} are listed", f"{place}.batch_spec")
     for at, shape in _shapes(plan):
+        _check_units(shape, at)
         for i, stage in enumerate(shape.stages):
             place = f", {at}.stages[{i}]"
-            for start, end in (stage.forward_units, stage.backward_units, stage.weight_units):
-                if not 0 <= start <= end <= len(shape.units):
-                    raise Malformed(f"there are no units {start} to {end}", place)
             for part, first in zip((stage.forward, stage.backward), _parts_of(plan, i), strict=True):
                 _check_names(plan, part, shape.edges, shape.batch, place)
                 _check_held(part, first, place)
@@ -63,6 +92,58 @@ def check(plan: Plan) -> None:
 def _shapes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Where each shape of batch is in the file, and its plan."""
     yield from zip(["$", *(f"$.shapes[{i}]" for i in range(len(plan.shapes)))], plan.of_shapes, strict=True)
+
+
+def _check_units(shape: Plan, at: str) -> None:
+    """Whether the workers divide the units among them, each kind in the workers' order."""
+    for kind in ("forward_units", "backward_units", "weight_units"):
+        reached = 0
+        for i, stage in enumerate(shape.stages):
+            start, end = getattr(stage, kind)
+            last = len(shape.units) if i + 1 == len(shape.stages) else end
+            if start != reached or not start <= end <= len(shape.units) or end != last:
+                what = f"units {start} to {end} do not follow those of the worker before, or leave some out"
+                raise Malformed(what, f", {at}.stages[{i}].{kind}")
+            reached = end
+
+
+@dataclass(frozen=True)
+class _BatchTree:
+    """A node of a batch's pytree, as torch writes it; a leaf has no type."""
+
+    type: str | None
+    context: Any
+    children_spec: tuple[_BatchTree, ...]
+
+    @property
+    def leaves(self) -> int:
+        return 1 if self.type is None else sum(child.leaves for child in self.children_spec)
+
+
+def _tree_leaves(text: str, place: str) -> int:
+    """How many leaves a serialised pytree has."""
+    try:
+        _protocol, tree = convert(parse(text, finite=False), tuple[int, _BatchTree])
+        return tree.leaves
+    except (Malformed, RecursionError) as error:
+        raise Malformed("it is not a pytree as torch writes it", place) from error
+
+
+def _trees(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    """Where the shape of each batch of the user's is written, what is written there, and how many leaves are listed."""
+    for at, shape in _shapes(plan):
+        yield f", {at}", shape.batch_spec, len(shape.given)
+    for i, evaluation in enumerate(plan.evaluations):
+        yield f", $.evaluations[{i}]", evaluation.batch_spec, len(evaluation.batch)
+
+
+def _leaves(plan: Plan) -> Iterator[tuple[str, LeafSpec]]:
+    for at, shape in _shapes(plan):
+        for i, leaf in enumerate(shape.batch):
+            yield f", {at}.batch[{i}]", leaf
+    for k, evaluation in enumerate(plan.alone):
+        for i, leaf in enumerate(evaluation.batch):
+            yield f", evaluation or totals {k}, batch[{i}]", leaf
 
 
 def _check_names(plan: Plan, part: PartSpec, edges: Iterable[EdgeSpec], batch: Iterable[LeafSpec], place: str) -> None:

@@ -6,12 +6,15 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.build_folder import COSTS
 from fxpipe.plan.cost_records import EdgeTiming, EngineTime, StageTime, WorkerSummary
+from fxpipe.plan.spec import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
+from fxpipe.planner.profile import MOST
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
@@ -59,11 +62,11 @@ class BuildCosts:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self), "links": self.links.to_row()}, indent=1) + "\n"
 
 
-def read_costs(folder: Path) -> BuildCosts | None:
-    """The costs in a build's folder; None if the file is not there: a run does not need it.
+def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
+    """The costs in the folder of a plan's build; None if the file is not there: a run does not need it.
 
     Raises:
-        BuildError: it cannot be read.
+        BuildError: it cannot be read, or is of another plan.
     """
     if not (folder / COSTS).is_file():
         return None
@@ -74,4 +77,38 @@ def read_costs(folder: Path) -> BuildCosts | None:
         costs = convert(body, BuildCosts, lax=True)  # links that cost nothing are "inf"
         if not costs.links.possible:
             raise Malformed("no message travels like this", ", $.links")
+        _check(costs, plan)
         return costs
+
+
+def _check(costs: BuildCosts, plan: Plan) -> None:
+    """Raise Malformed for costs that are not those of the plan's workers and units, or are no times or sizes."""
+    for name in ("workers", "times", "speeds"):
+        if (count := len(getattr(costs, name))) not in (0, plan.workers):
+            raise Malformed(f"there are {count}, for {plan.workers} workers", f", $.{name}")
+    for matrix, name in ((costs.links.bandwidth, "bandwidth"), (costs.links.latency, "latency")):
+        if isinstance(matrix, tuple) and [len(row) for row in matrix] != [plan.workers] * plan.workers:
+            raise Malformed(f"it is not a matrix for {plan.workers} workers", f", $.links.{name}")
+    units = len(plan.units)
+    for i, row in enumerate(costs.workers):
+        ranges = (row.forward_units, row.backward_units, row.weight_units)
+        if row.rank != i or not all(0 <= start <= end <= units for start, end in ranges):
+            raise Malformed(f"it is not what worker {i} of the plan does", f", $.workers[{i}]")
+    for i, engine in enumerate(costs.engines):
+        if not 0 <= engine.worker < plan.workers:
+            raise Malformed(f"there is no worker {engine.worker}", f", $.engines[{i}].worker")
+    for i, timing in enumerate(costs.timings):
+        if not (0 <= timing.made <= 1 and 0 <= timing.needed <= 1):
+            raise Malformed("a share is 0 to 1", f", $.timings[{i}]")
+    if not all(0 < speed < MOST for speed in costs.speeds):
+        raise Malformed("a speed is above 0", ", $.speeds")
+    for table in ("workers", "times", "engines", "partitions"):
+        for i, record in enumerate(getattr(costs, table)):
+            _check_numbers(dataclasses.asdict(record), f", $.{table}[{i}]")
+
+
+def _check_numbers(body: Any, place: str) -> None:
+    """Every number in these records is a time, a size, a count or a ratio."""
+    for key, value in body.items():
+        if isinstance(value, int | float) and not 0 <= value < MOST:
+            raise Malformed(f"{value:g} is not a time or size", f"{place}.{key}")

@@ -25,7 +25,7 @@ from fxpipe.planner.profile import (
     located,
     read_profile_json,
 )
-from fxpipe.typed_json import Malformed, explained
+from fxpipe.typed_json import Malformed, explained, read_text
 
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<name>.*) -- (?P<costs>forward_compute_time=.*)")
 _COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -43,11 +43,9 @@ def read_profile(path: str | Path) -> Profile:
         ProfileError: no such file, a malformed line, an edge to nowhere, or a cycle; the error names the line.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "give what `fxpipe compile --save-profile` wrote, or a graph.txt of PipeDream's"
-        raise ProfileError(f"the profile {str(path)!r} cannot be read: {error}", hint=hint) from error
+    hint = "give what `fxpipe compile --save-profile` wrote, or a graph.txt of PipeDream's"
+    with explained(path.name, error=ProfileError, hint=hint):
+        text = read_text(path)
     if text.lstrip()[:1] in ("{", "["):
         return read_profile_json(text, path.name, error=ProfileError)
     with explained(path.name, error=ProfileError, hint=_NODE_FORM):

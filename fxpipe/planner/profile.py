@@ -117,7 +117,7 @@ class Profile:
     def split_backward(self, fraction: float) -> Profile:
         """The same profile with W as a fraction of each backward that has parameters but no W yet."""
         if not 0 <= fraction < 1:
-            raise ProfileError(f"the fraction of W is {fraction}, it must be between 0 and 1")
+            raise ProfileError(f"the fraction of W is {fraction}", hint="give a share of backward, from 0 to below 1")
         units = tuple(
             dataclasses.replace(u, backward_ms=u.backward_ms * (1 - fraction), weight_ms=u.backward_ms * fraction)
             if u.parameter_bytes and not u.weight_ms

@@ -102,7 +102,9 @@ def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> di
         tree = ast.parse(source, str(path))
     except SyntaxError as error:
         line = (error.text or "").strip()
-        raise BuildError(f"syntax error: {error.msg}", where=f"{path}:{error.lineno}: {line}") from error
+        raise BuildError(
+            f"syntax error: {error.msg}", where=f"{path}:{error.lineno}: {line}", hint=COMPILE_AGAIN
+        ) from error
     if found := _differences(tree, parts):
         raise BuildError(
             f"{path.name} does not match its plan: " + "; ".join(found),
@@ -116,6 +118,7 @@ def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> di
         raise BuildError(
             f"importing the stage raised {type(error).__name__}: {error}",
             where=stage_line(error, path) or str(path),
+            hint=COMPILE_AGAIN,
         ) from error
     _refuse_unknown_operators(source, path)
     return {name: scope[name] for name in parts}
@@ -124,11 +127,12 @@ def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> di
 def _read(path: str | Path) -> tuple[Path, bytes]:
     path = Path(path).resolve()
     try:
-        return path, path.read_bytes()
-    except OSError as error:
-        raise BuildError(
-            f"the stage file cannot be read: {error.strerror}", where=str(path), hint=COMPILE_AGAIN
-        ) from error
+        source = path.read_bytes()
+        source.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise BuildError(f"{path.name} cannot be read: {reason}", where=str(path), hint=COMPILE_AGAIN) from error
+    return path, source
 
 
 def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpipe.errors import BatchError
 from fxpipe.plan.spec import LeafSpec, TensorSpec
+from fxpipe.task.tree_text import tree_text
 
 CONSTANTS = (bool, int, float, str, type(None))
 LARGEST_CONSTANT = 4096
@@ -309,7 +310,7 @@ class Splitter:
         if not self._is_built_so(spec):
             raise BatchError(
                 f"the batch of step {minibatch + 1} is built differently from the one captured: "
-                f"{spec} for {pytree.treespec_loads(self.spec)}",
+                f"{spec} for {tree_text(self.spec)}",
                 hint="every batch of train_data() must have the same structure; compile again if it changed",
             )
         differences = map(self._difference, self.leaves, values)

@@ -134,4 +134,4 @@ def test_profiles_are_compared_by_time(profile: Path) -> None:
 def test_microbatches_that_are_no_numbers(profile: Path, text: str) -> None:
     result = fxpipe("plan", profile, "--microbatches", text)
     assert result.code == 2
-    assert "is not a number of microbatches, 1 or more, or several: 1,2,4,8" in result.err
+    assert "is not a number of microbatches, 1 to 4096, or several: 1,2,4,8" in result.err

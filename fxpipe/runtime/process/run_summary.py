@@ -220,7 +220,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
     `forward_ms` and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch.
     """
     try:
-        costs = read_costs(Path(folder))
+        costs = read_costs(Path(folder), plan)
         if costs is None or not costs.workers:
             return None
         scenario, simulation = expect(plan, costs, recipe)

@@ -18,6 +18,7 @@ from fxpipe.typed_json import convert, explained, parse
 Row = ParameterSpec | BufferSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE = "copy the whole folder again, as it was written"
 FORM = f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
 
 
@@ -103,7 +104,7 @@ def _headers(path: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
                     tensor = opened.get_slice(name)
                 except SafetensorError as error:
                     raise BuildError(
-                        f"{name} is not in {file.name}, where {INDEX} says it is", where=str(path)
+                        f"{name} is not in {file.name}, where {INDEX} says it is", where=str(path), hint=WHOLE
                     ) from error
                 yield file, name, tuple(tensor.get_shape()), str(tensor.get_dtype())
 
@@ -133,7 +134,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         names.append(name)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise BuildError(f"the checkpoint is incomplete: {listed(missing)} missing", where=str(path))
+        raise BuildError(f"the checkpoint is incomplete: {listed(missing)} missing", where=str(path), hint=WHOLE)
     return files
 
 

@@ -13,6 +13,7 @@ from fxpipe.random_state import RandomState, random_state, random_state_kept, se
 from fxpipe.task.batch import Splitter, describe, dump, said, shape_key
 from fxpipe.task.loss_weights import LossWeight, LossWeights
 from fxpipe.task.model_file import hook_raised
+from fxpipe.task.tree_text import tree_text
 
 Batches = Callable[[], Iterable[Any]]
 
@@ -115,7 +116,7 @@ class Shapes:
         if not alike:
             return BatchError(
                 f"batch {number} of eval_data() is built differently from those that were captured: "
-                f"{tree}, not {pytree.treespec_loads(self._specs[0].batch_spec)}",
+                f"{tree}, not {tree_text(self._specs[0].batch_spec)}",
                 hint=hint,
                 page="batch-shapes",
             )

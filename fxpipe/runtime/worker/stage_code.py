@@ -12,6 +12,8 @@ from fxpipe.errors import FxpipeError, PeerLost, RunError
 from fxpipe.random_state import seed_of, seed_torch
 from fxpipe.stages.loaded import stage_line
 
+IN_A_STAGE = "if the file was edited, undo the edit; else step into it: fxpipe run BUILD --local --steps 1"
+
 
 def reseed(device: torch.device, *place: object) -> None:
     """Seed torch by the run's seed and the place of the call: the same in every process and every run."""
@@ -38,5 +40,5 @@ def explained(path: Path, worker: int, what: Callable[[], str], out_of_memory: s
         raise RunError(
             f"{what()} failed on worker {worker}: {type(error).__name__}: {error}",
             where=stage_line(error, path) or str(path),
-            hint=out_of_memory if isinstance(error, torch.OutOfMemoryError) else None,
+            hint=out_of_memory if isinstance(error, torch.OutOfMemoryError) else IN_A_STAGE,
         ) from error
