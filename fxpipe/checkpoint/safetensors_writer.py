@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import torch
 
+from fxpipe.checkpoint.tensor_digests import HEADER, ZEROS, bytes_of, key
 from fxpipe.files import replaced
 from fxpipe.plan.spec import TensorSpec
 
@@ -30,7 +32,8 @@ class SafetensorsWriter:
             file.write(weight)
             file.write(bias)
 
-    The file appears under its name, complete, when the block ends; after an error it does not appear.
+    The file appears under its name, complete, when the block ends; after an error it does not appear. It has digests of
+    its tensors and of its header (`tensor_digests`).
     """
 
     def __init__(self, path: str | Path, tensors: Sequence[tuple[str, TensorSpec]]) -> None:
@@ -39,12 +42,13 @@ class SafetensorsWriter:
         self._target = ExitStack()
         self._file: BinaryIO | None = None
         self._written = 0
+        self._digests: dict[str, str] = {}
 
     def __enter__(self) -> SafetensorsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as target:
             self._file = target.enter_context(replaced(self.path))
-            self._file.write(header(self.tensors))
+            self._file.write(header(self.tensors, dict.fromkeys((name for name, _ in self.tensors), ZEROS)))
             self._target = target.pop_all()
         return self
 
@@ -54,8 +58,9 @@ class SafetensorsWriter:
         name, spec = self.tensors[self._written]
         assert tuple(tensor.shape) == spec.shape, f"{name} is {tuple(tensor.shape)}, not {spec.shape}"
         assert tensor.dtype == getattr(torch, spec.dtype), f"{name} is {tensor.dtype}, not {spec.dtype}"
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(flat.numpy().data)
+        data = bytes_of(tensor)
+        self._file.write(data)
+        self._digests[name] = hashlib.sha256(data).hexdigest()
         self._written += 1
 
     def __exit__(
@@ -65,12 +70,38 @@ class SafetensorsWriter:
             error = AssertionError(f"{self._written} of {len(self.tensors)} tensors written")
             self._target.__exit__(AssertionError, error, None)
             raise error
+        if kind is None:
+            assert self._file is not None
+            with self._ending():
+                self._file.seek(0)
+                self._file.write(header(self.tensors, self._digests))
         self._target.__exit__(kind, error, trace)
 
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """What fails inside leaves no file."""
+        try:
+            yield
+        except BaseException as error:
+            self._target.__exit__(type(error), error, error.__traceback__)
+            raise
 
-def header(tensors: Sequence[tuple[str, TensorSpec]]) -> bytes:
-    """A safetensors header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8."""
-    body: dict[str, object] = {"__metadata__": {"format": "pt"}}
+
+def header(tensors: Sequence[tuple[str, TensorSpec]], digests: Mapping[str, str] | None = None) -> bytes:
+    """A safetensors header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8.
+
+    Args:
+        digests: of the tensors' bytes, by name; None leaves digests out.
+    """
+    if digests is None:
+        return _header(tensors, {})
+    more = {HEADER: ZEROS, **{key(name): value for name, value in digests.items()}}
+    own = hashlib.sha256(_header(tensors, more)[8:]).hexdigest()
+    return _header(tensors, {**more, HEADER: own})
+
+
+def _header(tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str]) -> bytes:
+    body: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, spec in tensors:
         size = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fxpipe.build.build import Build
+from fxpipe.checkpoint.tensor_digests import read_digests
 from fxpipe.errors import ExportError, listed
 from fxpipe.plan.spec import TensorSpec
 from fxpipe.runtime.worker.final_weights import final_tensors
@@ -22,16 +23,20 @@ def with_trained(build: Build, file: str | Path) -> Build:
     weight, one name is enough.
 
     Raises:
+        BuildError: the file is not what fxpipe wrote.
         ExportError: the file cannot be read, or is not of this model: names every tensor that is missing, unknown or
             of another shape or type.
     """
     file = Path(file)
     try:
+        digests = read_digests(file)
         found = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ExportError(
             f"{file} cannot be read: {error}", hint="--trained takes a run's model.safetensors"
         ) from error
+    for name, value in found.items():
+        digests.check(name, value)
     missing, other = [], []
     tensors = dict(build.tensors)
     unknown = set(found)

@@ -154,7 +154,11 @@ def _tensors(content: bytes, rng: random.Random) -> bytes:
     size = 8 + int.from_bytes(content[:8], "little")
     if rng.random() < 0.5:
         return damaged_bytes(content, rng, size)
-    text = _json(content[8:size], rng)
+    text = _json(content[8:size], rng)  # most with a digest that is no longer right
+    if rng.random() < 0.5:
+        body = json.loads(content[8:size])
+        body.pop("__metadata__", None)  # as another program writes it
+        text = _json(json.dumps(body).encode(), rng)
     return len(text).to_bytes(8, "little") + text + content[size:]
 
 

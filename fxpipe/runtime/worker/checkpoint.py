@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fxpipe.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from fxpipe.checkpoint.safetensors_writer import DTYPES
+from fxpipe.checkpoint.tensor_digests import read_digests
 from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan
@@ -46,9 +48,13 @@ class Checkpoint:
         """Read the headers of its files, and check them against the plan; any name of a tied parameter will do.
 
         Raises:
-            BuildError: it cannot be read, or parameters are missing, or have another shape (all are listed).
+            BuildError: it cannot be read, or parameters are missing, or have another shape (all are listed); or it is
+                not what fxpipe wrote.
+            CheckpointError: it is a checkpoint of fxpipe's, and not what was written.
         """
         path = Path(path)
+        if (path / MANIFEST).is_file():  # a checkpoint of fxpipe's
+            check_files(path, read_manifest(path), [INDEX, *(file.name for file in _files(path))])
         found = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
         places: dict[str, tuple[Path, str]] = {}
         missing, wrong, converted = [], [], []
@@ -82,7 +88,7 @@ class Checkpoint:
         """Yield those of the rows that it holds, by first name, in the plan's dtype and layout.
 
         Raises:
-            BuildError: a file cannot be read.
+            BuildError: a file cannot be read, or a tensor is not what fxpipe wrote.
         """
         by_file: dict[Path, list[tuple[str, Row]]] = {}
         for row in rows:
@@ -90,14 +96,18 @@ class Checkpoint:
                 file, name = self.places[row.name]
                 by_file.setdefault(file, []).append((name, row))
         for path, wanted in by_file.items():
+            digests = read_digests(path)
             with _opened(path) as file:
                 for name, row in wanted:
-                    yield row.name, Layout(row.tensor, name).empty(device).copy_(file.get_tensor(name))
+                    tensor = file.get_tensor(name)
+                    digests.check(name, tensor)
+                    yield row.name, Layout(row.tensor, name).empty(device).copy_(tensor)
 
 
 def _headers(path: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
     """Every tensor of a checkpoint: its file, name, shape and dtype."""
     for file, names in _files(path).items():
+        read_digests(file)
         with _opened(file) as opened:
             for name in opened.keys() if names is None else names:
                 try:
