@@ -61,7 +61,7 @@ def check(plan: Plan) -> None:
         if tensor.dtype not in _DTYPES or not sizes:
             raise Malformed(f"there is no tensor of {tensor.dtype[:40]}, {tensor.shape}, {tensor.stride}", place)
     for place, leaf in _leaves(plan):
-        if leaf.dim is not None and (leaf.tensor is None or not 0 <= leaf.dim < len(leaf.tensor.shape)):
+        if leaf.dim is not None and leaf.tensor is not None and not 0 <= leaf.dim < len(leaf.tensor.shape):
             raise Malformed(f"{leaf.name[:80]!r} has no dimension {leaf.dim}", place)
     for place, text, leaves in _trees(plan):
         if (count := _tree_leaves(text, f"{place}.batch_spec")) != leaves:
