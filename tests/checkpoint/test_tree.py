@@ -46,7 +46,8 @@ VALUES = [
     [1, [2, []]], (), (1, (2.5,)), {"a": {"b": [None]}}, {1: "a", (2, "b"): 3}, {"tensor": 1}, {"tuple": [1, 2]},
     {1, 2}, frozenset("ab"), deque([1, 2]), Counter({3: 1, 5: 2}), OrderedDict(a=1, b=2),
     torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3).t(), torch.tensor(3), torch.zeros(0, 2),
-    torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last), {"deep": [(torch.ones(2), {"x": torch.zeros(1)})]},
+    torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    {"deep": [(torch.ones(2), {"x": torch.zeros(1)})]},
 ]  # fmt: skip
 
 
