@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, near
 from fxpipe.options import option
-from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
+from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
 from fxpipe.planner.links import GLOO_LOOPBACK, NCCL_NODE, Links
@@ -137,7 +137,7 @@ class CompileOptions:
     )
     autocast: str | None = option(None, "--autocast", choices=("bf16",), help="Run the step under torch.autocast.")
     threads: int | None = option(
-        None, "--threads", minimum=1, help="CPU threads of one worker. [default: cores / workers]"
+        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of one worker. [default: cores / workers]"
     )
     backend: str = option(
         "eager",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fxpipe.engines import BACKENDS
 from fxpipe.options import option
+from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES
@@ -166,7 +167,7 @@ class RunOptions(PipelineOptions):
         False, "--keep-going", help="Train on when a loss is not finite, instead of ending with an error."
     )
     threads: int | None = option(
-        None, "--threads", minimum=1, help="CPU threads of a worker. [default: cores / workers]"
+        None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of a worker. [default: cores / workers]"
     )
     stall_timeout: float = option(
         60.0,

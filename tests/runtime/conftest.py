@@ -202,7 +202,8 @@ class Toy:
                 saved=tuple(saved[w]),
                 gradients=tuple(gradients[w]),
             )
-            stages.append(StageSpec(f"stage_{w}.py", digest, (0, 1), (0, 1), (0, 1), forward, backward))
+            own = (w, w + 1)
+            stages.append(StageSpec(f"stage_{w}.py", digest, own, own, own, forward, backward))
         self._finish(folder, stages, edges, value)
         return folder
 
@@ -249,7 +250,8 @@ class Toy:
             fxpipe=fxpipe.__version__, torch="0", model_file="../model.py", sources={}, workers=self.workers,
             microbatches=self.microbatches, schedule=self.schedule, policy=self.policy, autocast=None, device="cpu",
             batch=(LeafSpec("batch[0]", value, dim=0), LeafSpec("batch[1]", value, dim=0)),
-            batch_spec=pytree.treespec_dumps(pytree.tree_structure(example)), units=("",), loss_worker=self.workers - 1,
+            batch_spec=pytree.treespec_dumps(pytree.tree_structure(example)), loss_worker=self.workers - 1,
+            units=("",) * self.workers,
             parameters=tuple(parameters), buffers=buffers, edges=tuple(edges.values()), stages=tuple(stages),
             weights_file=weights.name, weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
         )  # fmt: skip
