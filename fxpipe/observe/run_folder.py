@@ -257,6 +257,8 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
     name = path.name
     workers, microbatches = len(run.get("workers") or ()), run.get("microbatches") or 1
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError
         least = (
             2 * max(workers or trace_workers(path), 1) * microbatches
         )  # spans of a minibatch: forwards and backwards
@@ -264,8 +266,9 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
     except FileNotFoundError:
         problems.append(f"{name} is missing where {RUN} says it is ({run['trace']}): there is no timeline")
         return None
-    except OSError as error:
-        problems.append(f"{name} cannot be read ({error.strerror}): there is no timeline")
+    except (OSError, ValueError) as error:  # the latter for a name that no file has
+        reason = error.strerror if isinstance(error, OSError) else error
+        problems.append(f"{name} cannot be read ({reason}): there is no timeline")
         return None
     problems += trace.problems
     digest, steps = (run.get("build") or {}).get("digest"), run.get("steps")

@@ -210,7 +210,8 @@ def explain(error: Exception, watch: origin.TracedStep | None = None) -> Capture
         return CaptureError(cause.text, where=where, hint=cure, page=cause.page)
     first = said.strip().splitlines()[0][:300]
     if isinstance(error, _USER_ERRORS):
-        return CaptureError(f"the step raised {first}", where=where)
+        hint = "run loss(model(), batch) alone, with a batch of train_data(): it should raise the same"
+        return CaptureError(f"the step raised {first}", where=where, hint=hint)
     return CaptureError(
         f"tracing the step failed: {first}",
         where=where,
