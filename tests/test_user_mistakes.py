@@ -107,12 +107,12 @@ def test_a_scheduler_that_fails_is_named(model: Path, tmp_path: Path) -> None:
     assert "lr_scheduler() returned float, which has no step()" in result.err
 
 
-def test_a_loss_that_is_not_finite_is_a_warning(model: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(model: Path, tmp_path: Path) -> None:
     model.write_text(MODEL.replace("model(x), y)", "model(x) * float('inf'), y)"))
     assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
     result = fxpipe("run", tmp_path / "build", "--local", "--steps", "2", "--out", tmp_path / "out")
-    assert result.code == 0
-    assert "the loss is not finite from step 1 on" in result.err
+    assert result.code == 1
+    assert "the loss of step 1 is nan" in result.err
 
 
 def test_workers_of_a_build_cannot_be_chosen_again(model: Path, tmp_path: Path) -> None:
