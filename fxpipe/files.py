@@ -131,17 +131,21 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    with suppress(OSError):  # some file systems cannot do that
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk itself, where the file system can do that."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Return when the disk has the names in a folder.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_abandoned(folder: Path) -> None:

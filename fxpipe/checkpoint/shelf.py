@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
 from fxpipe.errors import CheckpointError
+from fxpipe.files import sync_folder
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d+)")
@@ -117,16 +117,3 @@ class Shelf:
         """Take away what a run that was killed has left half written."""
         for path in [*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.old")]:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the disk has the names in a folder.
-
-    Raises:
-        OSError: the disk does not take them.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

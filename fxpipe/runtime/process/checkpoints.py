@@ -20,10 +20,11 @@ from typing import Any
 from fxpipe.checkpoint.interval import Interval
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fxpipe.checkpoint.shard import INDEX, Shard, write_index, write_shard
-from fxpipe.checkpoint.shelf import Shelf, sync_folder
+from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.checkpoint.tree import Unwritable
 from fxpipe.errors import CheckpointError
+from fxpipe.files import sync_folder
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
