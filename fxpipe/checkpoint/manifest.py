@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import CheckpointError
+from fxpipe.plan.signed import read_signed
 from fxpipe.plan.spec import digest_of
-from fxpipe.typed_json import Malformed, convert, explained, parse
+from fxpipe.typed_json import convert, explained
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -67,15 +68,8 @@ def read_manifest(folder: Path) -> Manifest:
         )
         raise CheckpointError(what, hint=_OTHER)
     with explained(path, error=CheckpointError, hint=_OTHER):
-        body = parse(path)
-        if not isinstance(body, dict) or "format" not in body or "digest" not in body:
-            raise Malformed("it has no format and no digest", ", $")
-        if body["format"] != FORMAT:
-            what = f"the checkpoint has format {str(body['format'])[:40]}, this fxpipe reads {FORMAT}"
-            raise CheckpointError(what, where=str(path), hint="go on with the fxpipe that wrote it")
-        if body.pop("digest") != digest_of(body):
-            raise CheckpointError(f"{MANIFEST} was changed after it was written", where=str(path), hint=_OTHER)
-        del body["format"]
+        wrote = "go on with the fxpipe that wrote it"
+        body = read_signed(path, "the checkpoint", FORMAT, error=CheckpointError, hint=_OTHER, other_form=wrote)
         return convert(body, Manifest)
 
 

@@ -11,8 +11,9 @@ import fxpipe
 from fxpipe.errors import BuildError
 from fxpipe.files import check_creatable
 from fxpipe.plan.consistency import check
-from fxpipe.plan.spec import FORMAT, Plan, digest_of
-from fxpipe.typed_json import Malformed, convert, explained, parse
+from fxpipe.plan.signed import read_signed
+from fxpipe.plan.spec import FORMAT, Plan
+from fxpipe.typed_json import convert, explained
 
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
 PROFILE, PROGRAM, PASSES = "profile.json", "program.json", "passes.txt"
@@ -33,15 +34,10 @@ def read_plan(folder: str | Path) -> Plan:
         raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
     where, again = str(folder / PLAN), _again(folder)
     with explained(where, error=BuildError, hint=again):
-        body = parse(folder / PLAN, finite=False)  # the user's constants may be anything
-        if not isinstance(body, dict) or "format" not in body or "digest" not in body:
-            raise Malformed("it has no format and no digest", ", $")
-        if body["format"] != FORMAT:
-            what = f"the build has format {str(body['format'])[:40]}, this fxpipe reads {FORMAT}"
-            raise BuildError(what, where=where, hint=again)
-        if body.pop("digest") != digest_of(body):
-            raise BuildError("plan.json was changed after it was written", where=where, hint=again)
-        del body["format"]
+        finite = False  # the user's constants may be anything
+        body = read_signed(
+            folder / PLAN, "the build", FORMAT, error=BuildError, hint=again, other_form=again, finite=finite
+        )
         plan = convert(body, Plan)
         check(plan)
     _check_inside(folder, plan)
