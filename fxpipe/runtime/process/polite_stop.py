@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fxpipe.messages import say, warn
-from fxpipe.runtime.process.requests import SIGNALS, Stopped
+from fxpipe.runtime.process.requests import give_up, heeding
 
 
 class PoliteStop:
@@ -26,20 +24,9 @@ class PoliteStop:
         self.asked: int | None = None
         self._last: tuple[int, Path | None] | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, signals ask; not where the process ignores them, nor in a thread, which gets none."""
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._ask)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, signals ask (see `heeding`)."""
+        return heeding(self._ask)
 
     def saved(self, step: int, path: Path | None) -> None:
         """The last checkpoint is over; called in any thread."""
@@ -55,7 +42,7 @@ class PoliteStop:
         if self._last is None or self.asked is None:
             return
         say_stopped(*self._last)
-        raise KeyboardInterrupt if self.asked == signal.SIGINT else Stopped(128 + self.asked)
+        give_up(self.asked)
 
     def exit(self) -> NoReturn:
         """End the process as the signal would have."""
