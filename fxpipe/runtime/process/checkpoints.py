@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class Checkpoints:
         self._captures = {
             executor.worker: Captures(executor, self.due, past) for executor, past in zip(executors, pasts, strict=True)
         }
-        executors[0].entering = self.agenda.begin
+        for executor in executors:
+            executor.beginning = partial(self._begin, self._captures[executor.worker])
 
     @staticmethod
     def of(
@@ -129,6 +131,11 @@ class Checkpoints:
     def abandon(self) -> None:
         """Stop: what is not whole by now will not be."""
         self.writer.abandon()
+
+    def _begin(self, captures: Captures, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run on a worker; the first worker's comes first."""
+        self.agenda.begin(minibatch)
+        captures.begin(minibatch)
 
     def due(self, step: int) -> bool:
         """Whether there is a checkpoint at a step."""

@@ -48,7 +48,6 @@ class Captures:
         self._taken = executor.store.version
         self._earlier = {key: {name: copied(value) for name, value in of.items()} for key, of in past.items()}
         executor.store.leaving = self._keep
-        executor.beginning = self._begin
 
     def take(self) -> Shard | None:
         """Call between two actions: this worker's shard at the step that was just reached, if a checkpoint is due."""
@@ -72,7 +71,7 @@ class Captures:
         shard.state = _copy(store.state(), {})
         return shard
 
-    def _begin(self, minibatch: int) -> None:
+    def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run; forwards put new values in the place of buffers."""
         if minibatch > self._taken and self.due(minibatch):
             self._of(minibatch).buffers = dict(self.executor.buffers)

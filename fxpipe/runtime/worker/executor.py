@@ -34,7 +34,7 @@ class Executor:
         shape_of: tells which shape the batch of a minibatch has.
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
-        entering, beginning: called, in this order, with each minibatch before its first forward.
+        beginning: called with each minibatch before its first forward.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class Executor:
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
-        self.entering: Callable[[int], None] = lambda minibatch: None
         self.beginning: Callable[[int], None] = lambda minibatch: None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
@@ -163,7 +162,6 @@ class Executor:
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
         part = stage.forward
         if action.microbatch == 0:
-            self.entering(action.minibatch)
             self.beginning(action.minibatch)
             self.store.updater.begin(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
