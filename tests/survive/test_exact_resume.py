@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from resumed_net import Net, batches, loss
 from torch import nn
 from torch.optim import SGD, Adadelta, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
@@ -19,37 +20,10 @@ from fxpipe import Build
 STEPS = 26
 
 
-class Net(nn.Module):
-    """Buffers that forwards update, dropout, and enough layers for four workers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(6, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5))
-        self.drop = nn.Dropout(0.1)
-        self.leave = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.enter(x))
-        for layer in self.layers:
-            x = torch.relu(layer(x)) + x
-        return self.leave(self.drop(x))
-
-
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def batches(count: int = STEPS) -> list[Any]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(count)]
-
-
 def built(workers: int, microbatches: int, **options: Any) -> Build:
     torch.manual_seed(0)
     return fxpipe.compile(
-        Net(), loss, batches(1)[0], workers=workers, microbatches=microbatches, cost="analytic", **options
+        Net(0.1), loss, batches(1)[0], workers=workers, microbatches=microbatches, cost="analytic", **options
     )
 
 
@@ -136,6 +110,25 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "own": _Falling,
 }
 
+
+def test_weights_of_versions_before_keep_their_layout(tmp_path: Path) -> None:
+    """Convolutions choose by the layout of their weights how they add up."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(5)), nn.Flatten(), nn.Linear(256, 3))
+    model.to(memory_format=torch.channels_last)
+    draw = torch.Generator().manual_seed(1)
+    data = [(torch.randn(2, 4, 8, 8, generator=draw), torch.tensor([0, 2])) for _ in range(10)]
+    build = fxpipe.compile(model, loss, data[0], workers=4, microbatches=1, cost="analytic")
+    whole = build.local(policy="latest", checkpoint_every="5", out=tmp_path)
+    losses = whole.run(data)
+    whole.checkpoints.finish()
+    again = build.local(resume=tmp_path / "checkpoints" / "step-5")
+    ((first, *_), *_) = again._shards
+    assert any(not value.is_contiguous() for weights in first.past.values() for value in weights.values())
+    assert again.run(data[5:]) == losses[5:]
+    assert digest(again) == digest(whole)
+
+
 SHAPES = [(2, 1, True), (4, 1, False), (4, 1, True), (4, 4, True)]
 MORE = {"clip_norm": 0.5, "log_staleness": True}
 
@@ -193,9 +186,9 @@ def check(
     """The run is saved after every step; it goes on from some, and is saved again after each."""
     given = {"optimizer": optimizer, "lr_scheduler": scheduler, "accept_optimizer_per_worker": True}
     whole = build.local(**given, **options)
-    losses = whole.run(batches())
+    losses = whole.run(batches(STEPS))
     saved = build.local(**given, **options, checkpoint_every="1", keep=STEPS, out=out / "saved")
-    assert saved.run(batches()) == losses
+    assert saved.run(batches(STEPS)) == losses
     saved.checkpoints.finish()
     assert digest(saved) == digest(whole), "saving changes training"
     for step in steps:
@@ -203,7 +196,7 @@ def check(
         asked = {**given, "log_staleness": options.get("log_staleness", False)}  # the rest is the checkpoint's
         again = build.local(**asked, resume=path, checkpoint_every="1", keep=STEPS, out=out / f"from {step}")
         assert again.fed == step
-        assert again.run(batches()[step:]) == losses[step:]
+        assert again.run(batches(STEPS)[step:]) == losses[step:]
         again.checkpoints.finish()
         assert digest(again) == digest(whole)
         for later in range(step + 1, STEPS + 1):

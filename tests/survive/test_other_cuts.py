@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from resumed_net import Net, batches, loss
 from safetensors.torch import load_file
-from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -18,37 +18,13 @@ from fxpipe import Build
 STEPS, SAVED = 20, 8
 
 
-class Net(nn.Module):
-    """Nothing is drawn: random numbers in stages depend on the worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(6, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5))
-        self.leave = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.enter(x))
-        for layer in self.layers:
-            x = torch.relu(layer(x)) + x
-        return self.leave(x)
-
-
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def batches() -> list[Any]:
-    draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(STEPS)]
-
-
 @pytest.fixture(scope="module")
 def builds() -> dict[int, Build]:
     torch.manual_seed(0)
-    model = Net()
-    return {n: fxpipe.compile(model, loss, batches()[0], workers=n, microbatches=2, cost="analytic") for n in (2, 3, 4)}
+    model = Net(dropout=0)
+    return {
+        n: fxpipe.compile(model, loss, batches(STEPS)[0], workers=n, microbatches=2, cost="analytic") for n in (2, 3, 4)
+    }
 
 
 def groups(named: Any) -> Any:
@@ -68,7 +44,7 @@ def cosine(optimizer: Any) -> Any:
 def saved(build: Build, out: Path, **options: Any) -> Path:
     """The checkpoint at step SAVED of a run that went on for some steps."""
     pipeline = build.local(lr_scheduler=cosine, checkpoint_every=str(SAVED), out=out, **options)
-    pipeline.run(batches()[: SAVED + 3])
+    pipeline.run(batches(STEPS)[: SAVED + 3])
     pipeline.checkpoints.finish()
     return out / "checkpoints" / f"step-{SAVED}"
 
@@ -81,10 +57,10 @@ def test_a_synchronous_run_goes_on_as_if_it_had_never_changed(
     options: dict[str, Any] = {"optimizer": optimizer, "schedule": "1f1b", "clip_norm": 0.5, "ema": 0.9}
     path = saved(builds[before], tmp_path, **options)
     whole = builds[before].local(lr_scheduler=cosine, **options)
-    losses = whole.run(batches())
+    losses = whole.run(batches(STEPS))
     again = builds[after].local(optimizer=optimizer, lr_scheduler=cosine, resume=path)
     assert again.recipe.schedule.name == "1f1b"
-    assert again.run(batches()[SAVED:]) == losses[SAVED:]
+    assert again.run(batches(STEPS)[SAVED:]) == losses[SAVED:]
     pairs = [(p.state_dict(), p.averaged_state_dict()) for p in (again, whole)]
     for found, wanted in zip(*pairs, strict=True):
         for name, value in wanted.items():
@@ -99,7 +75,7 @@ def test_an_asynchronous_run_goes_on_from_the_weights_of_its_step(
     options: dict[str, Any] = {"optimizer": groups, "policy": policy}
     path = saved(builds[4], tmp_path, **options)
     flushed = builds[4].local(lr_scheduler=cosine, **options)
-    flushed.run(batches()[:SAVED])
+    flushed.run(batches(STEPS)[:SAVED])
     weights = {name: t for file in path.glob("model-*.safetensors") for name, t in load_file(file).items()}
     for name, value in flushed.state_dict().items():
         assert torch.equal(weights[name], value), name
@@ -111,7 +87,7 @@ def test_an_asynchronous_run_goes_on_from_the_weights_of_its_step(
     for name, value in again.state_dict().items():
         if policy != "latest+ef":
             assert torch.equal(value, weights[name]), name
-    losses = again.run(batches()[SAVED:])
+    losses = again.run(batches(STEPS)[SAVED:])
     assert all(loss == loss for loss in losses)  # not nan
 
 
@@ -119,7 +95,7 @@ def test_the_rates_go_on(builds: dict[int, Build], tmp_path: Path) -> None:
     path = saved(builds[4], tmp_path, optimizer=groups, policy="spectrain")
     again = builds[2].local(optimizer=groups, lr_scheduler=cosine, resume=path)
     whole = builds[2].local(optimizer=groups, lr_scheduler=cosine)
-    whole.run(batches()[:SAVED])
+    whole.run(batches(STEPS)[:SAVED])
     for one, other in zip(again.executors, whole.executors, strict=True):
         rates = [[group["lr"] for group in e.store.updater.optimizer.param_groups] for e in (one, other)]
         assert rates[0] == rates[1]
@@ -128,7 +104,7 @@ def test_the_rates_go_on(builds: dict[int, Build], tmp_path: Path) -> None:
 def test_a_checkpoint_is_a_model_that_others_read(builds: dict[int, Build], tmp_path: Path) -> None:
     path = saved(builds[3], tmp_path, optimizer=groups)
     pipeline = builds[2].local(optimizer=groups, weights=path)
-    model = Net()
+    model = Net(dropout=0)
     model.load_state_dict(pipeline.state_dict())
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 

@@ -110,15 +110,15 @@ class Captures:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    """A copy on the CPU, in the same layout: operators choose that of their results by it."""
+    return torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach())
 
 
 def _copy(value: Any, done: dict[int, Tensor]) -> Any:
-    """The same with copies of all tensors, on the CPU, in the layout they have."""
+    """The same with copies of all tensors."""
     if isinstance(value, Tensor):
         if id(value) not in done:
-            done[id(value)] = torch.empty_like(value, device="cpu", requires_grad=False).copy_(value.detach())
+            done[id(value)] = copied(value)
         return done[id(value)]
     if type(value) is dict:
         return {key: _copy(each, done) for key, each in value.items()}
