@@ -12,20 +12,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxpipe.checkpoint.manifest import FileEntry
-from fxpipe.checkpoint.safetensors_writer import DTYPES, header
+from fxpipe.checkpoint.safetensors_writer import header
+from fxpipe.checkpoint.tensor_digests import bytes_of
 from fxpipe.errors import CheckpointError
 from fxpipe.plan.spec import TensorSpec
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write contiguous tensors on the CPU under their names; returns when the disk has them.
+    """Write tensors under their names; returns when the disk has them.
 
     Raises:
         OSError: the disk does not take them.
     """
     specs = [(name, TensorSpec(tuple(t.shape), t.stride(), str(t.dtype)[6:])) for name, t in tensors.items()]
-    blocks = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
-    return write_bytes(path, header(specs), *blocks)
+    return write_bytes(path, header(specs), *map(bytes_of, tensors.values()))
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
@@ -70,8 +70,3 @@ class TensorFile:
             raise CheckpointError(f"{self.path.name} has no tensor {name!r}", where=str(self.path))
         found: Tensor = self._file.get_tensor(name)
         return torch.empty(found.shape, dtype=found.dtype).copy_(found)
-
-
-def storable(tensor: Tensor) -> bool:
-    """Whether a safetensors file can hold tensors of this kind."""
-    return str(tensor.dtype)[6:] in DTYPES
