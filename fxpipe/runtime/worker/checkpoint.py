@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fxpipe.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
 from fxpipe.checkpoint.safetensors_writer import DTYPES
+from fxpipe.checkpoint.shard import INDEX
 from fxpipe.checkpoint.tensor_digests import read_digests
 from fxpipe.errors import BuildError, listed
 from fxpipe.plan.packing import Layout
@@ -19,7 +20,7 @@ from fxpipe.typed_json import convert, explained, parse
 
 Row = ParameterSpec | BufferSpec
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 WHOLE = "copy the whole folder again, as it was written"
 FORM = f"give a .safetensors file, or a folder with {SINGLE} or {INDEX}"
 
@@ -32,11 +33,13 @@ class Checkpoint:
         path: as the user gave it.
         places: by the first name of each parameter or buffer that it holds: the file, and the name there.
         warnings: what the user should know: other dtypes, unused tensors.
+        manifest: of a checkpoint of fxpipe's, which has the digests of its files; None of any other.
     """
 
     path: Path
     places: dict[str, tuple[Path, str]]
     warnings: tuple[str, ...]
+    manifest: Manifest | None
 
     @property
     def files(self) -> list[Path]:
@@ -53,8 +56,9 @@ class Checkpoint:
             CheckpointError: it is a checkpoint of fxpipe's, and not what was written.
         """
         path = Path(path)
-        if (path / MANIFEST).is_file():  # a checkpoint of fxpipe's
-            check_files(path, read_manifest(path), [INDEX, *(file.name for file in _files(path))])
+        manifest = read_manifest(path) if (path / MANIFEST).is_file() else None  # a checkpoint of fxpipe's
+        if manifest is not None:
+            check_files(path, manifest, [INDEX])
         found = {name: (file, shape, dtype) for file, name, shape, dtype in _headers(path)}
         places: dict[str, tuple[Path, str]] = {}
         missing, wrong, converted = [], [], []
@@ -82,19 +86,22 @@ class Checkpoint:
             warnings.append(
                 f"{path}: tensors that are not in the model and are not read, {len(unknown)}: {listed(unknown)}"
             )
-        return Checkpoint(path, places, tuple(warnings))
+        return Checkpoint(path, places, tuple(warnings), manifest)
 
     def read(self, rows: Iterable[Row], device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield those of the rows that it holds, by first name, in the plan's dtype and layout.
 
         Raises:
             BuildError: a file cannot be read, or a tensor is not what fxpipe wrote.
+            CheckpointError: a file of a checkpoint of fxpipe's is not what was written.
         """
         by_file: dict[Path, list[tuple[str, Row]]] = {}
         for row in rows:
             if row.name in self.places:
                 file, name = self.places[row.name]
                 by_file.setdefault(file, []).append((name, row))
+        if self.manifest is not None:  # these files alone: each worker reads its own
+            check_files(self.path, self.manifest, [path.name for path in by_file])
         for path, wanted in by_file.items():
             digests = read_digests(path)
             with _opened(path) as file:
