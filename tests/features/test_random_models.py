@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from features import Feature, agrees, lowered
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
+from features import MICROBATCHES, Feature, agrees, lowered
 from hypothesis import given
 from hypothesis import strategies as st
-from random_cuts import legal_cuts
+from random_cuts import legal_cuts, with_units
 from searched import searched
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.ir.transform import run_passes
 
 WIDTH = 4
 SIZE = 8
@@ -305,7 +302,7 @@ def check(rows: Sequence[Row], seed: int) -> None:
         tolerance=1e-2 if "bfloat16" in kinds else 1e-8,
     )
     program = feature.program()
-    numbered = run_passes(program, [Fold(), Units()])
+    numbered = with_units(program, MICROBATCHES)
     for part in range(2):
         cuts = legal_cuts(numbered, 3, f"{seed}/{part}")
         agrees(feature, lowered(program, cuts, split_backward=part == 1))

@@ -10,15 +10,12 @@ import pytest
 import torch
 from cached import cuts
 from engines import needs
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
-from random_cuts import legal_cuts
+from random_cuts import legal_cuts, with_units
 from small_models import CASES
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.observe.trace.nesting import busy
 from fxpipe.observe.trace.reader import read_trace
@@ -71,7 +68,7 @@ def test_any_legal_cuts_agree_with_eager_on_cuda(name: str) -> None:
     model, batch = on_cuda(name)
     program = fxpipe.capture(model, case.loss, batch)
     for seed in range(4):
-        where = legal_cuts(run_passes(program, [Fold(), Units()]), 3, str(seed))
+        where = legal_cuts(with_units(program), 3, str(seed))
         build = fxpipe.lower(program, workers=3, cost="analytic", cuts=where, split_backward=True)
         assert compare_with_eager(build, model, case.loss, batch).largest < 1e-4
 

@@ -125,10 +125,13 @@ def test_without_the_option_nothing_is_kept(toy: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [run_local, pytest.param(launch, marks=pytest.mark.multiproc)])
 def test_a_trace_that_cannot_be_written_costs_nothing_else(toy: Any, tmp_path: Path, how: Any, capfd: Any) -> None:
-    built = toy(forward=(0, 1), backward=(0, 1))
+    """What the run asked for at its begin is gone at its end: the trace's folder became a file."""
+    folder = tmp_path / "file"
+    folder.mkdir()
+    lost = f"import pathlib; p = pathlib.Path({str(folder)!r}); p.is_dir() and (p.rmdir() or p.write_text(''))"
+    built = toy(forward=(0, 1), backward=(0, 1), spoil={1: ("    loss = (", f"    {lost}\n    loss = (")})
     options = RunOptions(str(built.save(tmp_path / "build")), steps=2, out=str(tmp_path / "out"))
-    (tmp_path / "file").write_text("")
-    options = dataclasses.replace(options, trace=str(tmp_path / "file" / "trace.json"))
+    options = dataclasses.replace(options, trace=str(folder / "trace.json"))
     summary = launch(options, 2) if how is launch else run_local(options)
     assert "warning: the trace is lost: " in capfd.readouterr().err
     assert summary["trace"] is None

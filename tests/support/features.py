@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from fxpipe.passes.analysis.profile import glued_positions
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
-from random_cuts import legal_cuts
+from random_cuts import legal_cuts, with_units
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +23,6 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import compare_with_eager, relative_error
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
@@ -133,7 +130,7 @@ def lowered(program: Program, cuts: Cuts, **options: Any) -> Build:
 
 def apart(program: Program) -> Cuts:
     """Forward cut into thirds as far as that is legal; backward earlier at the first cut, and later at the second."""
-    program = run_passes(program, [Fold(), Units()])
+    program = with_units(program, MICROBATCHES)
     count, glued = len(program.units), glued_positions(program)
     free = [p for p in range(1, count) if p not in glued]
     forward = [free[len(free) * k // WORKERS] for k in range(1, WORKERS)]
@@ -161,7 +158,7 @@ def check_any_cuts(feature: Feature, seeds: range) -> None:
     if feature.slow:
         check(feature)
     program = feature.program()
-    numbered = run_passes(program, [Fold(), Units()])
+    numbered = with_units(program, MICROBATCHES)
     for seed in seeds:
         cuts = legal_cuts(numbered, WORKERS, f"{feature.name}/{seed}")
         agrees(feature, lowered(program, cuts, split_backward=seed % 2 == 1))

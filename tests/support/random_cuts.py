@@ -6,19 +6,25 @@ import functools
 import random
 
 from cached import captured
+from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import glued_positions
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
+from fxpipe.lowering.options import CompileOptions
 from fxpipe.planner.cuts import Cuts
 
 
 @functools.cache
 def numbered(name: str) -> Program:
     """A case's program with its units."""
-    return run_passes(captured(name)[2], [Fold(), Units()])
+    return with_units(captured(name)[2])
+
+
+def with_units(program: Program, microbatches: int = 1) -> Program:
+    """A captured program with the units that `fxpipe.lower` gives it."""
+    options = CompileOptions(microbatches=microbatches, accept_microbatch_loss=True)
+    return run_passes(program, front_passes(whole_loss=options.whole_loss()))
 
 
 def random_cuts(name: str, workers: int, seed: int) -> Cuts:

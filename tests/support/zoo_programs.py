@@ -10,14 +10,11 @@ from typing import Any
 
 from families import CORE
 from fxpipe.passes.analysis.profile import glued_positions
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
-from random_cuts import legal_cuts
+from random_cuts import legal_cuts, with_units
 from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 from fxpipe.task.batch import split
 
@@ -31,7 +28,7 @@ def captured_core(name: str, size: int | None = None) -> tuple[Step, Program, Pr
     entry = CORE[name]
     model, loss, batch = dataclasses.replace(entry, size=size or entry.size).make()
     program = fxpipe.capture(model, loss, split(batch, MICROBATCHES)[0])
-    return (model, loss, batch), program, run_passes(program, [Fold(), Units()])
+    return (model, loss, batch), program, with_units(program, MICROBATCHES)
 
 
 def even_cuts(program: Program) -> Cuts:

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from families import ZooModel
 from fxpipe.passes.analysis.profile import glued_positions
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
+from random_cuts import with_units
 from torch import nn
 
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
 from fxpipe.lowering.compare_with_eager import FLOOR, Agreement, Step, compare, compare_with_eager, eager_step
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
@@ -150,7 +148,7 @@ def captured(entry: ZooModel, model: nn.Module, loss: Loss, batch: Any) -> Progr
 
 def both_cuts(program: Program) -> tuple[Cuts, Cuts]:
     """Forward in even parts; backward cut an eighth of the units earlier than that, and later."""
-    numbered = run_passes(program, [Fold(), Units()])
+    numbered = with_units(program, MICROBATCHES)
     count, glued = len(numbered.units), glued_positions(numbered)
     shift = max(1, count // (2 * WORKERS))
     free = [p for p in range(count + 1) if p not in glued]

@@ -13,8 +13,7 @@ import torch
 from cached import captured
 from engines import needs
 from families import CORE
-from fxpipe.passes.fold import Fold
-from fxpipe.passes.units import Units
+from random_cuts import with_units
 from small_models import CASES
 from zoo_programs import MICROBATCHES, WORKERS, apart_cuts, captured_core, even_cuts
 
@@ -24,7 +23,6 @@ from fxpipe.build.build import Build
 from fxpipe.engines.attach import check_outputs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.ir.program import Program
-from fxpipe.ir.transform import run_passes
 from fxpipe.planner.cuts import Cuts
 from fxpipe.stages.compare import EXACT, Expected, compare
 from fxpipe.stages.loaded import load_stages
@@ -45,7 +43,7 @@ def lowered(name: str, choose: Callable[[Program], Cuts], size: int | None = Non
     prefix, _, case = name.rpartition(":")
     if prefix:
         _, _, program = captured(case)
-        numbered = run_passes(program, [Fold(), Units()])
+        numbered = with_units(program)
         batches = CASES[case].batches(STEPS)
     else:
         if reason := CORE[name].missing():
