@@ -30,7 +30,7 @@ PREDICTED = (("transformer", "sgd"), ("transformer", "adamw"), ("gpt", "sgd"), (
 ALONE: Method = (SYNCHRONOUS, 1, 1)
 CONTENDERS = ("spectrain+ef", "spectrain", "latest", "2bw+predict+ef")
 OTHERS = ("2bw+predict", "2bw", "latest+ef", "stash", "pipeoptim", "lwp")
-WHOLE = ("latest", "stash", "spectrain", "pipeoptim", "lwp")
+WHOLE = ("spectrain", "spectrain+ef", "latest", "stash", "pipeoptim", "lwp")
 METHODS = (*CONTENDERS, *OTHERS)
 
 
@@ -147,13 +147,13 @@ FULL = Study(
         Grid(THIRTY_TWO, _at(CONTENDERS[:2], 32, 32)),
         Grid(SIXTEEN, _at(CONTENDERS[:2], 16, 16)),
         Grid(LONG, (ALONE, (FLUSHED, 8, 8), *_at(CONTENDERS[:2], 8, 8)), factors=(1.0,), seeds=(0,)),
-        Grid(EIGHT, _at(CONTENDERS[2:], 8, 8)),
         Grid(FOUR, _at(WHOLE, 4, 1)),
-        Grid(NORMS, (*_at(("spectrain", "spectrain+ef"), 8, 2), *_at(("spectrain", "spectrain+ef"), 8, 4))),
         Grid(EIGHT, _at(WHOLE, 8, 1)),
+        Grid(EIGHT, _at(CONTENDERS[2:], 8, 8)),
+        Grid(NORMS, (*_at(CONTENDERS[:2], 8, 2), *_at(CONTENDERS[:2], 8, 4))),
         Grid(EIGHT, _at(CONTENDERS[:2], 8, 4)),
-        Grid(SIXTEEN, _at(("spectrain", "latest"), 16, 1)),
-        Grid(THIRTY_TWO, _at(("spectrain", "latest"), 32, 1)),
+        Grid(SIXTEEN, _at(CONTENDERS[:3], 16, 1)),
+        Grid(THIRTY_TWO, _at(CONTENDERS[:3], 32, 1)),
         Grid(THIRTY_TWO, _at(CONTENDERS[2:], 32, 32)),
         Grid(EIGHT, _at(OTHERS, 8, 8)),
         Grid(SIXTEEN, _at(CONTENDERS[2:], 16, 16)),
