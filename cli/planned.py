@@ -29,6 +29,7 @@ class PlanInput:
     microbatches: int
     samples: int | None
     optimizer_bytes: float
+    momentum: bool = False
     device: str = "cpu"
 
     def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
@@ -90,7 +91,13 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
                 told[warning] = None
                 warn(warning)
         return PlanInput(
-            found.whole, found.apart, found.microbatches, found.samples, found.optimizer_bytes, found.device
+            found.whole,
+            found.apart,
+            found.microbatches,
+            found.samples,
+            found.optimizer_bytes,
+            found.momentum,
+            found.device,
         )
 
     return read
@@ -109,7 +116,7 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
     from fxpipe.simulator.simulate import simulate, steady_minibatches
 
     counted = replace(options, microbatches=subject.microbatches)
-    setting = counted.setting(subject.device, subject.optimizer_bytes)
+    setting = counted.setting(subject.device, subject.optimizer_bytes, subject.momentum)
     found: dict[str, Partition] = {}
     for profile, wanted in subject.profiles(modes):
         found.update(advised_partitions(profile, setting, options.workers, wanted, say))

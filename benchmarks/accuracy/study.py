@@ -23,6 +23,7 @@ EIGHT = tuple(pair for pair in ALL if not pair[0].startswith(("deep_", "long_"))
 SIXTEEN = tuple(pair for pair in ALL if pair[0] not in ("lstm", "deep_gpt", "long_gpt"))
 LONG = (("long_gpt", "adamw"),)
 FOUR = tuple(pair for pair in EIGHT if pair[1] != "muon" and not pair[0].endswith("_gn"))
+TWO = (("resnet_gn", "sgd"), ("lstm", "sgd"), ("transformer", "adamw"), ("gpt", "adamw"))
 THIRTY_TWO = (("snn", "sgd"), ("deep_gpt", "adamw"))
 NORMS = tuple(pair for pair in EIGHT if pair[0].startswith(("vgg", "resnet")))
 PREDICTED = (("transformer", "sgd"), ("transformer", "adamw"), ("gpt", "sgd"), ("gpt", "adamw"))
@@ -147,6 +148,7 @@ FULL = Study(
         Grid(THIRTY_TWO, _at(CONTENDERS[:2], 32, 32)),
         Grid(SIXTEEN, _at(CONTENDERS[:2], 16, 16)),
         Grid(LONG, (ALONE, (FLUSHED, 8, 8), *_at(CONTENDERS[:2], 8, 8)), factors=(1.0,), seeds=(0,)),
+        Grid(TWO, _at(CONTENDERS[:2], 2, 1)),
         Grid(FOUR, _at(WHOLE, 4, 1)),
         Grid(EIGHT, _at(WHOLE, 8, 1)),
         Grid(EIGHT, _at(CONTENDERS[2:], 8, 8)),

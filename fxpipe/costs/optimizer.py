@@ -13,6 +13,7 @@ from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
 from fxpipe.errors import TaskError
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import hold_still, shrunk, users
+from fxpipe.policy.optimizers.error_feedback import momentum_of
 from fxpipe.task.model_file import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 
@@ -34,11 +35,13 @@ class OptimizerCosts:
     Attributes:
         state_bytes: of its state, for each byte of trained parameters.
         seconds_per_byte: of its step, for each byte of trained parameters.
+        momentum: each of its groups has momentum, by its options.
         doubt: one sentence for a warning, if the optimizer could not be tried and the costs are assumed; else None.
     """
 
     state_bytes: float
     seconds_per_byte: float
+    momentum: bool = False
     doubt: str | None = None
 
 
@@ -54,18 +57,18 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
     Raises:
         OptimizerRefused: no run can use it.
     """
-    state = 1.0
+    state, momentum = 1.0, False
     try:
-        state = optimizer_bytes(named, optimizer)
+        state, momentum = _state(named, optimizer)
         if timed:
-            return OptimizerCosts(state, update_seconds_per_byte(named, optimizer))
+            return OptimizerCosts(state, update_seconds_per_byte(named, optimizer), momentum)
     except OptimizerRefused:
         raise
     except TaskError as error:
         said = " ".join(error.what.split())
         doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
-        return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, doubt)
-    return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth)
+        return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, doubt)
+    return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum)
 
 
 def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
@@ -82,18 +85,23 @@ def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | N
     Raises:
         TaskError: the optimizer fails.
     """
+    return _state(parameters, optimizer, device)[0]
+
+
+def _state(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> tuple[float, bool]:
+    """The bytes of state for each byte of parameters, and whether every group has momentum."""
     total = sum(t.nbytes for _, t in parameters)
     if not total:
-        return 0.0
+        return 0.0, False
     sample = _sample(parameters, [t.numel() * min(1.0, STATE_SAMPLE / total) for _, t in parameters], device)
     made = _stepped(sample, optimizer)
     if made is None:
-        return 0.0
+        return 0.0, False
     state = 0.0
     for (_, whole), (_, small) in zip(parameters, sample, strict=True):
         for found in _tensors(made.state.get(small, {})):
             state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
-    return state / total
+    return state / total, all((momentum_of(group) or 0.0) > 0 for group in made.param_groups)
 
 
 def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:

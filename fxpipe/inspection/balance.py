@@ -88,7 +88,7 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         subject.known.speeds,
         optimizer_bytes=subject.known.optimizer_bytes,
     )
-    return setting.workers(subject.plan.workers, recipe.demand.versions)
+    return setting.workers(subject.plan.workers)
 
 
 def _own(subject: Subject, workers: Workers) -> Partition:

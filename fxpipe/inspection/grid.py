@@ -21,4 +21,4 @@ def grid_rows(recipe: Recipe) -> list[list[str]]:
         minibatches = min(minibatches, FLUSHES)
     else:  # the pipeline fills first
         minibatches += schedule.workers // schedule.microbatches
-    return sight_rows(recipe.policy, schedule, minibatches, recipe.demand.versions)
+    return sight_rows(recipe.policy, schedule, minibatches)

@@ -16,7 +16,7 @@ from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.schedule import kind_of
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.versions import own_lag
 from fxpipe.tracing.capture import Loss
 
 
@@ -63,7 +63,7 @@ def captured_step(
         if decided is not None and decided.count == 1:
             raise
         step = _captured(model, loss, batch, others, options.of_microbatches(1))
-        late = Versions(make_schedule(options.schedule, options.workers)).lag("F", 0, 0)
+        late = own_lag(make_schedule(options.schedule, options.workers), 0)
         found = (
             f"one microbatch a minibatch, so that forwards miss {late} updates: not "
             f"{'several' if decided is None else decided.count}, since {error.what}; "

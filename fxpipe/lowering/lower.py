@@ -124,7 +124,7 @@ def lower(
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
     profile = profile_of(program, costs.optimizer.seconds_per_byte)
-    setting = options.setting(program.device, costs.optimizer.state_bytes)
+    setting = options.setting(program.device, costs.optimizer.state_bytes, costs.optimizer.momentum)
     choice = choose_cuts(program, profile, options, setting)
     program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
     build = _with_optimizer(_build(program, costs, profile, setting, choice, lines), options)

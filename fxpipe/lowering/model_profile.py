@@ -29,6 +29,7 @@ class ModelProfile:
         microbatches: of a minibatch.
         samples: of a minibatch.
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
+        momentum: every group of the optimizer has momentum.
         device: 'cpu' or 'cuda'.
         warnings: what capture and costs want the user to know.
     """
@@ -38,6 +39,7 @@ class ModelProfile:
     microbatches: int
     samples: int
     optimizer_bytes: float
+    momentum: bool
     device: str
     warnings: tuple[str, ...] = ()
 
@@ -83,6 +85,7 @@ def profile_model(
         options.count,
         samples,
         costs.optimizer.state_bytes,
+        costs.optimizer.momentum,
         program.device,
         (*program.warnings, *([costs.optimizer.doubt] if costs.optimizer.doubt else [])),
     )

@@ -56,7 +56,7 @@ class CompileOptions:
             where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
             worker between two cuts at one place has nothing to do in that phase.
         schedule: 'async', '1f1b' or 'gpipe'.
-        policy: the schedule's own default where None.
+        policy: where None, that of `fxpipe.policy.default_for`.
         microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
             the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
             change the loss.
@@ -254,19 +254,20 @@ class CompileOptions:
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         self.setting()
 
-    def setting(self, device: str = "cpu", optimizer_bytes: float = 0.0) -> Setting:
+    def setting(self, device: str = "cpu", optimizer_bytes: float = 0.0, momentum: bool = False) -> Setting:
         """What the planner plans for.
 
         Args:
             device: 'cpu' or 'cuda'; says what links there usually are.
             optimizer_bytes: of the optimizer's state, for each byte of weights.
+            momentum: every group of the optimizer has momentum (see `default_for`).
 
         Raises:
             ScheduleError, PolicyError: as for `check`.
         """
         microbatches = 1 if self.microbatches is None else self.microbatches
         schedule = make_schedule(self.schedule, self.workers, microbatches)
-        policy = make_policy(self.policy or default_for(schedule))
+        policy = make_policy(self.policy or default_for(schedule, momentum))
         policy.check(schedule)
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)

@@ -10,7 +10,6 @@ from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.schedule import make
 from fxpipe.schedule.check import in_flight
-from fxpipe.schedule.versions import Versions
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
@@ -35,12 +34,9 @@ class Setting:
     memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
 
-    def workers(self, count: int, versions: Versions | None = None) -> Workers:
+    def workers(self, count: int) -> Workers:
         """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
         equal.
-
-        Args:
-            versions: of this schedule for that many workers, if they are already known.
 
         Raises:
             ScheduleError, PolicyError: an unknown name.
@@ -49,7 +45,7 @@ class Setting:
         schedule = make(self.schedule, count, self.microbatches)
         policy = make_policy(self.policy or default_for(schedule))
         weight, gradient = 1.0, 1.0
-        kept = copies(policy, schedule, versions)
+        kept = copies(policy, schedule)
         return Workers(
             count,
             speeds=_for(count, self.speeds),

@@ -9,23 +9,20 @@ from math import ceil
 from fxpipe.policy.base import Policy
 from fxpipe.policy.picture import sight
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.versions import Versions, versions_of
 
 
 @cache
-def copies(policy: Policy, schedule: Schedule, versions: Versions | None = None) -> tuple[float, ...]:
+def copies(policy: Policy, schedule: Schedule) -> tuple[float, ...]:
     """For each worker, the most copies of its own weights that it holds at once, in addition to the live ones.
 
     Kept versions and predictions count, the last update that the weight form remembers, and the steps that error
     feedback keeps; the optimizer's own state does not count. Counted from the schedule, action by action.
-
-    Args:
-        versions: those of the schedule, if the caller has them already: with many workers they take a second.
     """
     remembered = 1.0 if policy.weight_form else 0.0
     if schedule.synchronous:
         return (0.0,) * schedule.workers
-    versions = versions or Versions(schedule)
+    versions = versions_of(schedule)
     return tuple(
         remembered + _held(policy, versions, worker) + _fed_back(policy, versions, worker)
         for worker in range(schedule.workers)

@@ -15,7 +15,7 @@ from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
-from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.versions import versions_of
 
 PHASES: tuple[Phase, Phase] = ("F", "B")
 
@@ -77,7 +77,7 @@ class Demand:
         self.plan = plan
         self.schedule = schedule
         self.policy = policy
-        self.versions = Versions(schedule)
+        self.versions = versions_of(schedule)
         self.segments = Segments()
         self.parameters: dict[str, ParameterSpec] = {n: p for p in plan.parameters for n in p.names}
         self._forwards: dict[str, list[int]] = {}

@@ -6,6 +6,7 @@ from fxpipe.policy.base import Policy
 from fxpipe.schedule import Action, Schedule, Versions
 from fxpipe.schedule.order import play, read, timeline
 from fxpipe.schedule.picture import picture
+from fxpipe.schedule.versions import versions_of
 
 
 def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
@@ -18,9 +19,7 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
     return picture(sight_rows(policy, schedule, minibatches))
 
 
-def sight_rows(
-    policy: Policy, schedule: Schedule, minibatches: int, versions: Versions | None = None
-) -> list[list[str]]:
+def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[list[str]]:
     """A row of cells for each worker: its actions, and what each sees of its own weights; `..` where it waits.
 
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further.
@@ -30,7 +29,7 @@ def sight_rows(
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
     policy.check(schedule)
-    known = versions or Versions(schedule)
+    known = versions_of(schedule)
 
     def label(worker: int, action: Action) -> str:
         version, ahead = sight(policy, known, action, worker)

@@ -10,7 +10,7 @@ from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, plain, play, read, timeline
 from fxpipe.schedule.picture import picture
-from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.versions import versions_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _weights(
     for pair in replicas:
         if not all(0 <= worker < schedule.workers for worker in pair):
             raise ScheduleError(f"replica {pair} names a worker that does not exist: there are {schedule.workers}")
-    versions = Versions(schedule)
+    versions = versions_of(schedule)
     owners = {reader: [o for o, r in replicas if r == reader] for _, reader in replicas}
 
     def needs(worker: int, action: Action) -> list[Event]:

@@ -12,7 +12,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Workers
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.versions import Versions, versions_of
 from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
 
 _Key = tuple[int, Phase, int, Phase]
@@ -142,7 +142,7 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule) -> Ite
                 phases.setdefault((owner, reader), set()).update(reads)
     if not sizes:
         return
-    versions = Versions(schedule)
+    versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
         lags = _lags(versions, owner, reader, sorted(phases[owner, reader]))
         yield Replica(owner, reader, tuple(lags), size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from math import isclose
+from math import ceil, isclose
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.action import Action
@@ -69,8 +69,8 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
 
 
 def steady_minibatches(schedule: Schedule) -> int:
-    """How many minibatches show a schedule's steady state."""
-    return 4 if schedule.synchronous else 4 * schedule.workers + 8
+    """How many minibatches show a schedule's steady state: some, and four times as many as fill the pipeline."""
+    return 4 if schedule.synchronous else 4 * ceil(schedule.workers / schedule.microbatches) + 8
 
 
 class _Simulator:

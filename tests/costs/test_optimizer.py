@@ -132,6 +132,14 @@ def test_what_an_optimizer_does_not_choose_costs_nothing() -> None:
     assert optimizer_costs(SMALL, chosen("head"), timed=True, bandwidth=10.0) == OptimizerCosts(0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "has"), [(sgd, False), (momentum, True), (adam, True), (momentum_for_weights, False)]
+)
+def test_momentum_is_that_of_every_group(optimizer: Any, has: bool) -> None:
+    named = [("weight", torch.zeros(3)), ("bias", torch.zeros(3))]
+    assert optimizer_costs(named, optimizer, timed=False, bandwidth=10.0).momentum is has
+
+
 def test_of_a_builds_parameters() -> None:
     build = lowered("gpt")
     named = [(p.name, build.tensors[p.name]) for p in build.plan.parameters if p.trained]
@@ -140,7 +148,7 @@ def test_of_a_builds_parameters() -> None:
 
 def test_costs_are_timed_or_computed() -> None:
     found = optimizer_costs(SMALL, momentum, timed=False, bandwidth=10.0)
-    assert found == OptimizerCosts(pytest.approx(1.0), pytest.approx(0.5))
+    assert found == OptimizerCosts(pytest.approx(1.0), pytest.approx(0.5), momentum=True)
     found = optimizer_costs(SMALL, lambda named: Sleepy([p for _, p in named], lr=0.1), timed=True, bandwidth=10.0)
     size = sum(t.nbytes for _, t in SMALL)
     assert (found.state_bytes, found.doubt) == (0.0, None)

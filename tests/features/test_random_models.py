@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-
 WIDTH = 4
 SIZE = 8
 

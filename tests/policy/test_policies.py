@@ -243,12 +243,20 @@ def test_a_policy_of_ones_own_is_known_by_its_name(registered: type[Policy]) -> 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name"),
-    [(Async(4), "spectrain"), (Async(4, 2), "spectrain"), (GPipe(4, 2), "latest"), (OneFOneB(4), "latest")],
+    ("schedule", "name", "with_momentum"),
+    [
+        (Async(4), "spectrain", "spectrain"),
+        (Async(4, 2), "spectrain", "spectrain"),
+        (Async(4, 3), "spectrain", "spectrain+ef"),
+        (Async(2), "spectrain", "spectrain+ef"),
+        (Async(64, 64), "spectrain", "spectrain+ef"),
+        (GPipe(4, 2), "latest", "latest"),
+        (OneFOneB(4), "latest", "latest"),
+    ],
 )
-def test_the_default(schedule: Schedule, name: str) -> None:
-    assert default_for(schedule) == name
-    make(name).check(schedule)
+def test_the_default(schedule: Schedule, name: str, with_momentum: str) -> None:
+    assert (default_for(schedule), default_for(schedule, momentum=True)) == (name, with_momentum)
+    make(with_momentum).check(schedule)
 
 
 @pytest.mark.parametrize(

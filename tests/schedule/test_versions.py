@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 from fxpipe.schedule import Action, Async, OneFOneB, Schedule, Versions, make
+from fxpipe.schedule.versions import own_lag
 
 
 def lags(versions: Versions, phase: Phase, owner: int, workers: int) -> list[int]:
@@ -70,6 +71,15 @@ def test_async_replicas_on_three_workers() -> None:
     assert lags(versions, "B", owner=1, workers=3) == [0, 0, 1]
     assert lags(versions, "F", owner=2, workers=3) == [2, 1, 0]
     assert lags(versions, "B", owner=2, workers=3) == [0, 0, 0]
+
+
+@given(st.sampled_from(["async", "gpipe", "1f1b"]), st.integers(1, 9), st.integers(1, 9))
+def test_a_row_alone_tells_how_late_its_worker_is(name: str, workers: int, microbatches: int) -> None:
+    schedule = make(name, workers, microbatches)
+    versions = Versions(schedule)
+    for worker in range(workers):
+        lates = [versions.lag("F", worker, worker, microbatch) for microbatch in range(microbatches)]
+        assert own_lag(schedule, worker) == max(lates)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 5))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fxpipe.planner.links import Links
 from fxpipe.schedule import make
 from fxpipe.simulator import Message, Scenario, WorkerCost, simulate
+from fxpipe.simulator.simulate import steady_minibatches
 
 
 def period(scenario: Scenario) -> float:
@@ -57,6 +58,14 @@ def test_async_has_the_closed_forms_period(scenario: Scenario) -> None:
     """The costs are small whole numbers, so that only the worst cycle is left by the second half."""
     found = simulate(make("async", len(scenario.workers)), scenario, 400)
     assert found.seconds_per_minibatch == pytest.approx(period(scenario))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lines(), st.integers(1, 8))
+def test_few_minibatches_show_the_steady_state(scenario: Scenario, microbatches: int) -> None:
+    schedule = make("async", len(scenario.workers), microbatches)
+    few, many = (simulate(schedule, scenario, count) for count in (steady_minibatches(schedule), 100))
+    assert few.seconds_per_minibatch == pytest.approx(many.seconds_per_minibatch, rel=0.01)
 
 
 def test_a_balanced_pipeline_cannot_hide_its_round_trip() -> None:
