@@ -1,0 +1,83 @@
+"""Checkpoints that earlier versions have written are gone on from for ever; `golden/make.py` has made them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fxpipe.checkpoint import manifest
+from fxpipe.errors import CheckpointError
+from fxpipe.plan import spec
+from fxpipe.plan.spec import digest_of
+from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.task.hooks import ObjectTask
+
+GOLDEN = Path(__file__).parent / "golden"
+KEPT = sorted(path for path in GOLDEN.glob("checkpoint-*-build-*") if path.is_dir())
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+"""Processors differ in how they add up."""
+
+_found = importlib.util.spec_from_file_location("golden_checkpoint", GOLDEN / "make.py")
+assert _found is not None
+assert _found.loader is not None
+make = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(make)
+
+
+def batches(folder: Path) -> list[Any]:
+    parts = load_file(folder / "batches.safetensors")
+    return [(parts[f"{step}.0"], parts[f"{step}.1"]) for step in range(make.STEPS)]
+
+
+def check(pipeline: Any, folder: Path, kind: str) -> None:
+    """The run goes on as that one did."""
+    assert pipeline.fed == make.SAVED
+    losses = pipeline.run(batches(folder)[make.SAVED :])
+    torch.testing.assert_close(losses, json.loads((folder / f"{kind}.json").read_text()), **CLOSE)
+    torch.testing.assert_close(make.end_of(pipeline), load_file(folder / f"{kind}.safetensors"), **CLOSE)
+
+
+def test_there_is_one_of_these_formats() -> None:
+    assert GOLDEN / make.name() in KEPT, (
+        "the format of checkpoints or of builds is another one. Run tests/checkpoint/golden/make.py, and keep the "
+        "folder that it makes beside the earlier ones. If it is that of checkpoints, read_manifest must go on reading "
+        "all earlier formats: runs of weeks are in them"
+    )
+
+
+@pytest.mark.parametrize(
+    "folder", [path for path in KEPT if path.name.endswith(f"-build-{spec.FORMAT}")], ids=lambda path: path.name
+)
+def test_goes_on_with_its_build(folder: Path) -> None:
+    task = ObjectTask(make.optimizer, make.scheduler)
+    pipeline = LocalPipeline(folder / "build", task, PipelineOptions(resume=str(folder / f"step-{make.SAVED}")))
+    assert pipeline.resumed is not None
+    assert pipeline.resumed.exact
+    check(pipeline, folder, "exact")
+
+
+@pytest.mark.parametrize("folder", KEPT, ids=lambda path: path.name)
+def test_goes_on_under_other_cuts(folder: Path) -> None:
+    """Builds of earlier formats are refused, so that this is how their runs go on: compiled again."""
+    build = make.compiled(3, batches(folder)[0])
+    hooks = {"optimizer": make.optimizer, "lr_scheduler": make.scheduler}
+    check(build.local(**hooks, schedule="1f1b", resume=folder / f"step-{make.SAVED}"), folder, "synchronous")
+
+
+def test_a_format_of_later_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(KEPT[-1] / f"step-{make.SAVED}", tmp_path, dirs_exist_ok=True)
+    body = json.loads((tmp_path / manifest.MANIFEST).read_text())
+    del body["digest"]
+    body["format"] = manifest.FORMAT + 1
+    (tmp_path / manifest.MANIFEST).write_text(json.dumps({**body, "digest": digest_of(body)}))
+    with pytest.raises(CheckpointError, match=f"has format {manifest.FORMAT + 1}, this fxpipe reads") as refused:
+        manifest.read_manifest(tmp_path)
+    assert "go on with the fxpipe that wrote it" in str(refused.value)
