@@ -11,6 +11,7 @@ The first are a model as transformers writes it, with `model.safetensors.index.j
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
 INDEX = "model.safetensors.index.json"
+_NUMBER = re.compile(r"-(\d{5})-of-\d{5}\.")
 Version = tuple[int, int]
 """How many updates weights have had, and how many ahead they are predicted."""
 
@@ -102,6 +104,12 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
 def files_of(worker: int, workers: int) -> list[str]:
     """The names of a worker's files."""
     return list(_files(worker, workers).values())
+
+
+def worker_of(name: str) -> int:
+    """The worker that wrote a file of a checkpoint; what is of all of them, worker 0 has written."""
+    found = _NUMBER.search(name)
+    return int(found[1]) - 1 if found else 0
 
 
 def read_shard(folder: Path, step: int, worker: int, workers: int) -> Shard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_a_damaged_one_is_said_and_the_one_before_taken(folder: Path, tmp_path: 
     result = fxpipe(*run(folder, tmp_path / "other", "--resume", given, "--local"))
     assert result.code == 1
     assert "the checkpoint is damaged" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_under_torchrun_all_go_on_from_the_newest_that_all_find_whole(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert fxpipe(*run(folder, out, "--checkpoint-every", 5, "--local")).code == 0
+    file = out / "checkpoints" / "step-20" / "optimizer-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", sys.executable)
+    result = finish(start_module(*torchrun, "-m", "fxpipe", *run(folder, out, "--resume")), 120)
+    assert result.code == 0, result.err
+    assert f"step-20: worker 1: the checkpoint is damaged: {file.name} was changed" in result.err
+    assert "going on after step 15" in result.err
+    assert same(folder, out)
 
 
 def test_runs_are_not_mixed(folder: Path, tmp_path: Path) -> None:

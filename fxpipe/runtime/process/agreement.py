@@ -15,18 +15,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import fxpipe
+from fxpipe.checkpoint.manifest import MANIFEST
+from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import FxpipeError, PeerRefused, RunError
 from fxpipe.files import Snapshot
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, writing
-from fxpipe.runtime.process.resume import resumed_options
+from fxpipe.runtime.process.newest_of_all import newest_of_all
+from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.hooks import TrainingTask, task_of_build
@@ -36,6 +39,8 @@ PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "tensorboa
 OWN = ("progress", "exchange", "plan_digest")
 """Options that are a process's own affair."""
 MOST_LINES = 12
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,14 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
     try:
         if rank == 0 and options.exchange is None:
             held.enter_context(writing(options.out))
+    except FxpipeError as error:
+        problem = error
+    path = newest_of_all(_shelf(options), rank, world, lambda own: _gathered(own, rank, world))
+    try:
+        if problem is not None:
+            raise problem
+        if path is not None:
+            options = dataclasses.replace(options, resume=str(path), weights=str(path))
         options = resumed_options(options, options.out)
         files = files_read(options)
         plan = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
@@ -97,6 +110,8 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
         task = task or task_of_build(plan, options.build, options.model_file)
         facts = facts_of(plan, options)
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
+        if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
+            facts[f"--weights: {MANIFEST}"], checkpoint = _digest(checkpoint.path / MANIFEST), None
     except FxpipeError as error:
         problem = error
     host = socket.gethostname()
@@ -150,7 +165,13 @@ def _digest(file: Path) -> str:
         return error.strerror or "not to be read"
 
 
-def _gathered(own: _Said, rank: int, world: int) -> list[_Said]:
+def _shelf(options: RunOptions) -> Shelf | None:
+    """Where this worker is to look for the newest checkpoint; None if it is not."""
+    asked = options.resume == NEWEST and options.weights is None and options.out is not None
+    return Shelf.of(str(options.out)) if asked else None
+
+
+def _gathered(own: T, rank: int, world: int) -> list[T]:
     found: list[Any] = [None] * world
     with peers(rank):
         dist.all_gather_object(found, own)
