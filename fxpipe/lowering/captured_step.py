@@ -14,6 +14,8 @@ from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes
 from fxpipe.passes.whole_loss import WholeLoss
+from fxpipe.policy.accuracy_warnings import lost_by
+from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule import kind_of
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.versions import own_lag
@@ -43,7 +45,8 @@ def captured_step(
     """Capture the step, and choose the number of microbatches where none is asked.
 
     A schedule without a flush trains as well with one microbatch, only with staler weights: so it is one where the
-    batch cannot be cut as the schedule would like it, or its loss is not one of microbatches, and a warning says why.
+    batch cannot be cut as the schedule would like it, or its loss is not one of microbatches, and a warning says why
+    and what it costs; likewise where the batch is too small for as many as the schedule would like.
 
     Args:
         batch: one whole minibatch.
@@ -58,18 +61,36 @@ def captured_step(
     decided = None
     try:
         decided = options.for_batches([batch, *others])
-        return _captured(model, loss, batch, others, decided)
+        step = _captured(model, loss, batch, others, decided)
     except (BatchError, CaptureError) as error:
         if decided is not None and decided.count == 1:
             raise
         step = _captured(model, loss, batch, others, options.of_microbatches(1))
-        late = own_lag(make_schedule(options.schedule, options.workers), 0)
-        found = (
+        late = _late(step.options)
+        return _warning_of(
+            step,
             f"one microbatch a minibatch, so that forwards miss {late} updates: not "
             f"{'several' if decided is None else decided.count}, since {error.what}; "
-            "--microbatches says what can be done about it"
+            f"{lost_by(SpecTrain.name, late)}; --microbatches says what can be done about it",
         )
-        return replace(step, program=replace(step.program, warnings=(*step.program.warnings, found)))
+    late = _late(step.options)
+    if late <= 1:
+        return step
+    return _warning_of(
+        step,
+        f"the minibatches' samples can be cut into {step.options.count} equal microbatches, not about "
+        f"{options.workers}, so that forwards miss {late} updates: {lost_by(SpecTrain.name, late)}; with a multiple of "
+        f"{options.workers} samples they miss 1",
+    )
+
+
+def _late(options: CompileOptions) -> int:
+    """How many updates the first worker's forwards miss."""
+    return own_lag(make_schedule(options.schedule, options.workers, options.count), 0)
+
+
+def _warning_of(step: CapturedStep, text: str) -> CapturedStep:
+    return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
 
 
 def _captured(model: nn.Module, loss: Loss, batch: Any, others: Sequence[Any], options: CompileOptions) -> CapturedStep:
