@@ -1,7 +1,8 @@
 """Runs that are killed and go on: a case drawn from a seed, played, and compared with the run that nobody disturbed.
 
-A kill is chosen by how far the run is, as its workers' pulses and its folder say, not by a clock: so on any machine
-kills hit imports, training, the writing of a checkpoint, an evaluation, the writing of results and restarts.
+A kill is chosen by how far the run is, as its workers' pulses, its folder and its processor time say, not by a clock:
+so on any machine kills hit imports, training, the writing of a checkpoint, an evaluation, the writing of results, the
+last step and every kind of start. Seeds take turns with what they hit for sure.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,25 +135,60 @@ POLICIES = [
 ]  # fmt: skip
 
 
+MOMENTS = (
+    "launching", "importing", "loading", "training", "writing", "evaluating", "writing results", "last step",
+)  # fmt: skip
+BEFORE = MOMENTS[:3]
+"""What comes before the first step of a run, and of its going on."""
+
+THEMES = (*MOMENTS, "resuming", "restarting", "by itself", "int", "int twice")
+"""What a seed is for sure about, in turn; everything else is drawn."""
+
+HIGH = {"launching": 200, "importing": 150, "loading": 100}
+"""Hundredths of a second of processor time that each of these takes at least."""
+
+SIGNALS = {
+    "kill": [signal.SIGKILL],
+    "stop and kill": [signal.SIGSTOP, signal.SIGKILL],
+    "term": [signal.SIGTERM],
+    "int": [signal.SIGINT],
+    "term and kill": [signal.SIGTERM, signal.SIGKILL],
+    "term twice": [signal.SIGTERM, signal.SIGTERM],
+    "int twice": [signal.SIGINT, signal.SIGINT],
+}
+OF_WORKER = ("kill", "kill", "stop and kill", "term")
+LAUNCHING = ("kill", "stop and kill", "term")
+"""What comes before fxpipe heeds Ctrl-C is Python's."""
+
+
 @dataclass(frozen=True)
 class Kill:
     """Of a worker, or of the launcher if `rank` is None, at a moment, in a way.
 
     Attributes:
-        moment: a phase of a pulse; or `writing`: a folder of a checkpoint that is written or taken away is there.
-        step: the moment is not before this step; in `training` and `evaluating`, as the pulses say it.
-        wait: seconds between the moment and the kill.
+        moment: a phase of a pulse; `launching`, before any worker is there; `writing`: a folder of a checkpoint that is
+            written or taken away is there; or `last step`, in training.
+        step: where a step has begun, the moment is not before this one.
+        work: before the first step, hundredths of a second of processor time that the victim has spent in the phase.
+        files: in `writing`, how many there are in the folder, at least.
+        wait: seconds between the moment and the kill, and `gap` between two signals.
+        start: `first`, `resumed` or `restarted`: which start of the workers it waits for; `any` takes each.
     """
 
     moment: str
     step: int
     rank: int | None
     way: str
-    wait: float
+    work: int = 0
+    files: int = 0
+    wait: float = 0.0
+    gap: float = 0.05
+    start: str = "any"
 
     def __str__(self) -> str:
         whom = "launcher" if self.rank is None else f"worker {self.rank}"
-        return f"{self.way} of {whom}, {self.moment} from step {self.step}"
+        step = f" from step {self.step}" if self.moment in ("training", "writing", "evaluating") else ""
+        return f"{self.way} of {whom}, {self.moment}{step}"
 
 
 @dataclass
@@ -193,8 +231,10 @@ def drawn_case(seed: int) -> Case:
     run += draw.choice([[], ["--ema", "0.9"]])
     run += draw.choice([[], [], ["--log-staleness"]])
     run += draw.choice([[], ["--eval-every", str(draw.randint(3, 9))]])
-    kills = [_drawn_kill(draw, workers, "--eval-every" in run) for _ in range(draw.randint(1, 3))]
-    restarts = draw.choice([0, 0, 1, 2])
+    theme = THEMES[seed % len(THEMES)]
+    if theme == "evaluating" and "--eval-every" not in run:
+        run += ["--eval-every", str(draw.randint(3, 9))]
+    kills, restarts = _drawn_kills(draw, theme, workers)
     return Case(seed, model, workers, compile, run, kills, restarts, draw.random() < 0.5)
 
 
@@ -206,14 +246,40 @@ def _allowed(policy: str, optimizer: str, accumulates: bool) -> str:
     return policy if optimizer in takes.get(switch, (optimizer,)) else base
 
 
-def _drawn_kill(draw: random.Random, workers: int, evaluates: bool) -> Kill:
-    moments = ["training"] * 4 + ["writing"] * 4 + ["evaluating"] * 2 * evaluates
-    moment = draw.choice([*moments, "importing", "loading", "writing results"])
-    way = draw.choice(["kill", "kill", "stop and kill", "kill", "term", "int", "term and kill"])
-    whom = draw.randrange(workers) if way == "stop and kill" else None
-    if way == "kill" and draw.random() < 0.6:
-        whom = draw.randrange(workers)
-    return Kill(moment, draw.randint(1, STEPS), whom, way, draw.choice([0.0, 0.0, draw.random() * 0.01]))
+def _drawn_kills(draw: random.Random, theme: str, workers: int) -> tuple[list[Kill], int]:
+    """What a theme asks for, and perhaps more after it; and how often the run may start its workers again."""
+    restarts = draw.choice([0, 0, 1, 2])
+    late = replace(_drawn_kill(draw, workers, "training"), step=draw.randint(20, 36))
+    if theme == "resuming":
+        restarts = 0
+        kills = [late, replace(_drawn_kill(draw, workers, draw.choice(BEFORE)), start="resumed")]
+    elif theme in ("restarting", "by itself"):
+        restarts = draw.choice([1, 2])
+        kills = [replace(late, rank=draw.randrange(workers), way=draw.choice(["kill", "stop and kill"]))]
+        if theme == "restarting":
+            kills.append(replace(_drawn_kill(draw, workers, draw.choice(BEFORE[1:])), start="restarted"))
+    elif theme in SIGNALS:
+        moment = draw.choice(["loading", "training", "training", "writing", "evaluating"])
+        kills = [replace(_drawn_kill(draw, workers, moment), rank=None, way=theme)]
+    else:
+        kills = [_drawn_kill(draw, workers, theme)]
+    more = [_drawn_kill(draw, workers, draw.choice(MOMENTS)) for _ in range(draw.choice([0, 0, 1, 2]))]
+    return kills + more, restarts
+
+
+def _drawn_kill(draw: random.Random, workers: int, moment: str) -> Kill:
+    whom = draw.randrange(workers) if moment != "launching" and draw.random() < 0.5 else None
+    ways = LAUNCHING if moment == "launching" else tuple(SIGNALS) if whom is None else OF_WORKER
+    return Kill(
+        moment,
+        STEPS if moment == "last step" else draw.randint(1, STEPS - 5),
+        whom,
+        draw.choice(ways),
+        work=draw.randint(0, HIGH.get(moment, 0)),
+        files=draw.randint(0, 3 * workers + 2),
+        wait=0.0 if moment == "last step" else draw.choice([0.0, 0.0, draw.random() * 0.01]),
+        gap=draw.choice([0.0, 0.05, 0.2]),
+    )
 
 
 @dataclass
@@ -223,36 +289,39 @@ class Played:
     Attributes:
         differences: of its results from those of the undisturbed run; what else went wrong.
         story: the kills that hit, and where the run went on.
+        met: how often each moment, way and start was hit.
     """
 
     differences: list[str]
-    story: list[str]
+    story: list[str] = field(default_factory=list)
+    met: Counter[str] = field(default_factory=Counter)
 
 
 def played(case: Case, folder: Path) -> Played:
     """Play a case in an empty folder."""
-    story: list[str] = []
+    found = Played([])
     (folder / "model.py").write_text(case.model)
     build, whole = folder / "build", folder / "whole"
     asked = [*case.compile, "--accept-optimizer-per-worker", *QUICK]
     result = fxpipe("compile", folder / "model.py", *asked, "-o", build)
     if result.code:
-        return Played([f"compile: {result.err}"], story)
+        return Played([f"compile: {result.err}"])
     run = ["--steps", str(STEPS), "--threads", "1", *case.run]
     always = ["--checkpoint-every", "1", "--keep", str(STEPS)]  # whatever step the other is saved at, this one is, too
     # A local run is cheaper; but only one in processes knows its end, and begins no sample of staleness beyond it.
     local = [] if "--log-staleness" in case.run else ["--local"]
     result = fxpipe("run", build, *local, *run, *always, "--out", whole)
     if result.code:
-        return Played([f"undisturbed: {result.err}"], story)
+        return Played([f"undisturbed: {result.err}"])
     try:
-        out = _disturbed(case, ["run", str(build), *run, "--max-restarts", str(case.restarts)], folder, story)
-    except (AssertionError, TimeoutError) as error:
-        return Played([str(error)], story)
-    return Played(differences(whole, out), story)
+        out = _disturbed(case, ["run", str(build), *run, "--max-restarts", str(case.restarts)], folder, found)
+        found.differences += differences(whole, out)
+    except (AssertionError, TimeoutError, subprocess.TimeoutExpired) as error:
+        found.differences.append(str(error))
+    return found
 
 
-def _disturbed(case: Case, run: list[str], folder: Path, story: list[str]) -> Path:
+def _disturbed(case: Case, run: list[str], folder: Path, played: Played) -> Path:
     """Run, kill, go on, until it has ended; returns the output folder."""
     out, kills, tries = folder / "out-0", list(case.kills), 0
     while True:
@@ -262,64 +331,124 @@ def _disturbed(case: Case, run: list[str], folder: Path, story: list[str]) -> Pa
         tries += 1
         before = len(kills)
         with started_command(["-m", "fxpipe", *run, "--out", str(out), *resume], folder / "tmp") as started:
-            _kill_at_moments(started, case.workers, kills, out, story)
+            launch = _Launch(started, case.workers, out, bool(resume))
+            launch.kill_at_moments(kills, played)
             code, err = started.ends(20)
             started.is_gone(10)
-        story.append(f"exit {code}" + (" of a resumed run" if resume else ""))
+        restarts = len(json.loads((out / "run.json").read_text()).get("restarts", [])) if code == 0 else 0
+        played.met["by itself"] += bool(restarts)
+        which = " of a resumed run" if resume else ""
+        played.story.append(f"exit {code}{which}" + (f", after {restarts} restarts" if restarts else ""))
         if code == 0:
             return out
         assert len(kills) < before, f"nobody disturbed it, and it failed: exit {code}\n{err}"
         assert "Traceback" not in err, err
 
 
-def _kill_at_moments(run: StartedRun, workers: int, kills: list[Kill], out: Path, story: list[str]) -> None:
-    """Until the launcher ends, wait for the next kill's moment and kill."""
-    deadline = time.monotonic() + LIMIT
-    hit: set[Path] = set()
-    while run.launcher.poll() is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it does not end; processes {run.all()}; {story}")
-        if kills and (begun := _begun(run, workers, hit, kills[0], out)):
-            time.sleep(kills[0].wait)
-            if _kill(run, kills[0]):
-                hit.add(begun)
-                story.append(str(kills.pop(0)))
-        time.sleep(GLANCE)
+@dataclass
+class _Launch:
+    """A run that was started, and how far it is: looked at, until the moment of a kill has come.
+
+    Attributes:
+        hit: the starts of its workers, each by its file of pulses, that were disturbed: once each.
+    """
+
+    run: StartedRun
+    workers: int
+    out: Path
+    resumed: bool
+    hit: set[Path] = field(default_factory=set)
+    _processes: dict[Path, dict[int, int]] = field(default_factory=dict)
+    _before: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def kill_at_moments(self, kills: list[Kill], played: Played) -> None:
+        """Until the launcher ends, wait for the next kill's moment and kill."""
+        deadline = time.monotonic() + LIMIT
+        while self.run.launcher.poll() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it does not end; processes {self.run.all()}; {played.story}")
+            if kills and (begun := self._begun(kills[0])):
+                start = self._start
+                time.sleep(kills[0].wait)
+                if self._kill(kills[0], begun):
+                    self.hit.add(begun)
+                    kill = kills.pop(0)
+                    played.story.append(f"{kill}" + (f", {start}" if start != "first" else ""))
+                    played.met.update([kill.moment, kill.way])
+                    if kill.moment in BEFORE and start != "first":
+                        played.met["resuming" if start == "resumed" else "restarting"] += 1
+            time.sleep(GLANCE)
+
+    @property
+    def _start(self) -> str:
+        return "restarted" if self.hit - {self.run.temporary} else "resumed" if self.resumed else "first"
+
+    def _begun(self, kill: Kill) -> Path | None:
+        """What has reached a kill's moment and was not disturbed before: a start of the workers, or the launcher."""
+        starts = list(self.run.temporary.glob(f"fxpipe_run_*/{PULSES}"))
+        if kill.start not in ("any", self._start):
+            return None
+        if kill.moment == "launching":
+            early = not self.hit and not starts and self._has_worked(self.run.launcher.pid, kill)
+            return self.run.temporary if early else None
+        for path in starts:
+            with contextlib.suppress(OSError):
+                numbers = array("q", path.read_bytes())
+                if path not in self.hit and len(numbers) == SIZE * self.workers:
+                    signs = [Signs.of(numbers[k * SIZE : (k + 1) * SIZE]) for k in range(self.workers)]
+                    if self._holds(kill, path, signs):
+                        return path
+        return None
+
+    def _holds(self, kill: Kill, path: Path, signs: list[Signs]) -> bool:
+        """Whether the moment of a kill has come."""
+        if kill.moment == "writing":
+            folders = self.out.glob("checkpoints/.step-*")
+            late = (p for p in folders if int(p.name.split("-")[1].split(".")[0]) >= kill.step)
+            return any(len(list(p.iterdir())) >= kill.files for p in late)
+        phase = "training" if kill.moment == "last step" else kill.moment
+        step = kill.step if phase in ("training", "evaluating") else 0
+        ranks = range(self.workers) if kill.rank is None else [kill.rank]
+        there = [k for k in ranks if signs[k].phase == phase and signs[k].step >= step]
+        if kill.moment in BEFORE:
+            processes = self._of(path)
+            return any(k in processes and self._has_worked(processes[k], kill) for k in there)
+        return bool(there)
+
+    def _has_worked(self, process: int, kill: Kill) -> bool:
+        """Whether a process has worked long enough since it was first seen in a kill's moment."""
+        now = processor_time(process)
+        return now >= kill.work + self._before.setdefault((process, kill.moment), now)
+
+    def _of(self, path: Path) -> dict[int, int]:
+        """The processes of a start: looked for once all are there, as that takes longer than a step."""
+        if len(self._processes.get(path, {})) < self.workers:
+            self._processes[path] = self.run.workers()
+        return self._processes[path]
+
+    def _kill(self, kill: Kill, path: Path) -> bool:
+        """Kill; False if the victim is not there."""
+        launcher = self.run.launcher
+        victim = launcher.pid if kill.rank is None else self._of(path).get(kill.rank)
+        if victim is None:
+            return False
+        try:
+            for k, number in enumerate(SIGNALS[kill.way]):
+                time.sleep(kill.gap * (k > 0))
+                if victim != launcher.pid or launcher.poll() is None:
+                    os.kill(victim, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
-def _begun(run: StartedRun, workers: int, hit: set[Path], kill: Kill, out: Path) -> Path | None:
-    """The folder of the start of the workers that has reached a kill's moment, once each."""
-    for path in run.temporary.glob(f"fxpipe_run_*/{PULSES}"):
-        with contextlib.suppress(OSError):
-            numbers = array("q", path.read_bytes())
-            if path not in hit and len(numbers) == SIZE * workers:
-                signs = [Signs.of(numbers[k * SIZE : (k + 1) * SIZE]) for k in range(workers)]
-                if _holds(kill, signs if kill.rank is None else [signs[kill.rank]], out):
-                    return path
-    return None
-
-
-def _holds(kill: Kill, signs: list[Signs], out: Path) -> bool:
-    """Whether the moment of a kill has come."""
-    if kill.moment == "writing":
-        return any(int(p.name.split("-")[1].split(".")[0]) >= kill.step for p in out.glob("checkpoints/.step-*"))
-    late = kill.step if kill.moment in ("training", "evaluating") else 0
-    return any(each.phase == kill.moment and each.step >= late for each in signs)
-
-
-def _kill(run: StartedRun, kill: Kill) -> bool:
-    """Kill; False if the victim is not there."""
-    victim = run.launcher.pid if kill.rank is None else run.workers().get(kill.rank)
-    signals = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "kill": [signal.SIGKILL]}
-    signals |= {"stop and kill": [signal.SIGSTOP, signal.SIGKILL], "term and kill": [signal.SIGTERM, signal.SIGKILL]}
+def processor_time(process: int) -> int:
+    """Hundredths of a second that a process has worked; 0 if it is not there."""
     try:
-        for k, number in enumerate(signals[kill.way]):
-            time.sleep(0.05 * k)
-            if victim is not None and (victim != run.launcher.pid or run.launcher.poll() is None):
-                os.kill(victim, number)
-    except ProcessLookupError:
-        return False
-    return victim is not None
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return (int(words[11]) + int(words[12])) * 100 // os.sysconf("SC_CLK_TCK")
 
 
 def differences(whole: Path, out: Path) -> list[str]:
