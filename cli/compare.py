@@ -19,6 +19,9 @@ Json = dict[str, Any]
 SPENT = (*OF_TRAINING, "other")
 """Columns of the workers' table."""
 
+RARE = ("save",)
+"""Those that are left out where all do not fit."""
+
 
 @click.command("compare")
 @click.argument("first", metavar="RUN1", type=click.Path())
@@ -134,9 +137,9 @@ def _print_workers(found: Json, console: Console) -> None:
     ]
     for kind in kinds:
         shares = [(row["spent"][i] or {}).get(kind) for row, i in rows]
-        columns.append(
-            TextColumn(kind, right=True, cells=[_cell(share, lambda v: f"{100 * v:.0f}") for share in shares])
-        )
+        column = TextColumn(kind, right=True, spare=int(kind in RARE))
+        column.cells += [_cell(share, lambda v: f"{100 * v:.0f}") for share in shares]
+        columns.append(column)
     print_columns(columns, console)
 
 

@@ -27,6 +27,7 @@ DOES = {
     "update": "in updates",
     "send": "sending",
     "receive": "receiving",
+    "save": "copying what checkpoints need",
     "other": "between its actions",
 }
 """What a worker does when it neither computes nor waits, in words."""
@@ -141,7 +142,7 @@ class TimedRun:
         self.whole = self.plans is not None and all(worker.took is not None for worker in workers)
         self.took = {worker.rank: self._took(worker) for worker in workers}
         apart = () if self.whole else ("predict", "send", *(() if self.plans else ("update",)))
-        self.besides: tuple[str, ...] = ("data", "receive", "other", *apart)
+        self.besides: tuple[str, ...] = ("data", "receive", "save", "other", *apart)
         self.way = sum(took.compute for took in self.took.values()) / (steps * microbatches)
         self.planned_idle = self.planned_seconds = 0.0
         self.pace = 1.0

@@ -22,9 +22,10 @@ from fxpipe.observe.trace import KINDS, OF_TRAINING, Kind
 from fxpipe.schedule.action import Action
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_IDLE: tuple[Kind, ...] = ("wait", "data", "evaluate")
-_WHOLES = ("F", "B", "update", "data", "evaluate")
-"""Kinds that also count what is inside them; but an update is not part of the backward in which it is made."""
+_IDLE: tuple[Kind, ...] = ("wait", "data", "save", "evaluate")
+_WHOLES = ("F", "B", "update", "data", "save", "evaluate")
+"""Kinds that also count what is inside them; but an update is not part of the backward in which it is made, nor is
+what a checkpoint copies in an update part of it."""
 
 _REBASE = 10**9
 """Nanoseconds after which CUDA's clock is compared with a newer event: it measures distances in 32 bits."""
@@ -154,7 +155,7 @@ class Watch:
 
     @property
     def busy(self) -> float:
-        """Seconds spent in spans, except waiting, feeding data and evaluating."""
+        """Seconds spent in spans, except waiting, feeding data, saving and evaluating."""
         return self.seconds(*(kind for kind in KINDS if kind not in _IDLE))
 
     @property

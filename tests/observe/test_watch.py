@@ -81,6 +81,7 @@ def test_own_times(clock: Clock) -> None:
         "receive": 0.25,
         "wait": 2.0,
         "data": 4.0,
+        "save": 0.0,
         "other": 1.5,
     }
     assert watch.busy == 11.0
@@ -91,6 +92,19 @@ def test_own_times(clock: Clock) -> None:
     assert watch.waits == [{"what": "activation", "from": 0, "seconds": 2.0}]
     assert watch.fill == 2.0
     assert (watch.count("F"), watch.count("B"), watch.count("update")) == (1, 1, 1)
+
+
+def test_what_a_checkpoint_copies_in_an_update_is_no_part_of_it(clock: Clock) -> None:
+    watch = Watch()
+    for kind in ("B", "update", "save"):
+        watch.open(kind)
+        clock.pass_seconds(1)
+    for _ in range(3):
+        watch.close()
+    watch.end()
+    assert (watch.spent["B"], watch.spent["update"], watch.spent["save"]) == (1.0, 1.0, 1.0)
+    assert watch.seconds("update", "save", within="update") == 1.0
+    assert watch.busy == 2.0
 
 
 def test_the_waits_before_the_first_backward_fill(clock: Clock) -> None:

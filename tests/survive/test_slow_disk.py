@@ -38,5 +38,7 @@ def test_checkpoints_become_whole_while_others_wait_to_be_written(
     pipeline = build.local(checkpoint_every="1", out=tmp_path)
     pipeline.run(batches)
     pipeline.checkpoints.finish()
+    waited = sum(executor.watch.seconds("save") for executor in pipeline.executors)
+    assert waited > 0.1 * (2 * len(batches) - 6), "all but those that were being written at the end"
     assert len(half_done) == 2 * len(batches)
     assert max(half_done) <= 2

@@ -40,6 +40,7 @@ MARKS = {
     "receive": Mark("receive", 0.15, "\\"),
     "wait": Mark("wait", 0.12),
     "data": Mark("data", 0.15, "|"),
+    "save": Mark("save a checkpoint", 0.5, "\\"),
     "evaluate": Mark("evaluate", 0.5, "|"),
     "other": Mark("other", 0.15, "."),
 }

@@ -33,7 +33,7 @@ SCRIPTS = ("page.js", "tree.js", "map.js", "edges.js", "timeline.js", "charts.js
 SINGLE = 60
 """More edges than this are drawn as bundles."""
 
-_TIMES = ("F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate")
+_TIMES = ("F", "B", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate")
 _RUN = ("workers", "time_losses", "evaluation", "timeline")  # what a run that did not end lacks
 
 

@@ -1,6 +1,6 @@
 // What every worker does when: the simulated run, and beneath it the measured one, on one axis of time.
 
-const KINDS = ["wait", "data", "evaluate", "receive", "send", "F", "B", "predict", "update"]; // the last are drawn on top
+const KINDS = ["wait", "data", "save", "evaluate", "receive", "send", "F", "B", "predict", "update"]; // the last are drawn on top
 const LABELS = 300; // that are written into spans at once
 
 function timelineSection(host) {

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data", "evaluate"]
+Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate"]
 """The kind of an event: an action's phase, or what happens inside and between actions."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

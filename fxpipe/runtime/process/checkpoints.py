@@ -122,11 +122,19 @@ class Checkpoints:
             return
         if worker == 0:
             shard.data = self.data(shard.step)
+        watch = self._captures[worker].executor.watch
+        watch.open("save")
         self.writer.put(worker, shard, last=shard.step == self.agenda.stop)
+        watch.close()
 
     def finish(self) -> None:
         """The run is over: wait until all its checkpoints are on the disk."""
+        watches = [captures.executor.watch for captures in self._captures.values()]
+        for watch in watches:
+            watch.open("save")
         self.writer.finish()
+        for watch in watches:
+            watch.close()
 
     def abandon(self) -> None:
         """Stop: what is not whole by now will not be."""

@@ -47,6 +47,7 @@ _DOES = {
     "send": "sends a value of step {step}",
     "receive": "receives a value of step {step}",
     "data": "waits for the data of step {step}",
+    "save": "copies its state for a checkpoint at step {step}, or waits for the disk",
     "wait": "waits for another worker",
 }
 _PHASES = {

@@ -58,6 +58,7 @@ class Captures:
         self._taken = step
         if not self.due(step):
             return None
+        self.executor.watch.open("save")
         shard = self._begun.pop(step, None) or Shard(step)
         if not shard.buffers:  # no forward of it has begun
             shard.buffers = dict(self.executor.buffers)
@@ -69,6 +70,7 @@ class Captures:
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
         shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
         shard.state = _copy(store.state(), {})
+        self.executor.watch.close()
         return shard
 
     def begin(self, minibatch: int) -> None:
@@ -79,15 +81,17 @@ class Captures:
     @torch.no_grad()
     def _keep(self, version: int) -> None:
         """A version is about to be replaced."""
-        store = self.executor.store
+        store, watch = self.executor.store, self.executor.watch
         for step in range(version + 1, version + self.reach + 1):
             if not self.due(step):
                 continue
             past = self._of(step).past
+            watch.open("save")
             for ahead, names in self._needed(version, step):
                 held = past.setdefault((version, ahead), {})
                 found = store.predictions.look(names, ahead)
                 held.update({name: copied(found[name]) for name in names if name not in held})
+            watch.close()
 
     def _needed(self, version: int, step: int) -> Iterator[tuple[int, tuple[str, ...]]]:
         """What actions of minibatches from a step on read of a version: how far ahead, and which parameters."""

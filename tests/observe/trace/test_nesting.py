@@ -44,6 +44,7 @@ def test_the_innermost_counts(tmp_path: Path) -> None:
             "receive": 0,
             "wait": 3e-5,
             "data": 5e-7,
+            "save": 0,
             "evaluate": 0,
         }
     )
