@@ -15,7 +15,7 @@ from typing import Any
 from fxpipe.files import replaced
 from fxpipe.messages import warn
 from fxpipe.observe.appended_file import AppendedFile
-from fxpipe.typed_json import Malformed, dumps, parse
+from fxpipe.typed_json import dumps, parse_lines
 
 
 def partial_lines(path: Path) -> Path:
@@ -97,11 +97,7 @@ class LineFile:
 def _lines(path: Path, after: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The whole lines of a file with a step up to `after`, as they stand and as objects."""
     with path.open("rb") as file:
-        for line in file:
-            try:
-                row = parse(line.decode(), finite=False)
-            except (Malformed, UnicodeDecodeError):
-                continue
+        for line, row in parse_lines(file):
             step = row.get("step") if isinstance(row, dict) else None
             if line.endswith(b"\n") and isinstance(step, int) and step <= after:
                 yield line, row

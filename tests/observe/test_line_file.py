@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fxpipe.observe.line_file import LineFile, partial_lines
+from fxpipe.typed_json import parse_lines
 
 
 def lines(*steps: int, run: int = 1) -> str:
@@ -34,6 +35,14 @@ def test_a_new_file_is_there_at_once(path: Path) -> None:
     file.close()
     assert path.read_text() == lines(1, 2, run=2)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_lines_that_are_no_json_are_left_out() -> None:
+    good = [b'{"a":1}\n', b'{"a":-Infinity,"b":1e400}\n', b'{"a":"\\ud800"}\n', b"12345678901234567890123\n"]
+    bad = [b'{"a"', b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"\n", b"1" * 5000 + b"\n", b'"\xff"\n']
+    found = list(parse_lines([*bad, *good, *bad]))
+    assert [line for line, _ in found] == good
+    assert [row for _, row in found] == [json.loads(line) for line in good]
 
 
 def test_an_earlier_file_stays_until_the_run_has_ended(path: Path) -> None:

@@ -129,6 +129,15 @@ def test_goes_on_where_it_stood(data: Callable[[], Any], step: int) -> None:
     assert [again.next_batch() for _ in range(10 - step)] == batches[step:]
 
 
+def test_nothing_is_marked_of_what_is_skipped() -> None:
+    feed = Feed(Task(Counted), 5)
+    feed.marks = lambda batches: True
+    feed.go_on(3, None)
+    assert [feed.mark(batches) for batches in (1, 2, 3)] == [None] * 3
+    feed.next_batch()
+    assert feed.mark(3) is not None
+
+
 def test_says_when_skipping_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(feeding, "SAY_SECONDS", -1.0)
     Feed(Task(noise), 0).go_on(2, None)

@@ -84,12 +84,13 @@ class Feed:
             self._load(batches, mark)
             return
         begin = said = perf_counter()
-        for number in range(batches):
-            self.next_batch()
-            if (now := perf_counter()) - said > SAY_SECONDS:
-                said = now
-                left = (now - begin) / (number + 1) * (batches - number - 1)
-                say(f"skipping the data of the first {batches} steps: {number + 1} so far, {left:.0f} s left")
+        with self._own_random():
+            for number in range(batches):
+                self._read()
+                if (now := perf_counter()) - said > SAY_SECONDS:
+                    said = now
+                    left = (now - begin) / (number + 1) * (batches - number - 1)
+                    say(f"skipping the data of the first {batches} steps: {number + 1} so far, {left:.0f} s left")
 
     def mark(self, batches: int) -> dict[str, Any] | None:
         """Where the data stood after so many batches; None if `train_data()` gives no object with a `state_dict`."""
@@ -125,6 +126,9 @@ class Feed:
     def _next(self) -> Any:
         if self.marks(self._given):
             self._mark()
+        return self._read()
+
+    def _read(self) -> Any:
         self._given += 1
         for _ in range(2):
             fresh = self._batches is None
