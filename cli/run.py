@@ -175,7 +175,7 @@ def _checked_plan(options: RunOptions) -> Plan:
     from fxpipe.runtime.process.check_run import check_run
     from fxpipe.runtime.worker.evaluation_check import check_evaluation
 
-    plan = check_run(options)
+    plan, _ = check_run(options)
     if options.eval_every is not None:
         check_evaluation(plan, "--eval-every")
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)

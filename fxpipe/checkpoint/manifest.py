@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,25 +81,25 @@ def check_files(folder: Path, manifest: Manifest, names: list[str] | None = None
     Raises:
         CheckpointError: files are missing, or are not what was written (all are listed).
     """
-    wrong = []
-    for name in sorted(manifest.files) if names is None else names:
-        entry = manifest.files.get(name)
-        try:
-            problem = f"is not in {MANIFEST}" if entry is None else _problem(folder / name, entry)
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror or error}"
-        if problem is not None:
-            wrong.append(f"{name} {problem}")
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashlib lets others run
+        names = sorted(manifest.files) if names is None else names
+        problems = threads.map(lambda name: _problem(folder / name, manifest.files.get(name)), names)
+    wrong = [f"{name} {problem}" for name, problem in zip(names, problems, strict=True) if problem is not None]
     if wrong:
         raise CheckpointError("the checkpoint is damaged: " + "; ".join(wrong), where=str(folder), hint=_OTHER)
 
 
-def _problem(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file. Raises OSError where the disk does not give it."""
-    if not path.is_file():
-        return "is missing"
-    if path.stat().st_size != entry.bytes:
-        return f"has {path.stat().st_size} bytes, not {entry.bytes}"
-    with path.open("rb") as file:
-        whole = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+def _problem(path: Path, entry: FileEntry | None) -> str | None:
+    """What is wrong with a file."""
+    if entry is None:
+        return f"is not in {MANIFEST}"
+    try:
+        if not path.is_file():
+            return "is missing"
+        if path.stat().st_size != entry.bytes:
+            return f"has {path.stat().st_size} bytes, not {entry.bytes}"
+        with path.open("rb") as file:
+            whole = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
     return None if whole else "was changed after it was written"

@@ -101,9 +101,9 @@ def write_index(folder: Path, plan: Plan) -> FileEntry:
     return write_bytes(folder / INDEX, json.dumps(body, indent=1).encode())
 
 
-def files_of(worker: int, workers: int) -> list[str]:
-    """The names of a worker's files."""
-    return list(_files(worker, workers).values())
+def state_files(worker: int, workers: int) -> list[str]:
+    """The names of those files of a worker that `read_shard` reads: all but the model's."""
+    return [name for kind, name in _files(worker, workers).items() if kind != "model"]
 
 
 def worker_of(name: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,15 +35,20 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> FileEntry:
     Raises:
         OSError: the disk does not take it.
     """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
+    with ThreadPoolExecutor(1) as beside, path.open("wb") as file:
+        digest = beside.submit(_digest, parts)
         for part in parts:
             file.write(part)
-            digest.update(part)
-            size += len(part)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(digest.hexdigest(), size)
+    return FileEntry(digest.result(), sum(map(len, parts)))
+
+
+def _digest(parts: Sequence[bytes | memoryview]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 class TensorFile:

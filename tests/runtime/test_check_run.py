@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_another_plan_than_the_launcher_checked(folder: Path) -> None:
     options = RunOptions(str(folder / "build"))
-    plan = check_run(options)
-    assert check_run(dataclasses.replace(options, plan_digest=plan.digest)) == plan
+    plan, _ = check_run(options)
+    assert check_run(dataclasses.replace(options, plan_digest=plan.digest)) == (plan, None)
     with pytest.raises(BuildError, match="replaced after the run had checked it") as caught:
         check_run(dataclasses.replace(options, plan_digest="0" * 64))
     assert caught.value.where

@@ -50,12 +50,14 @@ class Agreed:
     Attributes:
         options: as given, or those of the checkpoint that the run goes on from.
         files: those it reads, as they were when it checked them.
+        checkpoint: the one to start from, if any.
     """
 
     options: RunOptions
     plan: Plan
     task: TrainingTask
     files: Snapshot
+    checkpoint: Checkpoint | None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
             options = dataclasses.replace(options, resume=str(path), weights=str(path))
         options = resumed_options(options, options.out)
         files = files_read(options)
-        plan = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
+        plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
         if world != plan.workers:
             raise RunError(
                 f"the build has {plan.workers} workers, but {world} processes were started",
@@ -109,24 +111,24 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
             )
         task = task or task_of_build(plan, options.build, options.model_file)
         facts = facts_of(plan, options)
-        checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
         if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
-            facts[f"--weights: {MANIFEST}"], checkpoint = _digest(checkpoint.path / MANIFEST), None
+            facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
     except FxpipeError as error:
         problem = error
     host = socket.gethostname()
-    identities = tuple((host, *(files.identities.get(file) or ())) for file in checkpoint.files) if checkpoint else ()
+    unsigned = checkpoint.files if checkpoint is not None and checkpoint.manifest is None else []
+    identities = tuple((host, *(files.identities.get(file) or ())) for file in unsigned)
     said = _gathered(_Said(host, facts, identities, problem), rank, world)
     if problem is not None:
         raise problem
     _refuse_with(said)
     if any(other.checkpoint != said[0].checkpoint for other in said):
-        digests = {} if checkpoint is None else {f"--weights: {file.name}": _digest(file) for file in checkpoint.files}
+        digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
         said = _gathered(_Said(host, facts | digests), rank, world)
     _refuse_differences(said, options)
     assert plan is not None
     assert task is not None
-    return Agreed(options, plan, task, files)
+    return Agreed(options, plan, task, files, checkpoint)
 
 
 def facts_of(plan: Plan, options: RunOptions) -> dict[str, str]:

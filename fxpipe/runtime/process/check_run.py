@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import BuildError, listed
 from fxpipe.files import Snapshot
@@ -12,9 +13,19 @@ from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 
+if TYPE_CHECKING:
+    from fxpipe.runtime.worker.checkpoint import Checkpoint
 
-def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> Plan:
-    """The build's plan, after checking that the build is whole, current, and the one that the options are about.
+
+class Checked(NamedTuple):
+    """What a run is about to train: the build's plan, and the checkpoint to start from, if any."""
+
+    plan: Plan
+    checkpoint: Checkpoint | None
+
+
+def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = True) -> Checked:
+    """What a run begins with, after checking that the build is whole, current, and the one that the options are about.
 
     Args:
         from_file: the hooks come from the model file, which must be the one that was compiled.
@@ -32,15 +43,14 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
     if from_file:
         check_current(plan, options.build, options.model_file)
-    if options.weights is not None:
-        Checkpoint.open(options.weights, plan)
+    checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
     if writes:
         check_output(options.out)
         if options.trace is not None:
             check_trace(options.trace)
         if options.tensorboard is not None:
             check_tensorboard(options.tensorboard)
-    return plan
+    return Checked(plan, checkpoint)
 
 
 def writing(out: str | None) -> AbstractContextManager[None]:

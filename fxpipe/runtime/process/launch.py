@@ -19,7 +19,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
 from fxpipe.runtime.process.requests import StopRequests
-from fxpipe.runtime.process.resume import newest_options, resumed_step
+from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.run_summary import write_run
 from fxpipe.runtime.process.stall import StallWatch
 from fxpipe.runtime.process.worker_processes import WorkerProcesses
@@ -70,7 +70,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
                 if len(restarts) == options.max_restarts or requests.asked:
                     raise
                 options = newest_options(options, options.out)
-                begin = resumed_step(options) or 0
+                begin = step_before(options)
                 restarts.append(
                     {"cause": first_line(error), "where": error.where, "step": furthest.step, "from": begin}
                 )

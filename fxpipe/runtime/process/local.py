@@ -25,6 +25,7 @@ from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resum
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
+from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -79,14 +80,26 @@ class LocalPipeline:
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         self._mailbox = Mailbox(self.plan.all_edges)
-        self.resumed = opened(options, self.recipe, self.plan)
+        checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
+        self.resumed = opened(options, self.recipe, self.plan, checkpoint)
         self.fed = 0 if self.resumed is None else self.resumed.step
         self._synchronous = self.recipe.schedule.synchronous
         keep = keep_gradients and self._synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         self.executors: list[Executor] = [
             open_worker(
-                self.plan, folder, w, self.recipe, transport, task, options, self.device, keep, out, self.fed or None
+                self.plan,
+                folder,
+                w,
+                self.recipe,
+                transport,
+                task,
+                options,
+                self.device,
+                keep,
+                out,
+                self.fed or None,
+                checkpoint,
             )
             for w, transport in enumerate(self.transports)
         ]

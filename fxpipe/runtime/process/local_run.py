@@ -60,7 +60,7 @@ def run_local(
 
 def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | None, stop: PoliteStop) -> dict[str, Any]:
     files = files_read(options)
-    plan = check_run(options, from_file=task is None)
+    plan, checkpoint = check_run(options, from_file=task is None)
     task = task or task_of_build(plan, options.build, options.model_file)
     if progress is None and options.progress:
         progress = default_progress()
@@ -68,7 +68,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
         total = feed.total(options.steps, options.epochs)
-        before = resumed_step(options, total)
+        before = resumed_step(options, checkpoint, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(
             options.out,

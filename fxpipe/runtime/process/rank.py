@@ -164,7 +164,7 @@ class RankRun:
         self.pulse, self.pulses = pulse, pulses
         recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.recipe = recipe
-        resumed = opened(options, recipe, plan)
+        resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.resumed = resumed
         self.step = 0 if resumed is None else resumed.step
         # In the order of a local run: the data, then the rest of the user's code.
@@ -172,7 +172,7 @@ class RankRun:
         if self.feed is None:
             seed_everything(options.seed)
         self.total = self._agree_total()
-        resumed_step(options, self.total)
+        resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         self.backend = common_backend(device, rank, plan.workers)
         addresses = Addresses(plan, recipe.demand)
@@ -189,6 +189,7 @@ class RankRun:
             device,
             out=options.out,
             continue_after=self.step or None,
+            checkpoint=agreed.checkpoint,
         )
         self._shards = [] if resumed is None else restore([self.executor], resumed)[0]
         self.evaluation: DistributedEvaluation | None = None

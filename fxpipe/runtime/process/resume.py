@@ -13,13 +13,14 @@ import torch
 
 import fxpipe
 from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
-from fxpipe.checkpoint.shard import INDEX, Shard, files_of, read_shard
+from fxpipe.checkpoint.shard import Shard, read_shard, state_files
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.errors import CheckpointError, listed
 from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action
 
@@ -55,13 +56,15 @@ class Resumed:
     def shards(self, worker: int) -> list[Shard]:
         """What a worker needs: its own shard if the run is the same, else those of all workers.
 
+        The model's files are `Checkpoint`'s, which has compared what it has read of them.
+
         Raises:
             CheckpointError: files are damaged.
         """
         workers = self.manifest.workers
         wanted = [worker] if self.exact else range(workers)
         for each in wanted:
-            check_files(self.path, self.manifest, [INDEX, *files_of(each, workers)])
+            check_files(self.path, self.manifest, state_files(each, workers))
         return [read_shard(self.path, self.step, each, workers) for each in wanted]
 
     def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
@@ -114,10 +117,16 @@ def newest_options(options: Options, out: str | None) -> Options:
     return resumed_options(dataclasses.replace(options, resume=NEWEST, weights=None), out)
 
 
-def resumed_step(options: PipelineOptions, total: int | None = None) -> int | None:
+def step_before(options: PipelineOptions) -> int:
+    """How many steps were made before a run with these options begins (those of `resumed_options`)."""
+    return 0 if options.resume is None else read_manifest(Path(options.resume)).step
+
+
+def resumed_step(options: PipelineOptions, checkpoint: Checkpoint | None, total: int) -> int | None:
     """The step of the checkpoint that `resumed_options` found; None if the run begins anew.
 
     Args:
+        checkpoint: the weights that the run starts from, which are the checkpoint's if it goes on.
         total: how many steps the run is to have.
 
     Raises:
@@ -125,8 +134,8 @@ def resumed_step(options: PipelineOptions, total: int | None = None) -> int | No
     """
     if options.resume is None:
         return None
-    step = read_manifest(Path(options.resume)).step
-    if total is not None and step > total:
+    step = _manifest(checkpoint).step
+    if step > total:
         raise CheckpointError(
             f"the checkpoint is of step {step}, and the run is to have {total} steps in all",
             where=options.resume,
@@ -158,15 +167,25 @@ def _newest(shelf: Shelf | None) -> tuple[Path, Manifest]:
     return path, manifest
 
 
-def opened(options: PipelineOptions, recipe: Recipe, plan: Plan) -> Resumed | None:
-    """The checkpoint that `resumed_options` found; None if the run begins anew."""
+def opened(options: PipelineOptions, recipe: Recipe, plan: Plan, checkpoint: Checkpoint | None) -> Resumed | None:
+    """The checkpoint that `resumed_options` found; None if the run begins anew.
+
+    Args:
+        checkpoint: as of `resumed_step`.
+    """
     if options.resume is None:
         return None
     path = Path(options.resume)
-    manifest = read_manifest(path)
+    manifest = _manifest(checkpoint)
     about = run_of(options, recipe)
     same = all(manifest.run[name] == about[name] for name in ("schedule", "policy", "sync_steps"))
     return Resumed(path, manifest, same and manifest.plan == plan.digest)
+
+
+def _manifest(checkpoint: Checkpoint | None) -> Manifest:
+    assert checkpoint is not None, "a run goes on with the weights of its checkpoint"
+    assert checkpoint.manifest is not None
+    return checkpoint.manifest
 
 
 def about_run(options: PipelineOptions, recipe: Recipe, plan: Plan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import make_averages
+from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
@@ -37,6 +38,7 @@ def open_worker(
     keep_gradients: bool = False,
     out: str | None = None,
     continue_after: int | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Executor:
     """An executor for one worker, holding only that worker's tensors.
 
@@ -45,6 +47,7 @@ def open_worker(
         keep_gradients: keep the gradients of the last update.
         out: the folder for the file of the staleness log, if the options ask for one; None writes no file.
         continue_after: the step after which an interrupted run goes on; None begins anew.
+        checkpoint: the weights to start from; None takes the build's, or the model's own.
 
     Raises:
         BuildError: the stage or the weights do not fit the plan.
@@ -61,7 +64,7 @@ def open_worker(
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
     parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
-    tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options, device)
+    tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(options.clip_norm, plan, worker, recipe, transport)
     check_rate_discount(options.rate_discount, recipe.schedule.synchronous)

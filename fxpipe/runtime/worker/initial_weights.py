@@ -12,7 +12,6 @@ from fxpipe.errors import BuildError
 from fxpipe.messages import warn
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import BufferSpec, ParameterSpec, Plan, TensorSpec
-from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.model_initial_values import initialised
 from fxpipe.task.hooks import TrainingTask
@@ -27,25 +26,28 @@ def initial_weights(
     parameters: Sequence[ParameterSpec],
     buffers: Sequence[BufferSpec],
     task: TrainingTask,
-    options: PipelineOptions,
+    seed: int,
     device: torch.device | str,
+    checkpoint: Checkpoint | None = None,
 ) -> dict[str, torch.Tensor]:
     """The values of one worker's parameters and buffers by first name, each in memory of its own; nothing else is read.
+
+    Args:
+        checkpoint: what a run starts from, if not from the build's own values.
 
     Raises:
         BuildError: the build's file or the checkpoint cannot be read, or does not fit the plan.
         TaskError: the build has no values of the parameters (`Plan.meta`), and the model does not initialise them.
     """
     found: dict[str, torch.Tensor] = {}
-    if options.weights is not None:
-        checkpoint = Checkpoint.open(options.weights, plan)
+    if checkpoint is not None:
         if worker == 0:
             for warning in checkpoint.warnings:
                 warn(warning)
         persistent = [b for b in buffers if b.persistent]
         found = dict(checkpoint.read([*parameters, *persistent], device))
     elif plan.meta and parameters:
-        found = initialised(plan, parameters, task.model, options.seed, device)
+        found = initialised(plan, parameters, task.model, seed, device)
     rows: list[ParameterSpec | BufferSpec] = [*parameters, *buffers]
     rest = [(row.name, row.tensor) for row in rows if row.name not in found]
     return found | read_tensors(folder / plan.weights_file, rest, device)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fxpipe.checkpoint.manifest import MANIFEST, Manifest, check_files
-from fxpipe.checkpoint.shard import INDEX, files_of
+from fxpipe.checkpoint.shard import INDEX, state_files
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.runtime.process import newest_of_all as module
@@ -24,7 +24,7 @@ def put(shelf: Shelf, step: int, text: str = "") -> Path:
     """A checkpoint of four workers."""
     partial = shelf.partial(step)
     partial.mkdir(parents=True)
-    names = [INDEX, *(name for worker in range(WORKERS) for name in files_of(worker, WORKERS))]
+    names = [INDEX, *(name for worker in range(WORKERS) for name in state_files(worker, WORKERS))]
     files = {name: write_bytes(partial / name, f"{text} {name} {step}".encode()) for name in names}
     manifest = Manifest(step, 0, WORKERS, "plan", {"seed": 0}, {"torch": "2"}, files)
     write_bytes(partial / MANIFEST, manifest.to_json().encode())
@@ -69,7 +69,7 @@ def test_each_reads_its_part(workers: int, tmp_path: Path, read: list[str]) -> N
     assert sorted(read) == sorted(f"step-900/{path.name}" for path in newest.iterdir() if path.name != MANIFEST)
 
 
-@pytest.mark.parametrize("name", [INDEX, *files_of(2, WORKERS), MANIFEST])
+@pytest.mark.parametrize("name", [INDEX, *state_files(2, WORKERS), MANIFEST])
 def test_what_one_finds_damaged_all_leave_out(
     name: str, tmp_path: Path, read: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
