@@ -103,8 +103,10 @@ class Feed:
         if state.numpy is not None:
             kind, keys, *rest = state.numpy
             numpy = (kind, torch.from_numpy(keys.copy()), *rest)
-        data = copy.deepcopy(self._data.state_dict())
-        self._marks[self._given] = {"data": data, "torch": self._state, "python": state.python, "numpy": numpy}
+        data, generator = copy.deepcopy(self._data.state_dict()), _generator(self._data)
+        own = None if generator is None else generator.get_state()
+        mark = {"data": data, "torch": self._state, "python": state.python, "numpy": numpy, "generator": own}
+        self._marks[self._given] = mark
 
     def _load(self, batches: int, mark: Mapping[str, Any]) -> None:
         self._given = batches
@@ -117,6 +119,8 @@ class Feed:
             raise
         except Exception as error:
             raise hook_raised("train_data", error, getattr(self._task, "path", None)) from error
+        if mark.get("generator") is not None and (generator := _generator(self._data)) is not None:
+            generator.set_state(mark["generator"])
         numpy = mark["numpy"]
         if numpy is not None:
             numpy = (numpy[0], numpy[1].numpy(), *numpy[2:])
@@ -156,6 +160,16 @@ class Feed:
         finally:
             self._state = torch.get_rng_state()
             torch.set_rng_state(outside)
+
+
+def _generator(data: Any) -> torch.Generator | None:
+    """The generator that a loader of torch's or torchdata's draws from.
+
+    Without a process of its own for the data, torchdata 0.11 draws once more from it where a loader goes on than where
+    it did not stop: later epochs of the same loader would have another order.
+    """
+    found = getattr(data, "generator", None)
+    return found if isinstance(found, torch.Generator) else None
 
 
 def _count(data: Iterable[Any]) -> int:
