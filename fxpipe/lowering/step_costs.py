@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -59,6 +59,8 @@ def step_costs(program: Program, options: CompileOptions, optimizer: OptimizerCo
         make = options.optimizer or default_optimizer
         with worker_threads(options.threads, 1):
             optimizer = optimizer_costs(trained(program), make, timed=measured, bandwidth=device.bandwidth)
+        if options.optimizer is None:
+            optimizer = replace(optimizer, momentum=False)  # that of a run may have none
     return StepCosts(nodes, device, optimizer)
 
 

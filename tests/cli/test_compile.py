@@ -57,8 +57,8 @@ def test_the_table(model: Path) -> None:
     assert "blocks.1 (" in second
     assert "units" in second
     assert second.endswith("KiB")
-    assert lines[4].startswith("async · spectrain · 1 microbatch · ")
-    assert lines[5] == "staleness: weights are at most 1 update old, predicted"
+    assert lines[4].startswith("async · spectrain+ef · 1 microbatch · ")
+    assert lines[5] == "staleness: weights are at most 1 update old, predicted, with error feedback"
     other = r"\d+: 1 update old, [0-9.]+ samples/s, [0-9.]+ [KM]iB"
     assert re.fullmatch(rf"other microbatches \(estimated\): {other}", lines[6])
     assert lines[7] == "costs: computed, not measured"

@@ -113,7 +113,7 @@ def test_the_tree_shows_the_distinct_cuts(build: Path) -> None:
     result = fxpipe("inspect", build)
     assert result.code == 0
     assert ESCAPE not in result.out
-    assert result.out.startswith("build · model.py · 2 workers · cpu\nasync · spectrain · 4 samples in 1 microbatch\n")
+    assert result.out.startswith("build · model.py · 2 workers · cpu\nasync · spectrain+ef · 4 samples in 1 microbatch\n")
     assert "cuts pinned, 0." in result.out
     tree = {row[0].lstrip("├└│ "): row[1:4] for row in rows(result.out, "module")}
     assert tree["(model)"][:2] == ["0→1", "0←1"]
@@ -371,7 +371,7 @@ def test_a_run_beneath_its_build(build: Path) -> None:
     assert fxpipe("run", build, "--local", "--steps", 3, "--out", "run").code == 0
     result = fxpipe("inspect", build, "--run", "run")
     assert result.code == 0, result.err
-    assert re.search(r"^run run · async · spectrain · 3 steps · ", result.out, re.M)
+    assert re.search(r"^run run · async · spectrain\+ef · 3 steps · ", result.out, re.M)
     assert re.search(r"^[0-9.]+ samples/s", result.out, re.M)
     assert fxpipe("inspect", build, "--run", "run", "--json").json["run"]["steps"] == 3
     assert "held out" not in result.out
