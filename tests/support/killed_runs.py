@@ -30,9 +30,9 @@ from fxpipe.observe.pulse import PULSES, SIZE, Signs
 
 STEPS = 40
 LIMIT = 180.0
-"""Seconds after which a run that has not ended hangs."""
 
 GLANCE = 0.001
+FAILURES = (AssertionError, TimeoutError, subprocess.TimeoutExpired)
 TIMES = ("seconds", "samples_per_second")
 
 MODEL = '''
@@ -193,7 +193,11 @@ class Kill:
 
 @dataclass
 class Case:
-    """What a seed stands for."""
+    """What a seed stands for.
+
+    Attributes:
+        limit: seconds after which a run that has not ended hangs.
+    """
 
     seed: int
     model: str = ""
@@ -203,6 +207,13 @@ class Case:
     kills: list[Kill] = field(default_factory=list)
     restarts: int = 0
     anew_in_place: bool = False
+    steps: int = STEPS
+    limit: float = LIMIT
+
+    @property
+    def options(self) -> list[str]:
+        """Of every run."""
+        return ["--steps", str(self.steps), "--threads", "1", *self.run]
 
 
 def drawn_case(seed: int) -> Case:
@@ -249,25 +260,26 @@ def _allowed(policy: str, optimizer: str, accumulates: bool) -> str:
 def _drawn_kills(draw: random.Random, theme: str, workers: int) -> tuple[list[Kill], int]:
     """What a theme asks for, and perhaps more after it; and how often the run may start its workers again."""
     restarts = draw.choice([0, 0, 1, 2])
-    late = replace(_drawn_kill(draw, workers, "training"), step=draw.randint(20, 36))
+    late = replace(drawn_kill(draw, workers, "training"), step=draw.randint(20, 36))
     if theme == "resuming":
         restarts = 0
-        kills = [late, replace(_drawn_kill(draw, workers, draw.choice(BEFORE)), start="resumed")]
+        kills = [late, replace(drawn_kill(draw, workers, draw.choice(BEFORE)), start="resumed")]
     elif theme in ("restarting", "by itself"):
         restarts = draw.choice([1, 2])
         kills = [replace(late, rank=draw.randrange(workers), way=draw.choice(["kill", "stop and kill"]))]
         if theme == "restarting":
-            kills.append(replace(_drawn_kill(draw, workers, draw.choice(BEFORE[1:])), start="restarted"))
+            kills.append(replace(drawn_kill(draw, workers, draw.choice(BEFORE[1:])), start="restarted"))
     elif theme in SIGNALS:
         moment = draw.choice(["loading", "training", "training", "writing", "evaluating"])
-        kills = [replace(_drawn_kill(draw, workers, moment), rank=None, way=theme)]
+        kills = [replace(drawn_kill(draw, workers, moment), rank=None, way=theme)]
     else:
-        kills = [_drawn_kill(draw, workers, theme)]
-    more = [_drawn_kill(draw, workers, draw.choice(MOMENTS)) for _ in range(draw.choice([0, 0, 1, 2]))]
+        kills = [drawn_kill(draw, workers, theme)]
+    more = [drawn_kill(draw, workers, draw.choice(MOMENTS)) for _ in range(draw.choice([0, 0, 1, 2]))]
     return kills + more, restarts
 
 
-def _drawn_kill(draw: random.Random, workers: int, moment: str) -> Kill:
+def drawn_kill(draw: random.Random, workers: int, moment: str) -> Kill:
+    """Some kill at a moment."""
     whom = draw.randrange(workers) if moment != "launching" and draw.random() < 0.5 else None
     ways = LAUNCHING if moment == "launching" else tuple(SIGNALS) if whom is None else OF_WORKER
     return Kill(
@@ -300,30 +312,32 @@ class Played:
 def played(case: Case, folder: Path) -> Played:
     """Play a case in an empty folder."""
     found = Played([])
-    (folder / "model.py").write_text(case.model)
-    build, whole = folder / "build", folder / "whole"
-    asked = [*case.compile, "--accept-optimizer-per-worker", *QUICK]
-    result = fxpipe("compile", folder / "model.py", *asked, "-o", build)
-    if result.code:
-        return Played([f"compile: {result.err}"])
-    run = ["--steps", str(STEPS), "--threads", "1", *case.run]
-    always = ["--checkpoint-every", "1", "--keep", str(STEPS)]  # whatever step the other is saved at, this one is, too
-    # A local run is cheaper; but only one in processes knows its end, and begins no sample of staleness beyond it.
-    local = [] if "--log-staleness" in case.run else ["--local"]
-    result = fxpipe("run", build, *local, *run, *always, "--out", whole)
-    if result.code:
-        return Played([f"undisturbed: {result.err}"])
     try:
-        out = _disturbed(case, ["run", str(build), *run, "--max-restarts", str(case.restarts)], folder, found)
-        found.differences += differences(whole, out)
-    except (AssertionError, TimeoutError, subprocess.TimeoutExpired) as error:
+        build, whole = built(case, folder), folder / "whole"
+        always = ["--checkpoint-every", "1", "--keep", str(case.steps)]  # at whatever step the other is saved
+        # A local run is cheaper; but only one in processes knows its end, and begins no sample of staleness beyond it.
+        local = [] if "--log-staleness" in case.run else ["--local"]
+        result = fxpipe("run", build, *local, *case.options, *always, "--out", whole)
+        assert result.code == 0, f"undisturbed: {result.err}"
+        found.differences += differences(whole, disturbed(case, build, folder, found))
+    except FAILURES as error:
         found.differences.append(str(error))
     return found
 
 
-def _disturbed(case: Case, run: list[str], folder: Path, played: Played) -> Path:
+def built(case: Case, folder: Path) -> Path:
+    """The build of a case's model."""
+    (folder / "model.py").write_text(case.model)
+    asked = [*case.compile, "--accept-optimizer-per-worker", *QUICK]
+    result = fxpipe("compile", folder / "model.py", *asked, "-o", folder / "build")
+    assert result.code == 0, f"compile: {result.err}"
+    return folder / "build"
+
+
+def disturbed(case: Case, build: Path, folder: Path, played: Played) -> Path:
     """Run, kill, go on, until it has ended; returns the output folder."""
     out, kills, tries = folder / "out-0", list(case.kills), 0
+    run = ["run", str(build), *case.options, "--max-restarts", str(case.restarts)]
     while True:
         resume = ["--resume"] if any(out.glob("checkpoints/step-*/checkpoint.json")) else []
         if tries and not resume and not case.anew_in_place:
@@ -332,7 +346,7 @@ def _disturbed(case: Case, run: list[str], folder: Path, played: Played) -> Path
         before = len(kills)
         with started_command(["-m", "fxpipe", *run, "--out", str(out), *resume], folder / "tmp") as started:
             launch = _Launch(started, case.workers, out, bool(resume))
-            launch.kill_at_moments(kills, played)
+            launch.kill_at_moments(kills, played, case.limit)
             code, err = started.ends(20)
             started.is_gone(10)
         restarts = len(json.loads((out / "run.json").read_text()).get("restarts", [])) if code == 0 else 0
@@ -361,9 +375,9 @@ class _Launch:
     _processes: dict[Path, dict[int, int]] = field(default_factory=dict)
     _before: dict[tuple[int, str], int] = field(default_factory=dict)
 
-    def kill_at_moments(self, kills: list[Kill], played: Played) -> None:
+    def kill_at_moments(self, kills: list[Kill], played: Played, limit: float) -> None:
         """Until the launcher ends, wait for the next kill's moment and kill."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + limit
         while self.run.launcher.poll() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it does not end; processes {self.run.all()}; {played.story}")
