@@ -37,8 +37,9 @@ def play(
     known = []
     for minibatch in range(steps):
         asked[0] |= minibatch == asks_at
-        first.begin(minibatch)
-        second.begin(minibatch)
+        first.begin(minibatch, max(0, minibatch - 3))
+        second.begin(minibatch, 0)
+        assert len(exchange._texts) <= 4
         for agenda in (first, second):
             assert (minibatch + 3 in agenda) == (minibatch + 3 in first)
         known += [minibatch + 3] if minibatch + 3 in first else []

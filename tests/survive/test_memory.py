@@ -11,7 +11,7 @@ from model_files import write_model
 FIRST, LAST = 1000, 5000
 MEASURED = f"""
 
-import gc, os, sys
+import gc, json, os, pathlib, sys
 
 def train_data():
     batch = {{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))}}
@@ -19,8 +19,12 @@ def train_data():
         if number in ({FIRST}, {LAST}):
             gc.collect()
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+            shared = 0
+            if sys.argv[1].startswith("{{"):  # a worker's
+                folder = pathlib.Path(json.loads(sys.argv[1])["exchange"])
+                shared = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             with open(os.environ["MEASURED"], "a") as file:
-                print(sys.getallocatedblocks(), tensors, file=file)
+                print(sys.getallocatedblocks(), tensors, shared, file=file)
         yield batch
 """
 
@@ -30,18 +34,21 @@ def train_data():
 @pytest.mark.parametrize("local", [True, False], ids=["local", "processes"])
 def test_worker_0_keeps_no_object_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
     """Of Python's own blocks, that is: the losses are in one array (tests/observe/test_record.py), and were two floats
-    a step, with the time of each. Tracing memory would count tensors that torch has freed."""
+    a step, with the time of each. Tracing memory would count tensors that torch has freed. Nor does what workers tell
+    each other grow."""
     monkeypatch.setenv("MEASURED", str(tmp_path / "measured"))
     model = write_model(tmp_path)
     model.write_text(model.read_text() + MEASURED)
     assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
     arguments = ("run", tmp_path / "build", "--steps", LAST + 1, "--threads", 1, "--out", tmp_path / "out")
     more = ("--clip-norm", 1.0, "--log-staleness", "--tensorboard", tmp_path / "events")
+    more += ("--checkpoint-every", 300)  # nothing is written just when memory is measured
     in_process = fxpipe(*arguments, *more, "--local") if local else None
     result = in_process or finish(start_module("fxpipe", *arguments, *more), 500)
     assert result.code == 0, result.err
-    (blocks, tensors), (more_blocks, more_tensors) = (
+    (blocks, tensors, shared), (more_blocks, more_tensors, more_shared) = (
         map(int, line.split()) for line in (tmp_path / "measured").read_text().splitlines()
     )
     assert (more_blocks - blocks) / (LAST - FIRST) < 0.2
     assert more_tensors - tensors < 10
+    assert more_shared - shared < 500

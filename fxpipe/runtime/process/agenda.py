@@ -63,6 +63,7 @@ class Agenda:
         self._asked = asked
         self._next = step
         self._steps: set[int] = set()
+        self._unforgotten: list[int] = []
         self._saved = monotonic()
         self._entered = (step, self._saved)  # the minibatch and the time of the entry before
 
@@ -70,18 +71,25 @@ class Agenda:
         """Whether there is a checkpoint at a step, by what is known."""
         return step in self._steps
 
-    def begin(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run on a worker of this process."""
+    def begin(self, minibatch: int, over: int) -> None:
+        """The first forward of a minibatch is about to run on a worker of this process.
+
+        Args:
+            over: how many minibatches have their loss. Every forward of those has begun, on every worker: no entry of
+                theirs will be read again.
+        """
         if minibatch != self._next or self.stop is not None:
             return
-        entry = self._written(minibatch) if self._writes else self._read(minibatch)
+        entry = self._written(minibatch, over) if self._writes else self._read(minibatch)
         self._next = minibatch + entry.steps
         if entry.save is not None:
             self._steps = {step for step in self._steps if step > minibatch - self._ahead} | {entry.save}
         if entry.stop:
             self.stop = entry.save
 
-    def _written(self, minibatch: int) -> _Decision:
+    def _written(self, minibatch: int, over: int) -> _Decision:
+        self._exchange.forget([_key(earlier) for earlier in self._unforgotten if earlier < over])
+        self._unforgotten = [earlier for earlier in self._unforgotten if earlier >= over] + [minibatch]
         now = monotonic()
         before, then = self._entered
         pace = (now - then) / (minibatch - before) if minibatch > before else PERIOD

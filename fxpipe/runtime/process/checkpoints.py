@@ -142,7 +142,7 @@ class Checkpoints:
 
     def _begin(self, captures: Captures, minibatch: int) -> None:
         """The first forward of a minibatch is about to run on a worker; the first worker's comes first."""
-        self.agenda.begin(minibatch)
+        self.agenda.begin(minibatch, captures.executor.store.version)
         captures.begin(minibatch)
 
     def due(self, step: int) -> bool:
@@ -226,8 +226,9 @@ class ShardWriter:
 
     def _commit_complete(self) -> None:
         for step in sorted(self._waiting):
-            reports = self.exchange.get([_key(step, worker) for worker in range(self.plan.workers)])
-            if reports is not None:
+            keys = [_key(step, worker) for worker in range(self.plan.workers)]
+            if (reports := self.exchange.get(keys)) is not None:
+                self.exchange.forget(keys)
                 self._commit(step, self._waiting.pop(step), [json.loads(report) for report in reports])
 
     def _look_for_end(self) -> None:

@@ -53,7 +53,7 @@ from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
-from fxpipe.runtime.wires.exchange import StoreExchange
+from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import close_group, open_group, peers
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -74,6 +74,9 @@ from fxpipe.threads import threads_for
 
 TIMEOUT = timedelta(minutes=30)
 """Of the process group, at least; who watches the workers ends a run that stands still."""
+
+TEXTS = "texts"
+"""The folder for what the workers of a run on one machine tell each other, in that of the run."""
 
 FOREVER = timedelta(days=365)
 STOPPING = 1.0
@@ -216,7 +219,7 @@ class RankRun:
             self.executor.shape_of = self.coming
         check_unchanged(agreed.files)
         with peers(rank):
-            exchange = StoreExchange()
+            exchange = StoreExchange() if options.exchange is None else FolderExchange(Path(options.exchange) / TEXTS)
         shards = [] if resumed is None else [self._shards]
         self.checkpoints = Checkpoints.of(
             options, plan, recipe, options.out, [self.executor], resumed, shards, exchange

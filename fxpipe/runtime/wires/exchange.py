@@ -1,7 +1,13 @@
-"""Short texts that all workers of a run see, beside its messages."""
+"""Short texts that all workers of a run see, beside its messages.
+
+A run of days writes many: whoever knows that all have read one forgets it.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -15,6 +21,9 @@ class Exchange(Protocol):
 
     def get(self, keys: list[str]) -> list[str] | None:
         """All of these, once all are there; None before. Does not wait."""
+
+    def forget(self, keys: list[str]) -> None:
+        """Remove these: nobody will ask for them again."""
 
 
 class LocalExchange:
@@ -30,9 +39,41 @@ class LocalExchange:
         found = [self._texts.get(key) for key in keys]
         return None if None in found else [text for text in found if text is not None]
 
+    def forget(self, keys: list[str]) -> None:
+        for key in keys:
+            del self._texts[key]
+
+
+class FolderExchange:
+    """For the processes of a run on one machine: a file each. In torch's `FileStore` nothing ever goes away."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def set(self, key: str, text: str) -> None:
+        path = self._path(key)
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text(text)
+        os.replace(unfinished, path)
+
+    def get(self, keys: list[str]) -> list[str] | None:
+        try:
+            return [self._path(key).read_text() for key in keys]
+        except FileNotFoundError:
+            return None
+
+    def forget(self, keys: list[str]) -> None:
+        for key in keys:
+            with suppress(OSError):
+                self._path(key).unlink()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
 
 class StoreExchange:
-    """For workers in processes of their own: in the process group's store."""
+    """For workers that torchrun has started: in the process group's store."""
 
     def __init__(self) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
@@ -44,3 +85,7 @@ class StoreExchange:
         if not self._store.check(keys):
             return None
         return [self._store.get(key).decode() for key in keys]
+
+    def forget(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)

@@ -1,0 +1,38 @@
+"""Texts that workers exchange: there for all, once all are there, until they are forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, LocalExchange, StoreExchange
+
+
+@pytest.fixture(params=["local", "folder", "store"])
+def exchange(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    made = {"local": LocalExchange, "folder": lambda: FolderExchange(tmp_path / "texts"), "store": StoreExchange}
+    return made[request.param]()
+
+
+def test_until_they_are_forgotten(exchange: Exchange) -> None:
+    exchange.set("run/5/0", "früh")
+    assert exchange.get(["run/5/0", "run/5/1"]) is None
+    exchange.set("run/5/1", "")
+    exchange.set("run/5/0", "spät")
+    assert exchange.get(["run/5/1", "run/5/0"]) == ["", "spät"]
+    exchange.forget(["run/5/0"])
+    assert exchange.get(["run/5/0"]) is None
+    assert exchange.get(["run/5/1"]) == [""]
+
+
+def test_a_folder_of_texts_keeps_no_forgotten_one(tmp_path: Path) -> None:
+    one, other = FolderExchange(tmp_path / "texts"), FolderExchange(tmp_path / "texts")
+    for number in range(20):
+        one.set(f"run/{number}", "text")
+        assert other.get([f"run/{number}"]) == ["text"]
+        one.forget([f"run/{number}"])
+    assert list((tmp_path / "texts").iterdir()) == []
