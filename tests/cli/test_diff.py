@@ -51,7 +51,8 @@ def test_cuts_that_moved(here: Path) -> None:
 
 def test_settings_and_workers_that_came(here: Path) -> None:
     lines = diff("one", "four").out.splitlines()
-    assert {"  workers       2 → 3", "  schedule      async → 1f1b", "  policy        spectrain+ef → latest"} <= set(lines)
+    settings = ("  workers       2 → 3", "  schedule      async → 1f1b", "  policy        spectrain+ef → latest")
+    assert set(settings) <= set(lines)
     (third,) = [line for line in lines if line.startswith("  worker 2  ")]
     assert third.split()[2].startswith("–→")
     assert max(map(len, lines)) <= 80
