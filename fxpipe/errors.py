@@ -97,6 +97,10 @@ class RunError(FxpipeError):
     """Training failed on a worker."""
 
 
+class NotFiniteError(RunError):
+    """A loss, or weights, are infinite or no number."""
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written, read or trusted."""
 

@@ -68,6 +68,15 @@ class Shelf:
             hint="a run writes them with --checkpoint-every; --resume PATH takes one from elsewhere",
         )
 
+    def unfinished(self) -> frozenset[tuple[str, int, int]]:
+        """What there is of checkpoints that are being written: files, their sizes and the times of the last writes."""
+        found = set()
+        with suppress(OSError):  # a folder or a file that gets its name, or goes, at this moment
+            for path in sorted(self.folder.glob(".step-*.partial")):
+                files = [path, *path.iterdir()]
+                found |= {(str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files}
+        return frozenset(found)
+
     def commit(self, step: int) -> None:
         """Give the partial folder of a step its name; an older checkpoint of the same step is replaced.
 

@@ -180,6 +180,11 @@ class Pulse:
         self.numbers[_PHASE] = PHASES.index(phase)
         self.move()
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has begun a step."""
+        return self.numbers[STEP] > 0
+
     def move(self) -> None:
         """The worker makes progress."""
         self.numbers[MOVES] += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from fxpipe.checkpoint.shard import INDEX, Shard, write_index, write_shard
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.checkpoint.tree import Unwritable
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, PeerLost
 from fxpipe.files import sync_folder
 from fxpipe.messages import warn
 from fxpipe.plan.spec import Plan
@@ -32,6 +33,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.agenda import Agenda
 from fxpipe.runtime.process.coming_shapes import AHEAD
+from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing
 from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
 from fxpipe.runtime.worker.captures import Captures
@@ -137,7 +139,10 @@ class Checkpoints:
             watch.close()
 
     def abandon(self) -> None:
-        """Stop: what is not whole by now will not be."""
+        """The run is over, or an error ends it: then what all workers have cut is written first."""
+        error = sys.exception()
+        if isinstance(error, Exception) and not self.writer.abandoned:
+            finish_writing(self.writer.shelf.folder.parent, RUNNING_ON if isinstance(error, PeerLost) else MOST)
         self.writer.abandon()
 
     def _begin(self, captures: Captures, minibatch: int) -> None:
@@ -192,6 +197,11 @@ class ShardWriter:
         """Wait until everything is on the disk, that of other processes, too, if this one has worker 0."""
         self._shards.put(None)
         self._thread.join()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it was stopped."""
+        return self._ending.is_set()
 
     def abandon(self) -> None:
         """Stop: what is not whole by now will not be."""

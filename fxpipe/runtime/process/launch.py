@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import PeerLost, WorkerLost, first_line
+from fxpipe.errors import FxpipeError, PeerLost, WorkerLost, first_line
 from fxpipe.messages import say, warn
 from fxpipe.observe.trace.writer import partial
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.first_cause import first_cause, is_explained
 from fxpipe.runtime.process.guardian import Guardian
+from fxpipe.runtime.process.last_saved import RUNNING_ON, finish_writing, name_checkpoint
 from fxpipe.runtime.process.requests import StopRequests
 from fxpipe.runtime.process.resume import newest_options, step_before
 from fxpipe.runtime.process.run_summary import write_run
-from fxpipe.runtime.process.stall import StallWatch
+from fxpipe.runtime.process.stall import StallWatch, waited_for_disk
 from fxpipe.runtime.process.worker_processes import WorkerProcesses
 from fxpipe.runtime.wires.doors import make_secret
 
@@ -66,8 +67,10 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
             try:
                 summary = _attempt(options, workers, requests, furthest)
                 break
-            except RESTARTED as error:
-                if len(restarts) == options.max_restarts or requests.asked:
+            except FxpipeError as error:
+                if not isinstance(error, RESTARTED) or len(restarts) == options.max_restarts or requests.asked:
+                    if furthest.step:
+                        name_checkpoint(error, options, options.out)
                     raise
                 options = newest_options(options, options.out)
                 begin = step_before(options)
@@ -100,7 +103,10 @@ def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest
         started = WorkerProcesses(dataclasses.replace(options, exchange=folder), workers, exchange, guardian)
         grace = GRACE if options.checkpoint_every is None else SAVING
         try:
-            _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped), grace)
+            _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped), grace, options.out)
+        except FxpipeError:
+            finish_writing(options.out, RUNNING_ON)
+            raise
         finally:
             started.end()
             furthest.step = max(signs.step for signs in started.pulses.read())
@@ -111,7 +117,14 @@ def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest
         return summary
 
 
-def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, stall: StallWatch, grace: float) -> None:
+def _watch(
+    workers: WorkerProcesses,
+    requests: StopRequests,
+    exchange: Path,
+    stall: StallWatch,
+    grace: float,
+    out: str | None,
+) -> None:
     """Return when all workers have done their work.
 
     Raises:
@@ -134,8 +147,7 @@ def _watch(workers: WorkerProcesses, requests: StopRequests, exchange: Path, sta
             return
         if (standstill := stall.look(signs)) is not None:
             warn(standstill.text)
-            if standstill.ends is not None:
-                # A checkpoint of the workers that still run belongs here.
+            if standstill.ends is not None and not waited_for_disk(signs, workers.pulses.read, out):
                 raise standstill.ends
         time.sleep(GLANCE)
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from fxpipe.errors import RunError
+from fxpipe.errors import FxpipeError, NotFiniteError
 from fxpipe.observe.live import LocalBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
+from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.polite_stop import PoliteStop
-from fxpipe.runtime.process.resume import last_checkpoint, resumed_options, resumed_step, say_resumed
+from fxpipe.runtime.process.resume import resumed_options, resumed_step, say_resumed
 from fxpipe.runtime.process.run_summary import (
     add_trace,
     averages_evaluated,
@@ -85,10 +85,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             pipeline = LocalPipeline(options.build, task, options, out=options.out, keep_gradients=False)
             executors = pipeline.executors
 
-            last = partial(last_checkpoint, options, options.out)
-
-            def stopped(minibatch: int, loss: float, worker: int) -> RunError:
-                return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors], last())
+            def stopped(minibatch: int, loss: float, worker: int) -> NotFiniteError:
+                return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors])
 
             look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
             pipeline.report = looking(record.step, look)
@@ -157,6 +155,12 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                     with weights_are_safe(options.out):
                         averages_evaluated(summary, pipeline.evaluation.run(data, pipeline.fed, averages))
             record.end(summary)
+        except FxpipeError as error:
+            if pipeline is not None and pipeline.checkpoints is not None:
+                pipeline.checkpoints.abandon()
+            if record.own_steps:
+                name_checkpoint(error, options, options.out)
+            raise
         finally:
             record.close()
             if pipeline is not None and pipeline.checkpoints is not None:

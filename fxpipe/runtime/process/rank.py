@@ -9,7 +9,6 @@ import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import FxpipeError, PeerLost, RunError
+from fxpipe.errors import FxpipeError, NotFiniteError, PeerLost, RunError
 from fxpipe.observe.live import PulseBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
@@ -36,9 +35,10 @@ from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
+from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
-from fxpipe.runtime.process.resume import begin_or_go_on, last_checkpoint, opened, restore, resumed_step, say_resumed
+from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, say_resumed
 from fxpipe.runtime.process.run_summary import (
     averages_evaluated,
     evaluated_last,
@@ -127,10 +127,14 @@ def join(
             close_group()  # all workers are here, and all of them stop
             raise
         try:
-            pulses = _pulses(pulse, options, rank, world)
+            pulses = _pulses(pulse, agreed.options, rank, world)
             return RankRun(agreed, rank, own_device(agreed.plan.device), progress, pulse, pulses).run()
         except PeerLost:
             time.sleep(LINGER)
+            raise
+        except FxpipeError as error:
+            if options.exchange is None and pulse.begun:  # else the launcher does it
+                name_checkpoint(error, agreed.options, agreed.options.out)
             raise
         finally:
             pulse.end()
@@ -145,7 +149,7 @@ def _pulses(pulse: Pulse, options: RunOptions, rank: int, workers: int) -> Pulse
     with peers(rank):
         store = StorePulses(dist.distributed_c10d._get_default_store(), workers)
         store.put(rank, pulse.numbers)
-    pulse.after_beat = WatchingWorker(store, pulse, rank, options.stall_timeout, end_process)
+    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process)
     pulse.begin()
     return store
 
@@ -211,7 +215,6 @@ class RankRun:
         if self.feed is not None:
             minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
             self.batches = BatchesRead(self.feed, minibatches, self.executor.watch, bool(plan.shapes))
-        self.last_checkpoint = partial(last_checkpoint, options, options.out)
         self.coming: ComingShapes | None = None
         if plan.shapes:
             read = None if self.batches is None else self.batches.read
@@ -264,7 +267,7 @@ class RankRun:
             with peers(self.rank):
                 dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
             if record is not None and not options.keep_going:
-                check_weights(self.total, rows, self.last_checkpoint())
+                check_weights(self.total, rows)
             files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor, self.pulse)
             if files is not None:
                 files.write(FINAL_WEIGHTS)
@@ -339,9 +342,9 @@ class RankRun:
     def _clocks(self) -> ClockOffset:
         return compare_clocks(self.options.trace, self.rank, self.plan.workers)
 
-    def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> RunError:
+    def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> NotFiniteError:
         found = [NotFinite(**row) for row in stop.ask()]
-        return not_finite(minibatch, loss, worker, found, self.last_checkpoint())
+        return not_finite(minibatch, loss, worker, found)
 
     def _stopped(self, step: int, saved: Path | None) -> None:
         """The last checkpoint of a run that was asked to stop is over: this process ends, whatever it is doing."""

@@ -144,12 +144,6 @@ def resumed_step(options: PipelineOptions, checkpoint: Checkpoint | None, total:
     return step
 
 
-def last_checkpoint(options: PipelineOptions, out: str | None) -> str | None:
-    """The newest checkpoint that a run could go on from now, as a user would give it; None without any."""
-    steps = Shelf.of(out).steps() if out is not None else []
-    return str(Shelf.of(str(out)).path(steps[-1])) if steps else options.resume
-
-
 def say_resumed(resumed: Resumed) -> None:
     """Tell the user where a run goes on, and whether as the one that was interrupted."""
     text = f"going on after step {resumed.step}, from {resumed.path}"

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from fxpipe.errors import WorkerLost, listed
 from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.last_saved import LOOK, finish_writing, name_checkpoint
 
 GROWTH = 2
 """How much longer each time until it is said again."""
@@ -164,6 +166,23 @@ class StallWatch:
 _BEFORE_TRAINING = ("starting", "importing", "loading")
 
 
+def waited_for_disk(signs: Sequence[Signs], read: Callable[[], list[Signs]], out: str | None) -> bool:
+    """Whether a run that stands still has only waited until its checkpoints were on the disk, and goes on now.
+
+    Those that all workers have cut are whole after this. A new one cannot be cut: the worker that stands still would
+    have to come to its step.
+
+    Args:
+        signs: of all workers, as they stood still.
+        read: reads them now.
+        out: the run's output folder.
+    """
+    if not finish_writing(out):
+        return False
+    time.sleep(PERIOD + LOOK)  # until all pulses say whether they go on
+    return [worker.moves for worker in read()] != [worker.moves for worker in signs]
+
+
 class WatchingWorker:
     """What a worker does after each beat under torchrun: puts its numbers into the store and watches the others.
 
@@ -171,10 +190,10 @@ class WatchingWorker:
     """
 
     def __init__(
-        self, store: StorePulses, pulse: Pulse, rank: int, timeout: float, end: Callable[[int], object]
+        self, store: StorePulses, pulse: Pulse, rank: int, options: RunOptions, end: Callable[[int], object]
     ) -> None:
-        self._store, self._pulse, self._rank, self._end = store, pulse, rank, end
-        self._stall = StallWatch(timeout)
+        self._store, self._pulse, self._rank, self._options, self._end = store, pulse, rank, options, end
+        self._stall = StallWatch(options.stall_timeout)
 
     def __call__(self) -> None:
         self._store.put(self._rank, self._pulse.numbers)
@@ -184,7 +203,7 @@ class WatchingWorker:
         if self._rank and not self._stall.silent(0):
             return
         warn(standstill.text)
-        if standstill.ends is not None:
-            # A checkpoint of the workers that still run belongs here.
+        if standstill.ends is not None and not waited_for_disk(signs, self._store.read, self._options.out):
+            name_checkpoint(standstill.ends, self._options, self._options.out)
             say(f"error: {standstill.ends}")
             self._end(1)

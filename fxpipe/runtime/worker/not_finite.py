@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.errors import RunError, listed
+from fxpipe.errors import NotFiniteError, listed
 from fxpipe.observe.record import OnStep
 from fxpipe.runtime.worker.executor import Executor
 
 _NAMED = 5
+_ALL_THE_SAME = "--keep-going trains on all the same"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_loss(
-    executor: Executor, keep_going: bool, stop: Callable[[int, float, int], RunError]
+    executor: Executor, keep_going: bool, stop: Callable[[int, float, int], NotFiniteError]
 ) -> Callable[[int, float], None]:
     """Have a worker's losses looked at, before their backward runs, if they are on the CPU.
 
@@ -92,46 +93,36 @@ def looking(report: OnStep, look: Callable[[int, float], None]) -> OnStep:
     return both
 
 
-def check_weights(steps: int, rows: Sequence[Mapping[str, Any]], checkpoint: str | None = None) -> None:
+def check_weights(steps: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to write weights that the last steps have made worthless.
 
     Args:
         rows: of all workers; `not_finite` of each is what it found (see `NotFinite`).
 
     Raises:
-        RunError: some are not finite.
+        NotFiniteError: some are not finite.
     """
     found = [NotFinite(**row["not_finite"]) for row in rows]
     if any(row.weights for row in found):
-        raise RunError(
+        raise NotFiniteError(
             f"after step {steps}, the last, weights are not finite: {_cause(found)}",
-            hint=_hint(
-                "lower the learning rate, clip gradients (--clip-norm), or look at the last batches", checkpoint
-            ),
+            hint="lower the learning rate, clip gradients (--clip-norm), or look at the last batches; " + _ALL_THE_SAME,
             page="not-finite",
         )
 
 
-def not_finite(
-    minibatch: int, loss: float, worker: int, found: Sequence[NotFinite], checkpoint: str | None = None
-) -> RunError:
+def not_finite(minibatch: int, loss: float, worker: int, found: Sequence[NotFinite]) -> NotFiniteError:
     """The error of a loss that is not finite.
 
     Args:
         worker: that of the loss.
         found: what workers found; those that did not answer in time are missing.
-        checkpoint: the last one from before, if there is one.
     """
-    return RunError(
+    return NotFiniteError(
         f"the loss of step {minibatch + 1} is {loss}, on worker {worker}: {_cause(found)}",
-        hint=_hint("lower the learning rate, clip gradients (--clip-norm), or look at that batch", checkpoint),
+        hint="lower the learning rate, clip gradients (--clip-norm), or look at that batch; " + _ALL_THE_SAME,
         page="not-finite",
     )
-
-
-def _hint(what: str, checkpoint: str | None) -> str:
-    saved = "" if checkpoint is None else f"; the last good checkpoint is {checkpoint}"
-    return f"{what}; --keep-going trains on all the same{saved}"
 
 
 def _cause(found: Sequence[NotFinite]) -> str:

@@ -123,9 +123,9 @@ def test_no_timeout_says_nothing() -> None:
 
 def test_under_torchrun_the_first_worker_that_answers_watches(capsys: Any) -> None:
     store: Any = dist.HashStore()
-    pulses, ends = StorePulses(store, 3), list[int]()
+    pulses, ends, options = StorePulses(store, 3), list[int](), RunOptions("build", stall_timeout=60)
     workers = [Worker().waits("gradient", 2), Worker().waits("gradient", 2), Worker()]
-    watching = [WatchingWorker(pulses, w.pulse, i, 60, ends.append) for i, w in enumerate(workers)]
+    watching = [WatchingWorker(pulses, w.pulse, i, options, ends.append) for i, w in enumerate(workers)]
     clock = Clock()
     for watch in watching:
         watch._stall._clock, watch._stall._looked = clock, 0.0
