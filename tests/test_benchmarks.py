@@ -16,6 +16,7 @@ REPORTS = {
     "backends": ("gpt-tiny ", "pipeline of two workers", VERDICT),
     "balance": ("heavy_head", "three-way"),
     "big_graphs": (r"\| GPT, 24 blocks", VERDICT),
+    "checkpoints": (r"\*\*Training\*\*", r"\| 10 MB \| DCP", r"after step 10,000", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
