@@ -65,10 +65,10 @@ def measure(scratch: Path, rounds: int, quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"disk": disk(scratch), "cores": os.cpu_count()}
     steps = 2 * EVERY + EVERY // 2
     result["training"] = training(scratch / "training", rounds, steps // 10 if quick else steps, quick)
-    result["states"] = {size: state(size, max(1, rounds // 2), scratch / "state") for size in sizes}
+    result["states"] = {size: state(size, (rounds + 1) // 2, scratch / "state") for size in sizes}
     step = 10_000 if quick else 1_000_000
     print(f"a run goes on after step {step}", file=sys.stderr)
-    result["far"] = far.measure(fxpipe, HERE / "far_model.py", scratch / "far", step, max(1, rounds // 2))
+    result["far"] = far.measure(fxpipe, HERE / "far_model.py", scratch / "far", step, (rounds + 1) // 2)
     result["missed"] = missed(result)
     return result
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import Build
+from fxpipe.checkpoint import manifest as manifests
 from fxpipe.checkpoint.manifest import MANIFEST, read_manifest
 from fxpipe.checkpoint.shard import read_shard
 from fxpipe.checkpoint.shelf import Shelf
@@ -302,6 +303,20 @@ def test_wrong_files_are_refused_by_name(kind: str, harm: str, saved: Path, tmp_
     with pytest.raises(FxpipeError) as refused:
         pipeline(resume=path)
     assert first.name in str(refused.value)
+
+
+def test_going_on_hashes_each_file_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's files were hashed as weights and as shards, and whoever asked read the manifest."""
+    hashed, read_signed, problem = [], manifests.read_signed, manifests._problem
+    signed = []
+    monkeypatch.setattr(manifests, "_problem", lambda path, entry: hashed.append(path.name) or problem(path, entry))
+    monkeypatch.setattr(
+        manifests, "read_signed", lambda path, *rest, **more: signed.append(path) or read_signed(path, *rest, **more)
+    )
+    path = Shelf.of(saved).path(4)
+    pipeline(resume=path)
+    assert sorted(hashed) == sorted(file.name for file in path.iterdir() if file.name != MANIFEST)
+    assert len(signed) == 2, "once for the options, once with the files"
 
 
 @pytest.mark.parametrize("harm", ["swapped", "missing"])

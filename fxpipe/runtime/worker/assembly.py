@@ -62,6 +62,8 @@ def open_worker(
         loaded = load_stage(folder / spec.file, spec)
         stages.append(equip(of_shape, worker, loaded, engines, folder / ENGINES, str(device)))
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
+    if continue_after is not None:  # the owners send the others
+        read = {p.name for p in plan.parameters if p.name in read and not p.trained}
     parameters = [p for p in plan.parameters if p.owner == worker or p.name in read]
     buffers = [b for b in plan.buffers if worker in b.workers or (b.persistent and worker == buffer_worker(b))]
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
