@@ -31,6 +31,7 @@ class LineFile:
         continue_after: go on with the file of an interrupted run after this step. Lines of later steps, and incomplete
             ones, are dropped, atomically. Of the file and the partial file it takes the one that comes nearest to this
             step. None begins a new file.
+        earlier: the file of the interrupted run, if it may be elsewhere; it stays as it is.
         in_place: go on in the file itself. Otherwise in the partial file, so that the file stays as it is until the
             end: it belongs to a run that has ended.
         kept: called with each line that is kept, as an object.
@@ -45,6 +46,7 @@ class LineFile:
         *,
         continue_after: int | None = None,
         in_place: bool = True,
+        earlier: Path | None = None,
         kept: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.path = path
@@ -53,9 +55,11 @@ class LineFile:
             partial.unlink(missing_ok=True)  # of a run that was interrupted beside an earlier one
             self._file = AppendedFile(partial if path.exists() else path)
             return
-        there = [file for file in (partial, path) if file.exists()] or [path]
+        elsewhere = [] if earlier is None or _same(earlier, path) else [partial_lines(earlier), earlier]
+        there = [file for file in (partial, path, *elsewhere) if file.exists()] or [path]
         found = there[0] if len(there) == 1 else max(there, key=lambda file: _reach(file, continue_after))
-        target = path if in_place and found == path else partial
+        fresh = found in elsewhere and not path.exists()
+        target = path if fresh or (in_place and found == path) else partial
         if found.exists():
             with replaced(target) as file:
                 for line, row in _lines(found, continue_after):
@@ -92,6 +96,10 @@ class LineFile:
     def problems(self) -> list[dict[str, Any]]:
         """See `AppendedFile.problems`."""
         return [problem | {"file": self.path.name} for problem in self._file.problems]
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def _lines(path: Path, after: int) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -55,6 +55,7 @@ class Record:
         continue_after: the run goes on after this step of an interrupted one, whose lines up to it are kept, and whose
             later ones are dropped, in TensorBoard's files too. The evaluation after this step may be made again: it is
             not written again. None begins anew.
+        earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
 
     Attributes:
         samples_of: tells how many samples a minibatch has, where they differ.
@@ -78,6 +79,7 @@ class Record:
         workers: int = 1,
         before: int = 0,
         continue_after: int | None = None,
+        earlier: Path | None = None,
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
@@ -104,6 +106,7 @@ class Record:
                     self.out / METRICS,
                     continue_after=continue_after,
                     in_place=not (self.out / RUN).exists(),
+                    earlier=None if earlier is None else earlier / METRICS,
                     kept=self._kept,
                 )
             except OSError as error:
@@ -201,6 +204,11 @@ class Record:
         if self._progress is not None:
             self._show(lambda progress: progress.close())
         self.end(None)
+
+    @property
+    def steps(self) -> int:
+        """How many have been made, with those before it went on."""
+        return self._first + self.own_steps
 
     @property
     def problems(self) -> list[dict[str, Any]]:

@@ -89,6 +89,28 @@ def test_goes_on_from_the_newest(folder: Path, tmp_path: Path, local: tuple[str,
     assert same(folder, out)
 
 
+def test_goes_on_in_another_folder_as_if_it_were_the_same(folder: Path, tmp_path: Path) -> None:
+    """Metrics and the summary have the steps before, too, and the first folder stays as it is.
+
+    The first run is one in processes, which know its end: the sample of staleness beyond it must be there as well.
+    """
+    first, other = tmp_path / "first", tmp_path / "other"
+    logged_too = ("--log-staleness", "--json")
+    whole = fxpipe(*run(folder, tmp_path / "whole", *logged_too, "--local"))
+    assert fxpipe("run", folder / "build", "--steps", 16, "--eval-every", 8, "--checkpoint-every", 16, "--out", first,
+                  *logged_too).code == 0  # fmt: skip
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    result = fxpipe(*run(folder, other, "--resume", first / "checkpoints" / "step-16", *logged_too, "--local"))
+    assert result.code == 0, result.err
+    assert "no lines" not in result.err
+    assert same(folder, other)
+    found, wanted = result.json, whole.json
+    for name in ("steps", "losses", "evaluations"):
+        assert found[name] == wanted[name], name
+    assert [row["staleness"] for row in found["workers"]] == [row["staleness"] for row in wanted["workers"]]
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_damaged_one_is_said_and_the_one_before_taken(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert fxpipe(*run(folder, out, "--checkpoint-every", 5, "--local")).code == 0

@@ -64,6 +64,37 @@ def test_missing_lines_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "has no lines of some of the 5 steps that were made before" in capsys.readouterr().err
 
 
+def test_lines_of_a_run_in_another_folder_are_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint's run stays as it is, and so does what an earlier run has left in the new folder."""
+    first = Record(tmp_path / "first", 4, 9)
+    train(first, *range(1, 7))
+    first.close()
+    before = (tmp_path / "first" / "metrics.jsonl").read_bytes()
+    for there in (False, True):
+        out = tmp_path / str(there)
+        if there:
+            old = Record(out, 4, 9)
+            train(old, 1)
+            old.close()
+            earlier = (out / "metrics.jsonl").read_bytes()
+        record = Record(out, 4, 9, continue_after=5, earlier=tmp_path / "first")
+        train(record, *range(6, 10))
+        if there:
+            assert (out / "metrics.jsonl").read_bytes() == earlier
+        assert (record.steps, record.own_steps, len(record.losses)) == (9, 4, 9)
+        record.take_place({"model.safetensors"})
+        record.close()
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, 10))
+    assert (tmp_path / "first" / "metrics.jsonl").read_bytes() == before
+    assert not capsys.readouterr().err
+    gone = Record(tmp_path / "gone", 4, 9, continue_after=5, earlier=tmp_path / "none")
+    train(gone, 6, 7)
+    gone.close()
+    assert (gone.steps, len(gone.losses)) == (7, 2)
+    assert "has no lines of some of the 5 steps" in capsys.readouterr().err
+
+
 def test_a_resumed_runs_steady_rate_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("fxpipe.observe.record.perf_counter", lambda: now[0])

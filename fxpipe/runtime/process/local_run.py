@@ -17,7 +17,7 @@ from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_r
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.polite_stop import PoliteStop
-from fxpipe.runtime.process.resume import resumed_options, resumed_step, say_resumed
+from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_summary import (
     add_trace,
     averages_evaluated,
@@ -79,6 +79,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             workers=plan.workers,
             before=options.sync_steps,
             continue_after=before,
+            earlier=run_before(options),
         )
         pipeline: LocalPipeline | None = None
         try:

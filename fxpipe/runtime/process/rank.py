@@ -38,7 +38,7 @@ from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
-from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, say_resumed
+from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_summary import (
     averages_evaluated,
     evaluated_last,
@@ -62,10 +62,7 @@ from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
-from fxpipe.runtime.worker.final_weights import (
-    warn_of_little_room,
-    weights_are_safe,
-)
+from fxpipe.runtime.worker.final_weights import warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
@@ -169,10 +166,8 @@ class RankRun:
         options, plan, task = agreed.options, agreed.plan, agreed.task
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
         self.pulse, self.pulses = pulse, pulses
-        recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
-        self.recipe = recipe
-        resumed = opened(options, recipe, plan, agreed.checkpoint)
-        self.resumed = resumed
+        self.recipe = recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
+        self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
         self.step = 0 if resumed is None else resumed.step
         # In the order of a local run: the data, then the rest of the user's code.
         self.feed = Feed(task, options.seed) if rank == 0 else None
@@ -250,6 +245,7 @@ class RankRun:
                 workers=plan.workers,
                 before=options.sync_steps,
                 continue_after=self.step or None,
+                earlier=run_before(options),
             )
             if self.checkpoints is not None:
                 self.checkpoints.writer.logs = self.record.sync

@@ -14,7 +14,7 @@ import torch
 import fxpipe
 from fxpipe.checkpoint.manifest import Manifest, check_files, read_manifest
 from fxpipe.checkpoint.shard import Shard, read_shard, state_files
-from fxpipe.checkpoint.shelf import Shelf
+from fxpipe.checkpoint.shelf import CHECKPOINTS, Shelf
 from fxpipe.errors import CheckpointError, listed
 from fxpipe.messages import say, warn
 from fxpipe.plan.spec import Plan
@@ -142,6 +142,12 @@ def resumed_step(options: PipelineOptions, checkpoint: Checkpoint | None, total:
             hint=f"--steps counts from the beginning: give one above {step}",
         )
     return step
+
+
+def run_before(options: PipelineOptions) -> Path | None:
+    """The output folder of the run that wrote the checkpoint to go on from; None for one that was put elsewhere."""
+    shelf = None if options.resume is None else Path(options.resume).absolute().parent
+    return shelf.parent if shelf is not None and shelf.name == CHECKPOINTS else None
 
 
 def say_resumed(resumed: Resumed) -> None:

@@ -112,7 +112,7 @@ def summarize_run(
         transport: 'gloo', 'nccl', or 'local'.
         threads: CPU threads of a worker.
     """
-    steps = len(record.losses)
+    steps = record.steps
     problems = [*record.problems, *(problem for row in rows for problem in row.get("log_problems", ()))]
     together = transport != "local"
     seconds = max(row["seconds"] for row in rows)

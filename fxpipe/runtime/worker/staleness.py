@@ -99,15 +99,15 @@ class StalenessLog:
             minibatch, used = state["sample"]
             self._sample = _Sample(minibatch, dict(used))
 
-    def live(self, version: int, start: int, stop: int | None, look: Look) -> None:
-        """`version` is the live one from now on: take what the sampled minibatch's forward reads of it."""
+    def live(self, version: int, start: int, look: Look) -> None:
+        """`version` is the live one from now on: take what the sampled minibatch's forward reads of it.
+
+        The minibatch may be one that this run does not have: a longer one that goes on from it has.
+        """
         if not self._reads:
             return
         if self._sample is None:
-            minibatch = version + (0 if self.demand.segments.is_single(version) else self._reach)
-            if stop is not None and minibatch >= stop:
-                return
-            self._sample = _Sample(minibatch, {})
+            self._sample = _Sample(version + (0 if self.demand.segments.is_single(version) else self._reach), {})
         action = Action("F", self._sample.minibatch)
         for read in self._reads:
             if self.demand.version(read.reading, action, start) == version:

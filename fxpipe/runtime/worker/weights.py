@@ -132,7 +132,7 @@ class WeightStore:
             self._initial = {}
         if self.staleness is not None:
             self.staleness.begin()
-            self.staleness.live(start, start, stop, self.predictions.look)
+            self.staleness.live(start, start, self.predictions.look)
             self.predictions.forget_all()
 
     def go_on(self, start: int, past: Past, stop: int | None = None) -> None:
@@ -303,7 +303,7 @@ class WeightStore:
         self._open_own()
         self._send_replicas()
         if self.staleness is not None:
-            self.staleness.live(self.version, self._unread.start, self._unread.stop, self.predictions.look)
+            self.staleness.live(self.version, self._unread.start, self.predictions.look)
             self.predictions.forget_all()
 
     def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
