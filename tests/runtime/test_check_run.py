@@ -48,7 +48,7 @@ def test_a_build_replaced_while_it_is_read(folder: Path, tmp_path: Path) -> None
     def optimizer(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         if not made:
             made.append(fxpipe(*compiled, "--seed", 5).code)
-        return torch.optim.SGD([p for _, p in named], lr=0.1)
+        return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
     data = [torch.zeros(1)]
     options = RunOptions(str(build), steps=1, out=str(tmp_path / "out"))
