@@ -129,11 +129,26 @@ def test_goes_on_where_it_stood(data: Callable[[], Any], step: int) -> None:
     assert [again.next_batch() for _ in range(10 - step)] == batches[step:]
 
 
+@pytest.mark.parametrize("step", [3, 4, 6])
+def test_the_end_of_a_run_is_marked_too(step: int) -> None:
+    """A longer run that went on from there skipped all its data."""
+    whole = Feed(Task(Counted), 5)
+    batches = [whole.next_batch() for _ in range(10)]
+    ended = Feed(Task(Counted), 5)
+    assert [ended.next_batch() for _ in range(step)] == batches[:step]
+    mark = ended.mark(step)
+    again = Feed(Task(Counted), 5)
+    Counted.made = 0
+    again.go_on(step, mark)
+    assert Counted.made == 0
+    assert [again.next_batch() for _ in range(10 - step)] == batches[step:]
+
+
 def test_nothing_is_marked_of_what_is_skipped() -> None:
     feed = Feed(Task(Counted), 5)
     feed.marks = lambda batches: True
     feed.go_on(3, None)
-    assert [feed.mark(batches) for batches in (1, 2, 3)] == [None] * 3
+    assert [feed.mark(batches) for batches in (1, 2)] == [None] * 2
     feed.next_batch()
     assert feed.mark(3) is not None
 

@@ -94,6 +94,8 @@ class Feed:
 
     def mark(self, batches: int) -> dict[str, Any] | None:
         """Where the data stood after so many batches; None if `train_data()` gives no object with a `state_dict`."""
+        if batches == self._given:  # the run ends here: nobody has read on
+            self._mark()
         return self._marks.pop(batches, None)
 
     def _mark(self) -> None:
