@@ -3,10 +3,12 @@ replace them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fxpipe.errors import BuildError
+
+_HERE, _EXCHANGE = -100, 2
+"""Of Linux: AT_FDCWD and RENAME_EXCHANGE."""
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<process>\d+)\.tmp")
 
@@ -52,6 +57,9 @@ def check_creatable(needed: Path, asked: Path, option: str) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """A fresh folder beside `folder` that takes its place when all went well, and vanishes when it did not.
 
+    On Linux the two change names in one step: whoever is killed, there is the old folder or the new one. Elsewhere, and
+    on file systems that cannot do that, a kill can leave the old one moved aside (see `remove_abandoned`).
+
     Raises:
         BuildError: the disk says no.
     """
@@ -63,19 +71,49 @@ def replacing(folder: Path) -> Iterator[Path]:
         fresh.mkdir(mode=0o700)
         yield fresh
         fresh.chmod(0o755)
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+        if not target.exists() or not exchange(fresh, target):
+            _replace(fresh, target, old)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint="choose another -o") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give each of two paths of a file system the other's name, in one step; False where the system cannot.
+
+    Linux alone can: `renameat2` with RENAME_EXCHANGE, and not on every file system.
+
+    Raises:
+        OSError: it can, but not these two.
+    """
+    import ctypes  # here, because most commands replace nothing
+
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # a C library from before
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _replace(fresh: Path, target: Path, old: Path) -> None:
+    """Move a folder to its place, in two steps where there is one already; after an error that one is there again."""
+    if target.exists():
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @dataclass(frozen=True)

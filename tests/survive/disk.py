@@ -19,13 +19,15 @@ from typing import Any
 
 import pytest
 
+from fxpipe import files
+
 Tree = dict[str, bytes | None]
 """What is in a folder, by relative path: a file's bytes, or None for a folder."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call; `kind` is mkdir, create, write, fsync, rename, unlink, rmdir, or mark for a note of the test's own."""
+    """One call; `kind` is mkdir, create, write, fsync, rename, exchange, unlink, rmdir, or mark: a note of a test."""
 
     kind: str
     path: str
@@ -87,6 +89,7 @@ class Recorder:
             for kind in ("mkdir", "fsync", "rename", "unlink", "rmdir"):
                 patch.setattr(os, kind, self._noted(kind, getattr(os, kind)))
             patch.setattr(Path, "open", self._open(Path.open))
+            patch.setattr(files, "exchange", self._exchange(files.exchange))
             yield self
 
     def _noted(self, kind: str, real: Any) -> Any:
@@ -101,6 +104,15 @@ class Recorder:
                 return real(path, *args, **options)
             self.note(found)
             return real(path, *args, **options)
+
+        return call
+
+    def _exchange(self, real: Any) -> Any:
+        def call(one: Path, other: Path) -> bool:
+            done: bool = real(one, other)
+            if done:
+                self.note(Call("exchange", str(self.relative(one)), str(self.relative(other))))
+            return done
 
         return call
 
@@ -148,6 +160,11 @@ class Model:
             assert source.parent == target.parent, "only renames within a folder are atomic here"
             folder = self._find(str(source.parent))
             folder.pending.append({source.name: None, target.name: self._find(call.path)})
+        elif call.kind == "exchange":
+            one, other = Path(call.path), Path(call.to)
+            assert one.parent == other.parent, "only changes within a folder are atomic here"
+            names = {one.name: self._find(call.to), other.name: self._find(call.path)}
+            self._find(str(one.parent)).pending.append(names)
         elif call.kind in ("unlink", "rmdir"):
             self._name(call.path, None)
 
