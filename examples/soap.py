@@ -5,7 +5,7 @@ may have one, and its groups say by `betas` that it has momentum, so that error 
 plain PyTorch and imports nothing of fxpipe. From the repository's root:
 
     fxpipe compile examples/soap.py -n 4 --microbatches 4 -o build/
-    fxpipe run build/ --policy spectrain+ef
+    fxpipe run build/
 """
 
 import torch

@@ -71,10 +71,11 @@ class Shelf:
     def unfinished(self) -> frozenset[tuple[str, int, int]]:
         """What there is of checkpoints that are being written: files, their sizes and the times of the last writes."""
         found = set()
-        with suppress(OSError):  # a folder or a file that gets its name, or goes, at this moment
+        with suppress(OSError):
             for path in sorted(self.folder.glob(".step-*.partial")):
-                files = [path, *path.iterdir()]
-                found |= {(str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files}
+                with suppress(OSError):  # a folder or a file that gets its name, or goes, at this moment
+                    files = [path, *path.iterdir()]
+                    found |= {(str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files}
         return frozenset(found)
 
     def commit(self, step: int) -> None:

@@ -18,7 +18,7 @@ from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule import kind_of
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.versions import own_lag
+from fxpipe.schedule.versions import most_missed
 from fxpipe.tracing.capture import Loss
 
 
@@ -70,8 +70,8 @@ def captured_step(
         return _warning_of(
             step,
             f"one microbatch a minibatch, so that forwards miss {late} updates: not "
-            f"{'several' if decided is None else decided.count}, since {error.what}; "
-            f"{lost_by(SpecTrain.name, late)}; --microbatches says what can be done about it",
+            f"{'several' if decided is None else decided.count}, since {error.what}",
+            "--microbatches says what can be done about it",
         )
     late = _late(step.options)
     if late <= 1:
@@ -79,17 +79,20 @@ def captured_step(
     return _warning_of(
         step,
         f"the minibatches' samples can be cut into {step.options.count} equal microbatches, not about "
-        f"{options.workers}, so that forwards miss {late} updates: {lost_by(SpecTrain.name, late)}; with a multiple of "
-        f"{options.workers} samples they miss 1",
+        f"{options.workers}, so that forwards miss {late} updates",
+        f"with a multiple of {options.workers} samples they miss 1",
     )
 
 
 def _late(options: CompileOptions) -> int:
-    """How many updates the first worker's forwards miss."""
-    return own_lag(make_schedule(options.schedule, options.workers, options.count), 0)
+    """How many updates a forward misses, at most."""
+    return most_missed(make_schedule(options.schedule, options.workers, options.count))
 
 
-def _warning_of(step: CapturedStep, text: str) -> CapturedStep:
+def _warning_of(step: CapturedStep, what: str, hint: str) -> CapturedStep:
+    """The step with a warning of late weights, which also says what they cost where that was studied."""
+    cost = lost_by(step.options.policy or SpecTrain.name, _late(step.options))
+    text = "; ".join([what, *([cost] if cost else []), hint])
     return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
 
 

@@ -103,7 +103,7 @@ class CompileOptions:
         (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: same as forward."
     )
     schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
-    policy: str | None = policy_option("by schedule")
+    policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
         None,
         "--microbatches",

@@ -67,6 +67,8 @@ class AppendedFile:
         """Have all so far on the disk itself, as far as it can be written."""
         try:
             with self._lock:
+                if self._descriptor < 0:
+                    return
                 self._flush()
                 own = os.dup(self._descriptor)  # the other may be closed meanwhile
             try:

@@ -31,7 +31,8 @@ class LineFile:
         continue_after: go on with the file of an interrupted run after this step. Lines of later steps, and incomplete
             ones, are dropped, atomically. Of the file and the partial file it takes the one that comes nearest to this
             step. None begins a new file.
-        earlier: the file of the interrupted run, if it may be elsewhere; it stays as it is.
+        earlier: the file of the interrupted run, if it may be elsewhere: where it is, the lines are taken from there
+            alone; it stays as it is.
         in_place: go on in the file itself. Otherwise in the partial file, so that the file stays as it is until the
             end: it belongs to a run that has ended.
         kept: called with each line that is kept, as an object.
@@ -56,7 +57,8 @@ class LineFile:
             self._file = AppendedFile(partial if path.exists() else path)
             return
         elsewhere = [] if earlier is None or _same(earlier, path) else [partial_lines(earlier), earlier]
-        there = [file for file in (partial, path, *elsewhere) if file.exists()] or [path]
+        # A file that is here, where the run comes from elsewhere, is another run's.
+        there = [f for f in elsewhere if f.exists()] or [f for f in (partial, path) if f.exists()] or [path]
         found = there[0] if len(there) == 1 else max(there, key=lambda file: _reach(file, continue_after))
         fresh = found in elsewhere and not path.exists()
         target = path if fresh or (in_place and found == path) else partial

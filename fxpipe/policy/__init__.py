@@ -18,7 +18,7 @@ from fxpipe.policy.stash import Stash
 from fxpipe.policy.vertical import Vertical
 from fxpipe.policy.xpipe import XPipe
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.versions import own_lag
+from fxpipe.schedule.versions import most_missed
 
 POLICIES: dict[str, type[Policy]] = {
     kind.name: kind
@@ -89,7 +89,7 @@ def default_for(schedule: Schedule, momentum: bool = False) -> str:
     """
     if schedule.synchronous:
         return Latest.name
-    feedback = momentum and own_lag(schedule, 0) <= 1
+    feedback = momentum and most_missed(schedule) <= 1
     return f"{SpecTrain.name}+ef" if feedback else SpecTrain.name
 
 

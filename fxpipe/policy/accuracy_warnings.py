@@ -42,9 +42,11 @@ result (accuracy, or nats per byte) that was lost at the policy's best learning 
 benchmarks/accuracy. There, 4 workers miss 3 updates with one microbatch, 8 workers 7, and N workers with N 1."""
 
 
-def lost_by(policy: str, behind: int) -> str:
-    """What a policy of the study lost where forwards missed so many updates, or the next number that was studied."""
+def lost_by(policy: str, behind: int) -> str | None:
+    """What a policy lost in the study where forwards missed so many updates, or the next number; None if unknown."""
     studied = {b for name, _, b in LOST if name == policy}
+    if not studied:
+        return None
     nearest = min((b for b in studied if b >= behind), default=max(studied))
     shares = sorted(share for (name, _, b), share in LOST.items() if (name, b) == (policy, nearest))
     return (

@@ -81,7 +81,7 @@ def test_a_batch_too_small_for_so_many_says_what_that_costs(
     workers: int, samples: int, missed: int, studied: int
 ) -> None:
     (warning,) = about_microbatches(built(squared, samples, workers=workers))
-    assert f"so that forwards miss {missed} updates: " in warning
+    assert f"so that forwards miss {missed} updates; " in warning
     assert f"where forwards missed {studied} (benchmarks/accuracy); with a multiple of {workers} samples" in warning
 
 

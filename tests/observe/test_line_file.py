@@ -106,6 +106,21 @@ def test_it_goes_on_with_the_lines_of_the_run_that_came_so_far(
     assert path.read_text() == lines(*range(1, after + 1), run=expected) + lines(after + 1, run=3)
 
 
+@pytest.mark.parametrize("there", ["file", "partial file"])
+def test_from_another_folder_it_takes_no_lines_of_this_ones_run(path: Path, there: str) -> None:
+    """Both have as many lines: which run's they are, only the folder says."""
+    earlier = path.parent / "earlier" / path.name
+    earlier.parent.mkdir()
+    earlier.write_text(lines(1, 2, 3, run=5))
+    (path if there == "file" else partial_lines(path)).write_text(lines(1, 2, 3, 4))
+    file = LineFile(path, continue_after=2, earlier=earlier)
+    write(file, 3)
+    file.take_place()
+    file.close()
+    assert path.read_text() == lines(1, 2, run=5) + lines(3, run=2)
+    assert earlier.read_text() == lines(1, 2, 3, run=5)
+
+
 def test_in_another_folder_it_begins_where_it_goes_on(path: Path) -> None:
     file = LineFile(path, continue_after=7)
     write(file, 8)

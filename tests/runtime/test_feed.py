@@ -144,6 +144,21 @@ def test_the_end_of_a_run_is_marked_too(step: int) -> None:
     assert [again.next_batch() for _ in range(10 - step)] == batches[step:]
 
 
+def test_no_mark_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a flush a checkpoint is taken before the next batch is read, else after."""
+    feed = Feed(Task(Counted), 5)
+    feed.marks = lambda batches: batches % 2 == 0
+    for number in range(1, 9):
+        feed.next_batch()
+        if number % 2 == 0:
+            assert feed.mark(number) is not None
+    for number in range(9, 13):
+        feed.next_batch()
+        if number % 2:
+            assert (feed.mark(number - 1) is None) == (number == 9)
+    assert not feed._marks
+
+
 def test_nothing_is_marked_of_what_is_skipped() -> None:
     feed = Feed(Task(Counted), 5)
     feed.marks = lambda batches: True

@@ -21,7 +21,7 @@ from fxpipe.errors import NotFiniteError, WorkerLost
 from fxpipe.observe.pulse import Pulse, Signs
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process import last_saved
-from fxpipe.runtime.process.last_saved import finish_writing, last_checkpoint, name_checkpoint
+from fxpipe.runtime.process.last_saved import finish_writing, last_checkpoint, name_checkpoint, shown_alive
 from fxpipe.runtime.process.stall import waited_for_disk
 
 MODEL, OPTIMIZER = (f"{kind}-00001-of-00001.safetensors" for kind in ("model", "optimizer"))
@@ -76,6 +76,42 @@ def test_what_nobody_writes_any_more_is_not(tmp_path: Path, monkeypatch: pytest.
     assert time.monotonic() - begin < 5
 
 
+def test_a_disk_that_takes_long_over_a_sync_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing changes meanwhile but the time of the folder."""
+    monkeypatch.setattr(last_saved, "PATIENCE", 0.6)
+    monkeypatch.setattr(last_saved, "TOUCH", 0.1)
+    shelf = Shelf.of(tmp_path)
+    shelf.partial(5).mkdir(parents=True)
+
+    def write() -> None:
+        with shown_alive(shelf.partial(5)):
+            time.sleep(2.0)
+        shelf.partial(5).rename(shelf.path(5))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert finish_writing(tmp_path)
+    assert shelf.path(5).is_dir()
+    thread.join()
+
+
+def test_who_still_has_something_to_write_is_waited_for(tmp_path: Path) -> None:
+    """Between two checkpoints there is no folder for a moment."""
+    shards = [1, 2, 3]
+    assert finish_writing(tmp_path, writes=lambda: bool(shards) and bool(shards.pop()))
+    assert not shards
+
+
+def test_a_disk_that_fails_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Shelf) -> list[int]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Shelf, "steps", fails)
+    error = WorkerLost("it was killed")
+    name_checkpoint(error, options(tmp_path), tmp_path)
+    assert error.hint is None
+
+
 def test_a_run_that_waited_for_the_disk_goes_on(tmp_path: Path) -> None:
     shelf, pulse = Shelf.of(tmp_path), Pulse()
     signs = [Signs.of(pulse.numbers)]
@@ -120,12 +156,15 @@ def test_none_that_was_spoilt_is_named_where_something_was_not_finite(tmp_path: 
     """Weights can be spoilt some steps before a loss shows it."""
     shelf, asked = Shelf.of(tmp_path), options(tmp_path)
     good = put(shelf, 5)
-    put(shelf, 10, moment=math.inf)
+    middle = put(shelf, 10, moment=math.inf)
     newest = put(shelf, 15, weight=math.nan)
     assert last_checkpoint(asked, tmp_path) == str(newest)
     error = NotFiniteError("the loss is nan", hint="look at the batch")
     name_checkpoint(error, asked, tmp_path)
-    assert error.hint == f"look at the batch; the last good checkpoint is {good}: go on from there with --resume"
+    assert error.hint == (
+        f"look at the batch; the last good checkpoint is {good}: go on from there with --resume, after deleting what "
+        f"holds numbers that are not finite: {newest}, {middle}"
+    )
 
 
 HARM = """

@@ -33,7 +33,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.agenda import Agenda
 from fxpipe.runtime.process.coming_shapes import AHEAD
-from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing
+from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
 from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
 from fxpipe.runtime.worker.captures import Captures
@@ -142,7 +142,8 @@ class Checkpoints:
         """The run is over, or an error ends it: then what all workers have cut is written first."""
         error = sys.exception()
         if isinstance(error, Exception) and not self.writer.abandoned:
-            finish_writing(self.writer.shelf.folder.parent, RUNNING_ON if isinstance(error, PeerLost) else MOST)
+            most = RUNNING_ON if isinstance(error, PeerLost) else MOST
+            finish_writing(self.writer.shelf.folder.parent, most, self.writer.writes)
         self.writer.abandon()
 
     def _begin(self, captures: Captures, minibatch: int) -> None:
@@ -198,6 +199,10 @@ class ShardWriter:
         self._shards.put(None)
         self._thread.join()
 
+    def writes(self) -> bool:
+        """Whether there are shards that it has not written yet."""
+        return self._thread.is_alive() and self._shards.unfinished_tasks > 0
+
     @property
     def abandoned(self) -> bool:
         """Whether it was stopped."""
@@ -216,9 +221,11 @@ class ShardWriter:
                 pass
             else:
                 ending = ending or job is None
-                if job is not None:
-                    self._write(*job)
-            with suppress(RuntimeError):  # the store is gone: so is the run
+                with suppress(RuntimeError):  # the store is gone: so is the run
+                    if job is not None:
+                        self._write(*job)
+                self._shards.task_done()
+            with suppress(RuntimeError):
                 self._commit_complete()  # after every shard: on a slow disk the next one always waits
                 self._look_for_end()
 
@@ -226,7 +233,8 @@ class ShardWriter:
         partial = self.shelf.partial(shard.step)
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            files = write_shard(partial, self.plan, worker, shard)
+            with shown_alive(partial):
+                files = write_shard(partial, self.plan, worker, shard)
             report: dict[str, Any] = {"files": {name: asdict(entry) for name, entry in files.items()}}
         except Exception as error:  # whatever it is: training would wait for ever for a thread that has ended
             report = {"error": _said(error)}
@@ -238,8 +246,8 @@ class ShardWriter:
         for step in sorted(self._waiting):
             keys = [_key(step, worker) for worker in range(self.plan.workers)]
             if (reports := self.exchange.get(keys)) is not None:
-                self.exchange.forget(keys)
                 self._commit(step, self._waiting.pop(step), [json.loads(report) for report in reports])
+                self.exchange.forget(keys)
 
     def _look_for_end(self) -> None:
         """Where worker 0 is not: the last checkpoint is over when worker 0 says so."""

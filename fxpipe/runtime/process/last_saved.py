@@ -3,18 +3,23 @@ newest that a run can go on from is named.
 
 A worker cuts a checkpoint between two actions and writes it in a thread, which goes on while the worker waits for
 others. So a checkpoint that all have cut becomes whole though the run stands still; one that a worker has not come to
-never will. The disk tells one from the other: the files of the first still change.
+never will. The disk tells one from the other: the files of the first still change, and their folder is touched once a
+second while a worker writes, since a disk that syncs, and a digest that is computed, change nothing that can be seen.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from time import monotonic, sleep
 
 from fxpipe.checkpoint.manifest import Manifest, read_manifest
 from fxpipe.checkpoint.shelf import Shelf
 from fxpipe.checkpoint.tensor_file import TensorFile
-from fxpipe.errors import CheckpointError, FxpipeError, NotFiniteError
+from fxpipe.errors import CheckpointError, FxpipeError, NotFiniteError, listed
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.resume import NEWEST
 from fxpipe.runtime.worker.not_finite import is_finite
@@ -28,35 +33,60 @@ MOST = 600.0
 RUNNING_ON = 2.0
 """The same where a worker was lost: nobody is to outlive it for long."""
 
+TOUCH = 1.0
+"""Seconds between two touches of a folder in which a worker writes."""
+
 LOOK = 0.05
 """Seconds between two looks."""
 
 
-def finish_writing(out: str | Path | None, most: float = MOST) -> bool:
+def finish_writing(out: str | Path | None, most: float = MOST, writes: Callable[[], bool] = lambda: False) -> bool:
     """Wait until the checkpoints of an output folder that are being written are whole, as long as that goes on.
+
+    Args:
+        writes: whether this process still has something to write.
 
     Returns:
         whether there were any.
     """
     shelf = None if out is None else Shelf.of(out)
-    if shelf is None or not (before := shelf.unfinished()):
+    if shelf is None or not ((before := shelf.unfinished()) or writes()):
         return False
-    begin = changed = monotonic()
-    while before and (now := monotonic()) < min(begin + most, changed + PATIENCE):
+    begin = changed = now = monotonic()
+    while (before or writes()) and now < min(begin + most, changed + PATIENCE):
         sleep(LOOK)
-        found = shelf.unfinished()
-        if found != before:
+        found, now = shelf.unfinished(), monotonic()
+        if found != before or writes():
             before, changed = found, now
     return True
 
 
-def last_checkpoint(options: PipelineOptions, out: str | Path | None, finite: bool = False) -> str | None:
+@contextmanager
+def shown_alive(folder: Path) -> Iterator[None]:
+    """Inside, a folder is touched once a second: see above."""
+    done = Event()
+
+    def touch() -> None:
+        while not done.wait(TOUCH):
+            with suppress(OSError):
+                os.utime(folder)
+
+    thread = Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def last_checkpoint(options: PipelineOptions, out: str | Path | None, spoilt: list[str] | None = None) -> str | None:
     """The newest checkpoint that a run could go on from now, as a user would give it; None without any.
 
     Its manifest is read, and its files have the sizes that they should have.
 
     Args:
-        finite: nothing in it is infinite or no number: it is from before what has spoilt a run.
+        spoilt: nothing in it may be infinite or no number; gets the newer ones in which something is.
     """
     shelf = None if out is None else Shelf.of(out)
     paths = [] if shelf is None else [shelf.path(step) for step in reversed(shelf.steps())]
@@ -65,8 +95,11 @@ def last_checkpoint(options: PipelineOptions, out: str | Path | None, finite: bo
     for path in paths:
         try:
             manifest = read_manifest(path)
-            if _has_its_sizes(path, manifest) and not (finite and _spoilt(path, manifest)):
+            if not _has_its_sizes(path, manifest):
+                continue
+            if spoilt is None or not _spoilt(path, manifest):
                 return str(path)
+            spoilt.append(str(path))
         except (CheckpointError, OSError):
             continue
     return None
@@ -74,9 +107,15 @@ def last_checkpoint(options: PipelineOptions, out: str | Path | None, finite: bo
 
 def name_checkpoint(error: FxpipeError, options: PipelineOptions, out: str | Path | None) -> None:
     """Add to the hint of an error that ends a run where it goes on."""
-    path = last_checkpoint(options, out, isinstance(error, NotFiniteError))
+    spoilt: list[str] | None = [] if isinstance(error, NotFiniteError) else None
+    try:
+        path = last_checkpoint(options, out, spoilt)
+    except OSError:  # of a disk that fails: no reason to hide the error
+        return
     if path is not None:
         said = f"the last good checkpoint is {path}: go on from there with --resume"
+        if spoilt:
+            said += f", after deleting what holds numbers that are not finite: {listed(spoilt)}"
         error.hint = said if error.hint is None else f"{error.hint}; {said}"
 
 

@@ -163,7 +163,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 name_checkpoint(error, options, options.out)
             raise
         finally:
-            record.close()
             if pipeline is not None and pipeline.checkpoints is not None:
-                pipeline.checkpoints.abandon()
+                pipeline.checkpoints.abandon()  # which may still make one whole, with the record's lines so far
+            record.close()
         return summary

@@ -295,10 +295,10 @@ class RankRun:
             if record is not None:
                 record.end(summary)
         finally:
+            if self.checkpoints is not None:
+                self.checkpoints.abandon()  # which may still make one whole, with the record's lines so far
             if record is not None:
                 record.close()
-            if self.checkpoints is not None:
-                self.checkpoints.abandon()
         return summary
 
     def _train(self) -> WorkerTrace:

@@ -195,15 +195,18 @@ class WatchingWorker:
         self._store, self._pulse, self._rank, self._options, self._end = store, pulse, rank, options, end
         self._stall = StallWatch(options.stall_timeout)
 
-    def __call__(self) -> None:
+    def _read(self) -> list[Signs]:
         self._store.put(self._rank, self._pulse.numbers)
-        signs = self._store.read() if self._rank < 2 else []
+        return self._store.read() if self._rank < 2 else []
+
+    def __call__(self) -> None:
+        signs = self._read()
         if not signs or (standstill := self._stall.look(signs)) is None:
             return
         if self._rank and not self._stall.silent(0):
             return
         warn(standstill.text)
-        if standstill.ends is not None and not waited_for_disk(signs, self._store.read, self._options.out):
+        if standstill.ends is not None and not waited_for_disk(signs, self._read, self._options.out):
             name_checkpoint(standstill.ends, self._options, self._options.out)
             say(f"error: {standstill.ends}")
             self._end(1)

@@ -5,12 +5,20 @@ A run of days writes many: whoever knows that all have read one forgets it.
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from time import sleep
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from fxpipe.messages import warn
+
+RETRY = 1.0
+"""Seconds until what a full disk did not take is tried again."""
 
 
 class Exchange(Protocol):
@@ -52,10 +60,20 @@ class FolderExchange:
         folder.mkdir(exist_ok=True)
 
     def set(self, key: str, text: str) -> None:
+        """Write one; waits, and says so, as long as the disk is full."""
         path = self._path(key)
         unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text(text)
-        os.replace(unfinished, path)
+        for attempt in count():
+            try:
+                unfinished.write_text(text)
+                os.replace(unfinished, path)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if not attempt:
+                    warn(f"{self._folder} is on a disk that is full: the run waits until there is room")
+                sleep(RETRY)
 
     def get(self, keys: list[str]) -> list[str] | None:
         try:

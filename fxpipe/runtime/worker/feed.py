@@ -40,6 +40,7 @@ class Feed:
         self._batches: Iterator[Any] | None = None
         self._given = 0
         self._marks: dict[int, dict[str, Any]] = {}
+        self._handed = -1  # the latest that was asked for
         self.marks: Callable[[int], bool] = lambda batches: False
 
     def total(self, steps: int | None, epochs: int | None) -> int:
@@ -94,9 +95,12 @@ class Feed:
 
     def mark(self, batches: int) -> dict[str, Any] | None:
         """Where the data stood after so many batches; None if `train_data()` gives no object with a `state_dict`."""
-        if batches == self._given:  # the run ends here: nobody has read on
+        if batches == self._given:  # nobody has read on: the run ends here, or a flush is between
             self._mark()
-        return self._marks.pop(batches, None)
+        self._handed = batches
+        found = self._marks.get(batches)
+        self._marks = {at: mark for at, mark in self._marks.items() if at > batches}
+        return found
 
     def _mark(self) -> None:
         if self._batches is None or not hasattr(self._data, "load_state_dict"):
@@ -130,7 +134,7 @@ class Feed:
         self._state = mark["torch"]
 
     def _next(self) -> Any:
-        if self.marks(self._given):
+        if self._given > self._handed and self.marks(self._given):
             self._mark()
         return self._read()
 

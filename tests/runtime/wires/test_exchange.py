@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from fxpipe.runtime.wires import exchange as exchanging
 from fxpipe.runtime.wires.exchange import Exchange, FolderExchange, LocalExchange, StoreExchange
 
 
@@ -27,6 +29,27 @@ def test_until_they_are_forgotten(exchange: Exchange) -> None:
     exchange.forget(["run/5/0"])
     assert exchange.get(["run/5/0"]) is None
     assert exchange.get(["run/5/1"]) == [""]
+
+
+def test_a_full_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exchanging, "RETRY", 0.0)
+    failures, write = [errno.ENOSPC, errno.EDQUOT], Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        if failures:
+            raise OSError(failures.pop(), "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    exchange = FolderExchange(tmp_path / "texts")
+    exchange.set("run/1", "text")
+    assert exchange.get(["run/1"]) == ["text"]
+    assert capsys.readouterr().err.count("is on a disk that is full: the run waits until there is room") == 1
+    failures.append(errno.EIO)
+    with pytest.raises(OSError, match="No space"):
+        exchange.set("run/2", "text")
 
 
 def test_a_folder_of_texts_keeps_no_forgotten_one(tmp_path: Path) -> None:
