@@ -340,18 +340,24 @@ def test_a_compile_that_ends_early_leaves_nothing(
     assert result.out == ""
 
 
+@pytest.mark.parametrize("step", ["exchanged", "moved"])
 def test_an_earlier_build_survives_when_the_new_one_cannot_take_its_place(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
+    """Where the system exchanges two folders in one step, and where it cannot."""
     fxpipe("compile", "model.py", *QUICK)
     rename = Path.rename
 
+    def say_no(*_: Any) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
     def fail_for_the_new(path: Path, target: Path) -> Path:
         if (path / "stage_2.py").exists():
-            raise OSError(errno.EIO, "Input/output error")
+            say_no()
         return rename(path, target)
 
     with monkeypatch.context() as patched, unchanged(model.parent):
+        patched.setattr("fxpipe.files.exchange", say_no if step == "exchanged" else lambda *_: False)
         patched.setattr(Path, "rename", fail_for_the_new)
         result = fxpipe("compile", "model.py", "-n", 3, *QUICK)
     assert result.code == 1
