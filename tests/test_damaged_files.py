@@ -25,7 +25,7 @@ from fxpipe.ir.program_table import read_table
 from fxpipe.observe.run_comparison import compare
 from fxpipe.observe.run_folder import read_run
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import digest_of
+from fxpipe.plan.signed import signed
 from fxpipe.planner.costs_file import read_costs
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.pipedream import read_profile
@@ -115,23 +115,23 @@ def test_a_plan_that_was_signed_again(folder: Path, tmp_path: Path) -> None:
     def contents() -> Iterator[bytes]:
         for _ in range(2 * ROUNDS):
             changed = damaged({k: v for k, v in body.items() if k != "digest"}, rng)
-            yield json.dumps({**changed, "digest": digest_of(changed)}).encode()
+            yield signed(changed).encode()
 
     assert check(tmp_path / "plan.json", lambda: read_plan(tmp_path), contents()) > ROUNDS
     path = tmp_path / "plan.json"
     changed = {k: v for k, v in body.items() if k != "digest"}
     changed["stages"][0]["forward_units"][1] = "3"
-    path.write_text(json.dumps({**changed, "digest": digest_of(changed)}))
+    path.write_text(signed(changed))
     with pytest.raises(BuildError, match=r"plan\.json cannot be read: expected int, got str") as caught:
         read_plan(tmp_path)
     assert caught.value.where == f"{path}, $.stages[0].forward_units[1]"
 
 
-def signed(folder: Path, path: Path, **changes: Any) -> Path:
+def changed_plan(folder: Path, path: Path, **changes: Any) -> Path:
     """A copy of the build whose plan someone has changed, and signed again."""
     shutil.copytree(folder, path)
     body = {k: v for k, v in json.loads((path / "plan.json").read_text()).items() if k != "digest"} | changes
-    (path / "plan.json").write_text(json.dumps({**body, "digest": digest_of(body)}))
+    (path / "plan.json").write_text(signed(body))
     return path
 
 
@@ -152,7 +152,7 @@ def signed(folder: Path, path: Path, **changes: Any) -> Path:
 )
 def test_a_plan_that_no_compile_makes(folder: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(BuildError, match=words) as caught:
-        read_plan(signed(folder, tmp_path / "build", **changes))
+        read_plan(changed_plan(folder, tmp_path / "build", **changes))
     assert caught.value.where
     assert caught.value.hint
 

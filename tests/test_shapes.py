@@ -23,7 +23,7 @@ from fxpipe.errors import BatchError, BuildError, CutError
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, worst_agreement
 from fxpipe.lowering.first_of_each import SHAPES
 from fxpipe.plan.build_folder import read_plan
-from fxpipe.plan.spec import digest_of
+from fxpipe.plan.signed import signed
 
 SIZES = ((8, 6), (8, 3), (4, 6), (4, 9))  # samples, tokens
 
@@ -152,7 +152,7 @@ def test_a_plan_whose_shapes_hold_different_things_is_refused(whole: Build, tmp_
     del body["digest"]
     part = body["shapes"][0]["stages"][0]["backward" if field == "gradients" else "forward"]
     part[field] = True if field == "loss" else [*part[field], "head.weight"]
-    (tmp_path / "build" / "plan.json").write_text(json.dumps({**body, "digest": digest_of(body)}))
+    (tmp_path / "build" / "plan.json").write_text(signed(body))
     with pytest.raises(BuildError, match="for batches of the first shape"):
         read_plan(tmp_path / "build")
 

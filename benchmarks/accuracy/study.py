@@ -24,6 +24,8 @@ SIXTEEN = tuple(pair for pair in ALL if pair[0] not in ("lstm", "deep_gpt", "lon
 LONG = (("long_gpt", "adamw"),)
 FOUR = tuple(pair for pair in EIGHT if pair[1] != "muon" and not pair[0].endswith("_gn"))
 TWO = (("resnet_gn", "sgd"), ("lstm", "sgd"), ("transformer", "adamw"), ("gpt", "adamw"))
+FEW = (*TWO, ("gpt", "muon"))
+FEW_SIXTEEN = tuple(pair for pair in FEW if pair in SIXTEEN)
 THIRTY_TWO = (("snn", "sgd"), ("deep_gpt", "adamw"))
 NORMS = tuple(pair for pair in EIGHT if pair[0].startswith(("vgg", "resnet")))
 PREDICTED = (("transformer", "sgd"), ("transformer", "adamw"), ("gpt", "sgd"), ("gpt", "adamw"))
@@ -150,15 +152,16 @@ FULL = Study(
         Grid(LONG, (ALONE, (FLUSHED, 8, 8), *_at(CONTENDERS[:2], 8, 8)), factors=(1.0,), seeds=(0,)),
         Grid(TWO, _at(CONTENDERS[:2], 2, 1)),
         Grid(FOUR, _at(WHOLE, 4, 1)),
-        Grid(EIGHT, _at(WHOLE, 8, 1)),
-        Grid(EIGHT, _at(CONTENDERS[2:], 8, 8)),
-        Grid(NORMS, (*_at(CONTENDERS[:2], 8, 2), *_at(CONTENDERS[:2], 8, 4))),
-        Grid(EIGHT, _at(CONTENDERS[:2], 8, 4)),
-        Grid(SIXTEEN, _at(CONTENDERS[:3], 16, 1)),
+        Grid(EIGHT, _at(("latest",), 8, 8)),
+        Grid(FEW, (*_at(WHOLE, 8, 1), *_at(("2bw+predict+ef",), 8, 8))),
+        Grid(NORMS, (*_at(("spectrain",), 8, 2), *_at(("spectrain",), 8, 4))),
+        Grid(FEW, _at(CONTENDERS[:2], 8, 4)),
+        Grid(FEW_SIXTEEN, _at(CONTENDERS[:3], 16, 1)),
         Grid(THIRTY_TWO, _at(CONTENDERS[:3], 32, 1)),
+        Grid(FEW, _at(OTHERS, 8, 8)),
+        Grid(FOUR, (*_at(WHOLE, 8, 1), *_at(("2bw",), 8, 8))),
+        Grid(FEW_SIXTEEN, _at(CONTENDERS[2:], 16, 16)),
         Grid(THIRTY_TWO, _at(CONTENDERS[2:], 32, 32)),
-        Grid(EIGHT, _at(OTHERS, 8, 8)),
-        Grid(SIXTEEN, _at(CONTENDERS[2:], 16, 16)),
         Grid(LONG, (ALONE, (FLUSHED, 8, 8), *_at(CONTENDERS[:2], 8, 8)), factors=(1.0,)),
     )
 )

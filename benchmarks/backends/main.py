@@ -25,7 +25,9 @@ from fxpipe.measure.engines import choose_engines
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))
 import models  # noqa: E402
+from commands import minibatch_seconds, run_fxpipe  # noqa: E402
 
 GOALS = {"onnxruntime on the GPTs": 1.5, "auto against eager": 0.98, "feeding": 0.02, "pipeline": 1.4, "building": 20.0}
 
@@ -167,30 +169,20 @@ def pipeline(file: str, rounds: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fxpipe_backends_") as temporary:
         folder = Path(temporary)
         for backend in rates:
-            fxpipe_command("compile", str(HERE / file), "-n", "2", "--backend", backend, "-o", str(folder / backend))
+            options = ("-n", 2, "--backend", backend, "--threads", 1, "--json")
+            run_fxpipe("compile", HERE / file, *options, "-o", folder / backend)
         plan = json.loads((folder / "auto" / "plan.json").read_text())
         for _ in range(rounds):
             for backend, found in rates.items():
-                fxpipe_command("run", str(folder / backend), "--steps", str(steps), "--out", str(folder / "out"))
-                lines = [
-                    json.loads(line)
-                    for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
-                    if "eval" not in line
-                ]
-                skip = len(lines) // 5  # there the pipeline fills, and engines are checked
+                out = folder / "out"
+                run_fxpipe("run", folder / backend, "--steps", steps, "--threads", 1, "--json", "--out", out)
                 samples = plan["batch"][0]["tensor"]["shape"][0] * plan["microbatches"]
-                found.append((len(lines) - skip) * samples / (lines[-1]["seconds"] - lines[skip - 1]["seconds"]))
+                found.append(samples / minibatch_seconds(out))  # in the first fifth engines are checked, too
     ratio = statistics.median(a / e for a, e in zip(rates["auto"], rates["eager"], strict=True))
     engines = [stage["engines"] for stage in plan["stages"]]
     shown = ", ".join(f"{name} {statistics.median(found):.1f}" for name, found in rates.items())
     print(f"pipeline of two workers, samples/s: {shown}; auto is {ratio:.2f}× eager; engines {engines}")
     return {"rates": rates, "ratio": ratio, "engines": engines}
-
-
-def fxpipe_command(*arguments: str) -> None:
-    """Run `fxpipe`, one thread a worker."""
-    command = [sys.executable, "-m", "fxpipe", *arguments, "--threads", "1", "--json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def goals(result: dict[str, Any]) -> list[str]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+
 MODELS = ("heavy_head", "vgg_like")
 CUTS = ("same", "bidirectional", "three-way")
 SCHEDULES = {"async": (), "1f1b": ("--schedule", "1f1b", "--microbatches", "4")}
@@ -107,23 +109,19 @@ def row(
 
 def compile_build(model: str, workers: int, cuts: str, arguments: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """What `fxpipe compile --json` says of it; one thread a worker."""
-    command = [sys.executable, "-m", "fxpipe", "compile", str(HERE / f"{model}.py"), "-n", str(workers)]
-    command += ["--cuts", cuts, "-o", str(folder / f"{model}-{workers}-{cuts}"), "--threads", "1", "--json", *arguments]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    said: dict[str, Any] = json.loads(done.stdout)
+    build = folder / f"{model}-{workers}-{cuts}"
+    options = ("-n", workers, "--cuts", cuts, "-o", build, "--threads", 1, "--json", *arguments)
+    said: dict[str, Any] = json.loads(run_fxpipe("compile", HERE / f"{model}.py", *options))
     return said
 
 
 def run(build: Path, steps: int) -> float:
-    """Samples/s of a run, without its first fifth: there the pipeline fills and memory is first touched."""
+    """Samples/s of a run."""
     out = build.parent / "out"
-    command = [sys.executable, "-m", "fxpipe", "run", str(build), "--steps", str(steps), "--threads", "1", "--json"]
-    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
-    skip = len(lines) // 5
+    run_fxpipe("run", build, "--steps", steps, "--threads", 1, "--json", "--out", out)
     plan = json.loads((build / "plan.json").read_text())
-    batch = next(leaf["tensor"]["shape"][0] for leaf in plan["batch"] if leaf["tensor"]) * plan["microbatches"]
-    return (len(lines) - skip) * batch / (lines[-1]["seconds"] - lines[skip - 1]["seconds"])
+    batch: int = next(leaf["tensor"]["shape"][0] for leaf in plan["batch"] if leaf["tensor"]) * plan["microbatches"]
+    return batch / minibatch_seconds(out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ import states
 import tables
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+
 RESULT = HERE / "result.json"
 EVERY = 100
 WAITS = 0.01
@@ -68,7 +71,7 @@ def measure(scratch: Path, rounds: int, quick: bool) -> dict[str, Any]:
     result["states"] = {size: state(size, (rounds + 1) // 2, scratch / "state") for size in sizes}
     step = 10_000 if quick else 1_000_000
     print(f"a run goes on after step {step}", file=sys.stderr)
-    result["far"] = far.measure(fxpipe, HERE / "far_model.py", scratch / "far", step, (rounds + 1) // 2)
+    result["far"] = far.measure(run_fxpipe, HERE / "far_model.py", scratch / "far", step, (rounds + 1) // 2)
     result["missed"] = missed(result)
     return result
 
@@ -77,7 +80,7 @@ def training(folder: Path, rounds: int, steps: int, quick: bool) -> dict[str, An
     """Times of a minibatch with checkpoints over those without, and how long workers wait for one."""
     every = EVERY // 10 if quick else EVERY
     build, out = folder / "build", folder / "out"
-    fxpipe("compile", HERE / "gpt.py", "-n", 2, "-o", build, "--threads", 1)
+    run_fxpipe("compile", HERE / "gpt.py", "-n", 2, "-o", build, "--threads", 1)
     ratios, plain, waits = [], [], []
     size = 0
     for number in range(rounds):
@@ -86,7 +89,7 @@ def training(folder: Path, rounds: int, steps: int, quick: bool) -> dict[str, An
             print(f"round {number + 1} of {rounds}: {'with' if saves else 'without'} checkpoints", file=sys.stderr)
             shutil.rmtree(out, ignore_errors=True)
             more = ("--checkpoint-every", every, "--keep", 1) if saves else ()
-            fxpipe("run", build, "--steps", steps, "--threads", 1, "--out", out, "--json", *more)
+            run_fxpipe("run", build, "--steps", steps, "--threads", 1, "--out", out, "--json", *more)
             seconds[saves] = minibatch_seconds(out)
             if saves:
                 row = json.loads((out / "run.json").read_text())
@@ -102,13 +105,6 @@ def training(folder: Path, rounds: int, steps: int, quick: bool) -> dict[str, An
         "share": statistics.median(waits) / (every * statistics.median(plain)),
         "slower": [ratio - 1 for ratio in ratios],
     }
-
-
-def minibatch_seconds(out: Path) -> float:
-    """Without the first fifth: there the pipeline fills and memory is first touched."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
-    skip = len(rows) // 5
-    return (rows[-1]["seconds"] - rows[skip - 1]["seconds"]) / (len(rows) - skip)
 
 
 def state(size: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -138,13 +134,6 @@ def disk(folder: Path) -> str:
     rows = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     real = folder.resolve()
     return max((row for row in rows if real.is_relative_to(row[0])), key=lambda row: len(row[0]))[1]
-
-
-def fxpipe(*arguments: object) -> None:
-    """Run a command in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "fxpipe", *map(str, arguments)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"fxpipe {' '.join(map(str, arguments))} failed\n{done.stderr}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ from typing import Any
 from microbatches import ROUNDS, WORKERS, costs
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+
 GOAL = 0.93
 BATCHES = (4, 8, 16, 32)
 
@@ -28,21 +31,16 @@ BATCHES = (4, 8, 16, 32)
 def compile_build(folder: Path) -> float:
     """Seconds of `fxpipe compile`, the interpreter's start included."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "fxpipe", "compile", str(HERE / "model.py"), "-n", "2", "-o", str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder.parent)
+    run_fxpipe("compile", HERE / "model.py", "-n", 2, "-o", folder, folder=folder.parent)
     return time.perf_counter() - start
 
 
 def pipeline(folder: Path, steps: int) -> dict[str, Any]:
     """A run's summary; samples/s without the first steps, in which the pipeline fills and memory is first touched."""
     out = folder.parent / "out"
-    command = [sys.executable, "-m", "fxpipe", "run", str(folder), "--steps", str(steps), "--out", str(out), "--json"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder.parent)
-    summary: dict[str, Any] = json.loads(done.stdout)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
-    skip = len(lines) // 5
-    seconds = lines[-1]["seconds"] - lines[skip - 1]["seconds"]
-    summary["rate"] = (len(lines) - skip) * batch_size() / seconds
+    options = ("--steps", steps, "--out", out, "--json")
+    summary: dict[str, Any] = json.loads(run_fxpipe("run", folder, *options, folder=folder.parent))
+    summary["rate"] = batch_size() / minibatch_seconds(out)
     return summary
 
 

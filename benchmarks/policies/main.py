@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minibatch import SideBySide
-from runs import compile_build, peaks, rate
+from runs import compile_build, peaks, run_time
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
@@ -90,7 +90,7 @@ def processes(scratch: Path, runs: int, steps: int) -> Rows:
     for i in range(runs):
         for policy in REAL if i % 2 == 0 else REAL[::-1]:
             say(f"two processes, run {i + 1} of {runs}: {policy}")
-            found[policy].append(1 / rate(build, policy, steps))
+            found[policy].append(run_time(build, policy, steps))
     return {policy: against(found[policy], found["latest"]) for policy in REAL}
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 from fxpipe.plan.build_folder import read_plan
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from commands import minibatch_seconds, run_fxpipe
+
 
 def compile_build(model: Path, folder: Path, *options: str) -> Path:
     """The build that `fxpipe compile` leaves in `folder`."""
-    _fxpipe("compile", str(model), "-o", str(folder), "--threads", "1", *options, folder=folder.parent)
+    run_fxpipe("compile", model, "-o", folder, "--threads", 1, *options, folder=folder.parent)
     return folder
 
 
-def rate(build: Path, policy: str, steps: int) -> float:
-    """Minibatches a second, without the first fifth: there the pipeline fills and memory is first touched."""
-    out = _run(build, policy, steps)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
-    skip = max(1, len(lines) // 5)
-    return (len(lines) - skip) / (lines[-1]["seconds"] - lines[skip - 1]["seconds"])
+def run_time(build: Path, policy: str, steps: int) -> float:
+    """Seconds of a minibatch, in a run."""
+    return minibatch_seconds(_run(build, policy, steps))
 
 
 def peaks(build: Path, policy: str, steps: int) -> list[int]:
@@ -36,12 +34,6 @@ def peaks(build: Path, policy: str, steps: int) -> list[int]:
 
 def _run(build: Path, policy: str, steps: int) -> Path:
     out = build.parent / "out"
-    options = ["--policy", policy, "--steps", str(steps), "--threads", "1", "--out", str(out), "--json"]
-    _fxpipe("run", str(build), *options, folder=build.parent)
+    options = ("--policy", policy, "--steps", steps, "--threads", 1, "--out", out, "--json")
+    run_fxpipe("run", build, *options, folder=build.parent)
     return out
-
-
-def _fxpipe(*arguments: str, folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "fxpipe", *arguments], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"fxpipe {' '.join(arguments)} failed\n{done.stderr}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +21,9 @@ from fxpipe.observe.watch import Cause, Watch
 from fxpipe.schedule import Action
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+
 MODELS = {"large": HERE.parent / "efficiency" / "model.py", "small": HERE / "small.py"}
 STEPS = {"large": 30, "small": 1500}
 SLOWER = 0.02
@@ -41,7 +43,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fxpipe_trace_") as scratch:
         for name, model in MODELS.items():
             build = Path(scratch) / name
-            fxpipe("compile", model, "-n", 2, "-o", build, "--threads", 1)
+            run_fxpipe("compile", model, "-n", 2, "-o", build, "--threads", 1)
             result[name] = compare(name, build, rounds, STEPS[name] // (10 if options.quick else 1))
     result["missed"] = [
         f"{name}: {text}"
@@ -68,7 +70,7 @@ def compare(name: str, build: Path, rounds: int, steps: int) -> dict[str, Any]:
             print(f"{name}, round {i + 1} of {rounds}: {'with' if traced else 'without'} a trace", file=sys.stderr)
             out, trace = build.parent / "out", build.parent / "trace.json"
             more = ("--trace", trace) if traced else ()
-            fxpipe("run", build, "--steps", steps, "--threads", 1, "--out", out, "--json", *more)
+            run_fxpipe("run", build, "--steps", steps, "--threads", 1, "--out", out, "--json", *more)
             seconds[traced] = minibatch_seconds(out)
             if traced:
                 found = read_trace(trace)
@@ -87,13 +89,6 @@ def compare(name: str, build: Path, rounds: int, steps: int) -> dict[str, Any]:
         "recording": span_seconds() * spans / steps / 2 / statistics.median(plain),
         "apart": max(apart),
     }
-
-
-def minibatch_seconds(out: Path) -> float:
-    """Without the first fifth: there the pipeline fills and memory is first touched."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "eval" not in line]
-    skip = max(1, len(rows) // 5)
-    return (rows[-1]["seconds"] - rows[skip - 1]["seconds"]) / (len(rows) - skip)
 
 
 def difference(traced: dict[int, dict[str, float]], summary: dict[str, Any]) -> float:
@@ -137,13 +132,6 @@ def report(result: dict[str, Any]) -> None:
     print(f"a recorded span: {result['span_us']:.2f} µs more than one that is summed")
     for text in result["missed"]:
         print(f"missed: {text}")
-
-
-def fxpipe(*arguments: object) -> None:
-    """Run a command in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "fxpipe", *map(str, arguments)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"fxpipe {' '.join(map(str, arguments))} failed\n{done.stderr}")
 
 
 if __name__ == "__main__":

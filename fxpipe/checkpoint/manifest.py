@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import CheckpointError
-from fxpipe.plan.signed import read_signed
-from fxpipe.plan.spec import digest_of
+from fxpipe.plan.signed import digest_of, read_signed, signed
 from fxpipe.typed_json import convert, explained
 
 MANIFEST = "checkpoint.json"
@@ -51,10 +49,17 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileEntry]
 
+    @property
+    def digest(self) -> str:
+        """What tells this manifest from others; the file has it too."""
+        return digest_of(self._body())
+
     def to_json(self) -> str:
         """One object, with the digest of everything else in it."""
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
-        return json.dumps({**body, "digest": digest_of(body)}, indent=1)
+        return signed(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
 def read_manifest(folder: Path) -> Manifest:

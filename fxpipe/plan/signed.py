@@ -3,12 +3,27 @@ written. Needs no torch."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import FxpipeError
-from fxpipe.plan.spec import digest_of
 from fxpipe.typed_json import Malformed, parse
+
+
+def signed(body: dict[str, Any]) -> str:
+    """Such a file's text; the same body gives the same bytes.
+
+    Args:
+        body: with its `format`, without a digest.
+    """
+    return json.dumps({**body, "digest": digest_of(body)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def digest_of(body: dict[str, Any]) -> str:
+    """The digest of what such a file holds, with its format and without its digest."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read_signed(

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from fxpipe.plan.signed import digest_of, signed
 
 FORMAT = 7
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
@@ -317,13 +317,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes; its own digest is inside it."""
-        body = self._body()
-        return json.dumps({**body, "digest": digest_of(body)}, indent=1, ensure_ascii=False) + "\n"
+        return signed(self._body())
 
     def _body(self) -> dict[str, Any]:
         return {"format": FORMAT, **dataclasses.asdict(self)}
-
-
-def digest_of(body: dict[str, Any]) -> str:
-    """Of a plan as JSON, with its format and without its digest."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fxpipe.checkpoint import manifest
 from fxpipe.errors import CheckpointError
 from fxpipe.plan import spec
-from fxpipe.plan.spec import digest_of
+from fxpipe.plan.signed import signed
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.task.hooks import ObjectTask
@@ -77,7 +77,7 @@ def test_a_format_of_later_is_refused(tmp_path: Path) -> None:
     body = json.loads((tmp_path / manifest.MANIFEST).read_text())
     del body["digest"]
     body["format"] = manifest.FORMAT + 1
-    (tmp_path / manifest.MANIFEST).write_text(json.dumps({**body, "digest": digest_of(body)}))
+    (tmp_path / manifest.MANIFEST).write_text(signed(body))
     with pytest.raises(CheckpointError, match=f"has format {manifest.FORMAT + 1}, this fxpipe reads") as refused:
         manifest.read_manifest(tmp_path)
     assert "go on with the fxpipe that wrote it" in str(refused.value)

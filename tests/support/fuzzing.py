@@ -122,7 +122,7 @@ def _json(content: bytes, rng: random.Random) -> bytes:
 
 def _plan(content: bytes, rng: random.Random) -> bytes:
     """Of a plan, which is signed again afterwards."""
-    from fxpipe.plan.spec import digest_of
+    from fxpipe.plan.signed import signed
 
     if rng.random() < 0.05:
         return _json(content, rng)
@@ -132,7 +132,7 @@ def _plan(content: bytes, rng: random.Random) -> bytes:
         body = damaged(body, rng)
     if not isinstance(body, dict):
         return json.dumps(body).encode()
-    return json.dumps({**body, "digest": digest_of(body)}).encode()
+    return signed(body).encode()
 
 
 def _lines(content: bytes, rng: random.Random) -> bytes:

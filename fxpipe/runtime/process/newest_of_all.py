@@ -6,7 +6,6 @@ worker 3:  step-900: optimizer-00004 is short │ all hear it │ step-600: whol
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,4 +64,4 @@ def _looked_at(path: Path, worker: int, workers: int) -> _Found:
         check_files(path, manifest, [name for name in sorted(manifest.files) if worker_of(name) % workers == worker])
     except CheckpointError as error:
         return _Found(error.what)
-    return _Found(None, hashlib.sha256(manifest.to_json().encode()).hexdigest())
+    return _Found(None, manifest.digest)
