@@ -251,9 +251,10 @@ def drawn_case(seed: int) -> Case:
 
 def _allowed(policy: str, optimizer: str, accumulates: bool) -> str:
     """The policy without a switch that refuses the optimizer; 2bw only where there are microbatches enough."""
-    policy = policy if accumulates else policy.replace("2bw", "vertical")
+    policy = policy if accumulates else policy.replace("2bw", "vertical").removesuffix("+predict")
     base, _, switch = policy.partition("+")
-    takes = {"ef": ("sgd", "adamw", "nadam", "groups"), "sc": ("sgd",)}
+    momentum = ("sgd", "adamw", "nadam", "groups")
+    takes = {"ef": momentum, "decay": (*momentum, "several"), "sc": ("sgd",)}
     return policy if optimizer in takes.get(switch, (optimizer,)) else base
 
 
