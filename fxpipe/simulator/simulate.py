@@ -69,8 +69,9 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
 
 
 def steady_minibatches(schedule: Schedule) -> int:
-    """How many minibatches show a schedule's steady state: some, and four times as many as fill the pipeline."""
-    return 4 if schedule.synchronous else 4 * ceil(schedule.workers / schedule.microbatches) + 8
+    """How many minibatches show a schedule's steady state: four times as many as fill the pipeline, and enough to see
+    twice a cycle of four."""
+    return 4 if schedule.synchronous else 4 * ceil(schedule.workers / schedule.microbatches) + 16
 
 
 class _Simulator:

@@ -9,7 +9,7 @@ F and B once at most, but for one of a direction of a link, which carries one me
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fxpipe.planner.links import Links
@@ -60,8 +60,12 @@ def test_async_has_the_closed_forms_period(scenario: Scenario) -> None:
     assert found.seconds_per_minibatch == pytest.approx(period(scenario))
 
 
+AWAY = ((0, 0, 0, 0), (2, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0))
+
+
 @settings(max_examples=40, deadline=None)
 @given(lines(), st.integers(1, 8))
+@example(line([(0, 1, 0), (0, 1, 0), (0, 2, 0), (0, 0, 0)], [(0, 0), (0, 1), (0, 0)], AWAY), 5)  # repeats after three
 def test_few_minibatches_show_the_steady_state(scenario: Scenario, microbatches: int) -> None:
     schedule = make("async", len(scenario.workers), microbatches)
     few, many = (simulate(schedule, scenario, count) for count in (steady_minibatches(schedule), 100))
