@@ -23,11 +23,12 @@ import fxpipe
 from fxpipe.engines.onnxruntime import Session
 from fxpipe.measure.engines import choose_engines
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import models
+from commands import minibatch_seconds, run_fxpipe
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parent))
-import models  # noqa: E402
-from commands import minibatch_seconds, run_fxpipe  # noqa: E402
 
 GOALS = {"onnxruntime on the GPTs": 1.5, "auto against eager": 0.98, "feeding": 0.02, "pipeline": 1.4, "building": 20.0}
 

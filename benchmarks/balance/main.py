@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from commands import minibatch_seconds, run_fxpipe
 
+HERE = Path(__file__).resolve().parent
 MODELS = ("heavy_head", "vgg_like")
 CUTS = ("same", "bidirectional", "three-way")
 SCHEDULES = {"async": (), "1f1b": ("--schedule", "1f1b", "--microbatches", "4")}

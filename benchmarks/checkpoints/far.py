@@ -17,6 +17,7 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
+from commands import run_fxpipe
 from far_model import train_data
 
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, read_manifest
@@ -28,12 +29,12 @@ from fxpipe.runtime.worker.feed import Feed
 STEPS, MORE = 8, 8
 
 
-def measure(fxpipe: Callable[..., None], model: Path, folder: Path, step: int, rounds: int) -> dict[str, Any]:
+def measure(model: Path, folder: Path, step: int, rounds: int) -> dict[str, Any]:
     """Seconds of whole runs of 8 more steps: after step 8, and after `step` with data that tell where they stand, and
-    with data that are skipped. Beside that, what grows with the step, by itself."""
+    with data that are skipped. In addition, what grows with the step, by itself."""
     build, first = folder / "build", folder / "first"
-    fxpipe("compile", model, "-n", 2, "-o", build, "--threads", 1)
-    fxpipe("run", build, "--threads", 1, "--steps", STEPS, "--checkpoint-every", STEPS, "--out", first, "--json")
+    run_fxpipe("compile", model, "-n", 2, "-o", build, "--threads", 1)
+    run_fxpipe("run", build, "--threads", 1, "--steps", STEPS, "--checkpoint-every", STEPS, "--out", first, "--json")
     (first / "run.json").unlink()
     late = folder / "late"
     moved(first, late, step)
@@ -55,7 +56,9 @@ def measure(fxpipe: Callable[..., None], model: Path, folder: Path, step: int, r
         shutil.rmtree(folder / "again", ignore_errors=True)
         shutil.copytree(out, folder / "again")
         begin = perf_counter()
-        fxpipe("run", build, "--threads", 1, "--steps", after + MORE, "--resume", "--out", folder / "again", "--json")
+        run_fxpipe(
+            "run", build, "--threads", 1, "--steps", after + MORE, "--resume", "--out", folder / "again", "--json"
+        )
         seconds = perf_counter() - begin
         with (folder / "again" / METRICS).open() as file:
             steps = [json.loads(line)["step"] for line in file]

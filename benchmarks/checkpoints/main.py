@@ -17,14 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import far
 import states
 import tables
+from commands import minibatch_seconds, run_fxpipe
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from commands import minibatch_seconds, run_fxpipe  # noqa: E402
-
 RESULT = HERE / "result.json"
 EVERY = 100
 WAITS = 0.01
@@ -71,7 +70,7 @@ def measure(scratch: Path, rounds: int, quick: bool) -> dict[str, Any]:
     result["states"] = {size: state(size, (rounds + 1) // 2, scratch / "state") for size in sizes}
     step = 10_000 if quick else 1_000_000
     print(f"a run goes on after step {step}", file=sys.stderr)
-    result["far"] = far.measure(run_fxpipe, HERE / "far_model.py", scratch / "far", step, (rounds + 1) // 2)
+    result["far"] = far.measure(HERE / "far_model.py", scratch / "far", step, (rounds + 1) // 2)
     result["missed"] = missed(result)
     return result
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from microbatches import ROUNDS, WORKERS, costs
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from commands import minibatch_seconds, run_fxpipe
 
+HERE = Path(__file__).resolve().parent
 GOAL = 0.93
 BATCHES = (4, 8, 16, 32)
 

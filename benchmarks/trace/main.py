@@ -20,10 +20,10 @@ from fxpipe.observe.trace.reader import read_trace
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.schedule import Action
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from commands import minibatch_seconds, run_fxpipe  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from commands import minibatch_seconds, run_fxpipe
 
+HERE = Path(__file__).resolve().parent
 MODELS = {"large": HERE.parent / "efficiency" / "model.py", "small": HERE / "small.py"}
 STEPS = {"large": 30, "small": 1500}
 SLOWER = 0.02

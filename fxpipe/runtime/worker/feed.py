@@ -95,7 +95,7 @@ class Feed:
 
     def mark(self, batches: int) -> dict[str, Any] | None:
         """Where the data stood after so many batches; None if `train_data()` gives no object with a `state_dict`."""
-        if batches == self._given:  # nobody has read on: the run ends here, or a flush is between
+        if batches == self._given:  # no later batch was read: the run ends here, or a flush is between
             self._mark()
         self._handed = batches
         found = self._marks.get(batches)
