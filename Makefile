@@ -32,13 +32,13 @@ browser: ## install Chromium, Debian's package, for the tests of the report
 		apt-get update -q && apt-get install -qy --no-install-recommends chromium; }
 
 demo: venv ## compile a GPT for two workers and train it, in minutes
-	$(BIN)/fxpipe compile examples/gpt.py -n 2 -o build/demo --verify
-	$(BIN)/fxpipe run build/demo --steps $(STEPS) --out out/demo
+	$(BIN)/fxpipe compile examples/gpt.py -n 2 -o build-demo --verify
+	$(BIN)/fxpipe run build-demo --steps $(STEPS) --out out-demo
 	@echo
-	@echo 'stages    build/demo/stage_0.py, build/demo/stage_1.py'
-	@echo 'plan      build/demo/plan.json'
-	@echo 'metrics   out/demo/metrics.jsonl'
-	@echo 'weights   out/demo/model.safetensors'
+	@echo 'stages    build-demo/stage_0.py, build-demo/stage_1.py'
+	@echo 'plan      build-demo/plan.json'
+	@echo 'metrics   out-demo/metrics.jsonl'
+	@echo 'weights   out-demo/model.safetensors'
 
 # --dist worksteal: each of the two takes half of the files in order, and whoever ends first takes from the other.
 # An empty PYTHONDONTWRITEBYTECODE lets pytest keep the tests as it has rewritten them: else each of the two does so anew.

@@ -19,6 +19,9 @@ Json = dict[str, Any]
 SPENT = (*OF_TRAINING, "other")
 """Columns of the workers' table."""
 
+NAMED = {"samples": "batch size"}
+"""Settings that people call otherwise."""
+
 RARE = ("save",)
 """Those that are left out where all do not fit."""
 
@@ -60,7 +63,7 @@ def describe(found: Json, console: Console) -> None:
     if settings:
         echo("\nsettings that differ")
         words = [[_said(value) for value in pair] for pair in settings.values()]
-        _side_by_side(console, [name.replace("_", " ") for name in settings], words)
+        _side_by_side(console, [NAMED.get(name, name.replace("_", " ")) for name in settings], words)
     else:
         echo("\nno setting differs")
     _print_speed(found, console)

@@ -172,8 +172,8 @@ def _print(
         rows.append(
             [
                 f"worker {w.rank}",
-                f"{w.begins[0]} ({w.forward_units[1] - w.forward_units[0]} units)",
-                f"{w.begins[1]} ({w.backward_units[1] - w.backward_units[0]} units)",
+                _begins(w, 0, "backward"),
+                _begins(w, 1, "forward"),
                 f"{1e3 * time.forward:.1f} ms",
                 f"{1e3 * time.backward:.1f} ms",
                 f"{1e3 * time.update:.1f} ms" if build.costs.times else "–",
@@ -225,6 +225,16 @@ def _print(
     if plan.evaluations:
         echo(evaluation_text(evaluation_facts(plan)))
     echo(f"wrote {out}: {', '.join(s.file for s in plan.stages)}, plan.json, weights.safetensors")
+
+
+def _begins(worker: WorkerSummary, phase: int, other: str) -> str:
+    """Where a worker's forward or backward begins; of one that has none, what it has instead."""
+    spans = (worker.forward_units, worker.backward_units)
+    first, end = spans[phase]
+    if first < end:
+        return f"{worker.begins[phase]} ({end - first} units)"
+    begin, stop = spans[1 - phase]
+    return f"none: only {other}" if begin < stop else "none: nothing to do"
 
 
 def _print_engines(build: Build) -> None:

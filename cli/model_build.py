@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ import click
 from fxpipe.cli.cost_options import CostOptions
 from fxpipe.cli.output import warn, working
 
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import SCANNED, CompileOptions
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -23,10 +22,16 @@ if TYPE_CHECKING:
 
     from fxpipe.build.build import Build
     from fxpipe.planner.costs_file import BuildCosts
+    from fxpipe.task.first_batches import FirstBatches
     from fxpipe.task.model_file import Task
 
 OFF = 1.3
 """How far the time of a stage may be from the sum of its operators' times without a warning."""
+
+MANY_SHAPES = (
+    "the first {} batches of train_data() have {} shapes, each with stages of its own; a batch of another shape ends a "
+    "run: --scan reads more batches, padding to a few lengths helps"
+)
 
 NOTICEABLE = 5e-3
 """The least seconds of a stage's forward and backward for such a warning."""
@@ -60,6 +65,7 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     """
     from fxpipe.lowering.lower import compile
     from fxpipe.lowering.shapes import further_shapes
+    from fxpipe.optimizer.hurried_scheduler import hurried_in
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.batch import moved
@@ -74,7 +80,8 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     reuse_freed_memory()
     with working("reading the model"):
         task = load_task(path)
-        model, example = made.make(task)
+        model, first = made.make_with(task, options.scan)
+        example = first.batches[0]
     if made.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):
         options = costs.applied(asked, NCCL_NODE, meta=made.meta)
     for warning in task.warnings:
@@ -84,18 +91,40 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     options = dataclasses.replace(options, command=_command(path, made, options, named))
     evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
     with working("compiling") as say:
-        shapes: tuple[Any, ...] = ()
-        if options.scan > 1:
-            say(f"reading {options.scan} batches for their shapes")
-            batches = _batches("train_data", task.train_data, task, made.seed)
-            found = further_shapes(example, itertools.islice(batches, options.scan), options.constant_batch)
-            shapes = tuple(batch if made.device is None else moved(made.device, batch) for batch in found)
+        read, last = first.apart()
+        shapes = further_shapes(example, read, options.constant_batch)
+        if made.device is not None:  # only what is compiled, not all that was read
+            shapes, last = moved(made.device, (shapes, last))
+        last = _last(first, last, [example, *shapes], options)
         say("capturing, costing and cutting")
-        build = compile(model, task.loss, example, options, shapes=shapes, evaluation=evaluation, say=say)
+        build = compile(model, task.loss, example, options, shapes=shapes, last=last, evaluation=evaluation, say=say)
+        doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
+        if hurry := hurried_in(build.plan, options.optimizer, options.lr_scheduler, first.length):
+            doubts.append(hurry)
         if options.cost == "measured":
             build = _timed(build, example, task, options.threads or 1, say)
     plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))
-    return ModelBuild(dataclasses.replace(build, plan=plan), task, model, example, shapes, options)
+    build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
+    compiled = [*shapes, last][: len(plan.shapes)]
+    return ModelBuild(build, task, model, example, tuple(compiled), options)
+
+
+def _last(first: FirstBatches, found: Any, known: Sequence[Any], options: CompileOptions) -> Any:
+    """A batch as small as the last one of an epoch will be; None if it is as the others, or cannot be made of them.
+
+    Args:
+        found: the last one itself, if it was read.
+        known: a batch of every shape that there is.
+    """
+    from fxpipe.lowering.first_of_each import first_of_each
+    from fxpipe.task.first_batches import shortened
+
+    last = found
+    if last is None:
+        last = shortened(known[0], first, None if options.microbatch_dims is None else options.dims(known[0]))
+    if last is None:
+        return None
+    return last if len(list(first_of_each([*known, last], options.constant_batch))) > len(known) else None
 
 
 def _command(path: str, made: ModelOptions, options: CompileOptions, constants: Sequence[str]) -> str:
@@ -111,7 +140,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions, constants: 
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
     parts += [f"--constant-batch {shlex.quote(name)}" for name in constants]
-    parts += [f"--scan {options.scan}"] if options.scan > 1 else []
+    parts += [f"--scan {options.scan}"] if options.scan != SCANNED else []
     parts += ["--meta"] if made.meta else []
     return " ".join(parts)
 

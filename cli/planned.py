@@ -12,6 +12,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
+    from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.partition import Partition
     from fxpipe.planner.profile import Profile
     from fxpipe.planner.setting import Setting
@@ -28,8 +29,7 @@ class PlanInput:
     apart: Profile
     microbatches: int
     samples: int | None
-    optimizer_bytes: float
-    momentum: bool = False
+    optimizer: OptimizerCosts
     device: str = "cpu"
 
     def profiles(self, modes: Sequence[str]) -> list[tuple[Profile, list[str]]]:
@@ -60,13 +60,15 @@ class Planned:
 
 def of_profile(path: str, weight_fraction: float) -> Read:
     """A profile, whose microbatches are as large however many there are."""
+    from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.pipedream import read_profile
     from fxpipe.planner.setting import MOMENTUM
 
     profile = read_profile(path)
     if weight_fraction:
         profile = profile.split_backward(weight_fraction)
-    return lambda microbatches, three_way, say: PlanInput(profile, profile, microbatches or 1, None, MOMENTUM)
+    optimizer = OptimizerCosts(MOMENTUM, 0.0)  # its time is unknown
+    return lambda microbatches, three_way, say: PlanInput(profile, profile, microbatches or 1, None, optimizer)
 
 
 def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
@@ -95,8 +97,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
             found.apart,
             found.microbatches,
             found.samples,
-            found.optimizer_bytes,
-            found.momentum,
+            found.optimizer,
             found.device,
         )
 
@@ -116,7 +117,7 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
     from fxpipe.simulator.simulate import simulate, steady_minibatches
 
     counted = replace(options, microbatches=subject.microbatches)
-    setting = counted.setting(subject.device, subject.optimizer_bytes, subject.momentum)
+    setting = counted.setting(subject.device, subject.optimizer)
     found: dict[str, Partition] = {}
     for profile, wanted in subject.profiles(modes):
         found.update(advised_partitions(profile, setting, options.workers, wanted, say))

@@ -22,6 +22,7 @@ from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.segments import Segments
+from fxpipe.task.paced_scheduler import EPOCH
 
 if TYPE_CHECKING:
     from fxpipe.plan.spec import Plan
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("build", type=click.Path())
-@option_fields(RunOptions, "steps", "epochs", "eval_every")
+@option_fields(RunOptions, "steps", "epochs", "steps_per_epoch", "eval_every")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
@@ -44,9 +45,9 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     Starts one process for each stage and trains until --steps or --epochs. Writes OUT/metrics.jsonl line by line, the
     final weights as OUT/model.safetensors, under the model's own names, and OUT/run.json: what the run was and where
     its time went (`fxpipe compare`, `fxpipe inspect BUILD --run OUT`). If the model file defines eval_data() and
-    metrics(model, batch), the workers evaluate the weights at the end, and after every --eval-every steps: in eval
-    mode, through the pipeline, each with its own weights. This does not change training. Under torchrun, the same
-    command joins the processes that torchrun started, on one machine or many.
+    metrics(model, batch), the workers evaluate the weights at the end, and after every --eval-every steps, or every
+    epoch: in eval mode, through the pipeline, each with its own weights. This does not change training. Under torchrun,
+    the same command joins the processes that torchrun started, on one machine or many.
 
     --ema keeps a moving average of the weights, which is written as OUT/ema.safetensors, and evaluated last.
 
@@ -73,7 +74,7 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     from fxpipe.runtime.process.requests import Stopped
 
     options = RunOptions(build, **asked, progress=not as_json or sys.stderr.isatty())
-    if options.checkpoint_every is not None:
+    if options.checkpoint_every not in (None, EPOCH):
         Interval.of(options.checkpoint_every)
     if options.steps is not None and options.epochs is not None:
         raise click.UsageError("--steps and --epochs exclude each other")

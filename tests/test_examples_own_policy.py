@@ -38,7 +38,7 @@ def test_half_of_an_odd_number_goes_up_or_down(example: ModuleType) -> None:
 
 
 def test_the_script_compares_it(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    example.main(steps=12, seeds=1)
+    example.main(steps=24, seeds=1)
     picture, _, table = capsys.readouterr().out.rpartition("\n\n")
     assert picture.startswith(sees(make("halfway"), Async(4), minibatches=6))
     losses = {name: float(loss) for name, loss, _ in (line.split() for line in table.splitlines()[1:])}

@@ -150,7 +150,8 @@ class Build:
 
         Args:
             optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
-            lr_scheduler: made for each optimizer; none by default.
+            lr_scheduler: made for each optimizer; none by default. It makes a step after every update; one that is
+                returned as `(scheduler, "epoch")` after every `steps_per_epoch`.
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
                 initialise them, by `seed`. Not needed with `weights`.
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
@@ -179,6 +180,8 @@ class Build:
         task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
         pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
         pipeline.temporary = temporary
+        for executor in pipeline.executors:
+            executor.store.updater.scheduler_due(1)  # now, not at the first update
         return pipeline
 
     def join(

@@ -30,7 +30,7 @@ class Interval:
         match = _TIME.fullmatch(text.strip())
         if match and float(match[1]) > 0:
             return Interval(seconds=float(match[1]) * _UNITS[match[2]])
-        raise FxpipeError(f"{text!r} is no interval", hint="a number of steps, such as 500, or a time: 30s, 10min, 2h")
+        raise FxpipeError(f"{text!r} is no interval", hint="so many steps: 500; a time: 30s, 10min, 2h; or epoch")
 
     def due(self, step: int) -> bool:
         """Whether the steps say so; a time never does."""

@@ -1,19 +1,22 @@
-"""What an optimizer costs for each byte of parameters: state memory and step time, measured on a sample."""
+"""What an optimizer costs for each byte of parameters, measured on a sample: its state, its step, predicting that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
-from fxpipe.errors import TaskError
+from fxpipe.costs.timer import Clock, Rounds, clock_of, quartile, seconds_of
+from fxpipe.errors import PolicyError, TaskError
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import hold_still, shrunk, users
-from fxpipe.policy.optimizers.error_feedback import momentum_of
+from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes
+from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, momentum_of
+from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.task.model_file import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
 
@@ -26,23 +29,7 @@ TIME_SAMPLE = 16 << 20
 """The most bytes of parameters on which a step is timed: with gradients and state, more than caches hold."""
 
 ROUNDS = Rounds(budget=0.5, least=5, most=100)
-
-
-@dataclass(frozen=True)
-class OptimizerCosts:
-    """What a model's optimizer costs.
-
-    Attributes:
-        state_bytes: of its state, for each byte of trained parameters.
-        seconds_per_byte: of its step, for each byte of trained parameters.
-        momentum: each of its groups has momentum, by its options.
-        doubt: one sentence for a warning, if the optimizer could not be tried and the costs are assumed; else None.
-    """
-
-    state_bytes: float
-    seconds_per_byte: float
-    momentum: bool = False
-    doubt: str | None = None
+POLICY_ROUNDS = Rounds(budget=0.1, least=5, most=100, warm=1)
 
 
 def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, bandwidth: float) -> OptimizerCosts:
@@ -50,8 +37,8 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
 
     Args:
         named: the trained parameters.
-        timed: measure a step here, with the threads that torch has now; else compute it: weight, gradient and state
-            are read, weight and state written.
+        timed: measure a step and what policies add to it here, with the threads that torch has now; else compute both:
+            a step reads weight, gradient and state, and writes weight and state.
         bandwidth: bytes a second of the device's memory; also used if the optimizer cannot be tried.
 
     Raises:
@@ -61,14 +48,25 @@ def optimizer_costs(named: Named, optimizer: MakeOptimizer, *, timed: bool, band
     try:
         state, momentum = _state(named, optimizer)
         if timed:
-            return OptimizerCosts(state, update_seconds_per_byte(named, optimizer), momentum)
+            seconds, policy = _timed(named, optimizer)
+            return OptimizerCosts(state, seconds, momentum, policy)
     except OptimizerRefused:
         raise
     except TaskError as error:
         said = " ".join(error.what.split())
         doubt = f"{said}; {state:.3g} bytes of state for each byte of weights and a computed update are assumed"
-        return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, doubt)
-    return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum)
+        return replace(_computed(state, momentum, bandwidth), doubt=doubt)
+    return _computed(state, momentum, bandwidth)
+
+
+def _computed(state: float, momentum: bool, bandwidth: float) -> OptimizerCosts:
+    """What follows from the bytes that are read and written.
+
+    A prediction reads weight and state and writes the result; remembering an update copies the weight, takes it from
+    the new one, and a prediction adds that; error feedback copies, subtracts twice and adds.
+    """
+    policy = PolicyTimes((2.0 + state) / bandwidth, 10.0 / bandwidth, 11.0 / bandwidth if momentum else 0.0)
+    return OptimizerCosts(state, (3.0 + 2.0 * state) / bandwidth, momentum, policy)
 
 
 def optimizer_bytes(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:
@@ -115,20 +113,67 @@ def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device:
     Raises:
         TaskError: the optimizer fails.
     """
+    return _timed(parameters, optimizer, device)[0]
+
+
+def _timed(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> tuple[float, PolicyTimes]:
+    """The seconds of a step, and of what policies do, for each byte of parameters."""
     sizes = [t.numel() for _, t in parameters]
     if not sum(t.nbytes for _, t in parameters):
-        return 0.0
+        return 0.0, PolicyTimes()
     wanted = [min(n, TIME_SAMPLE // 4 // t.element_size()) for n, (_, t) in zip(sizes, parameters, strict=True)]
     bytes_wanted = sum(n * t.element_size() for n, (_, t) in zip(wanted, parameters, strict=True))
     every = max(1, -(-bytes_wanted // TIME_SAMPLE))
     sample = _sample(parameters[::every], wanted[::every], device)
     made = _stepped(sample, optimizer)
     if made is None:
-        return 0.0
+        return 0.0, PolicyTimes()
     clock = clock_of(sample[0][1].device.type)
     with users():
         taken = [seconds_of(made.step, clock) for _ in ROUNDS.run()]
-    return quartile(taken) / sum(p.nbytes for _, p in sample)
+    size = sum(p.nbytes for _, p in sample)
+    return quartile(taken) / size, _policy_times(made, [p for _, p in sample], clock)
+
+
+def _policy_times(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clock: Clock) -> PolicyTimes:
+    """For each byte of these parameters; nothing for what cannot be done with this optimizer, which a run refuses."""
+    size = sum(p.nbytes for p in parameters)
+    found = []
+    for work in _policy_work(made, parameters):
+        try:
+            with users():
+                found.append(quartile(_rounds(work, clock)) / size)
+        except TaskError:
+            found.append(0.0)
+    return PolicyTimes(*found)
+
+
+def _rounds(call: Callable[[], None], clock: Clock) -> list[float]:
+    """The seconds of every measured call."""
+    return [seconds for measured in POLICY_ROUNDS.run() if (seconds := seconds_of(call, clock)) and measured]
+
+
+def _policy_work(made: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """What policies do beside a step, in the order of `PolicyTimes`."""
+    every = range(len(parameters))
+
+    def predict(predictor: Predictor) -> None:
+        predictor.before_step()
+        predictor.observe()
+        predictor.give_back(predictor.predict(1), every)
+
+    for weight_form in (False, True):
+        yield functools.partial(predict, Predictor(made, parameters, weight_form=weight_form))
+    try:
+        feedback = ErrorFeedback(made, dict.fromkeys(parameters, 1))
+    except PolicyError:  # without momentum no run has it
+        return
+
+    def feed_back() -> None:
+        feedback.before_step()
+        feedback.after_step()
+
+    yield feed_back
 
 
 def _sample(parameters: Named, numels: Iterable[float], device: str | None) -> list[tuple[str, nn.Parameter]]:

@@ -87,6 +87,7 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         subject.known.links,
         subject.known.speeds,
         optimizer_bytes=subject.known.optimizer_bytes,
+        policy_times=subject.known.policy_times,
     )
     return setting.workers(subject.plan.workers)
 

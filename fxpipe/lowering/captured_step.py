@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.errors import BatchError, CaptureError
+from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.options import CompileOptions
@@ -19,6 +19,7 @@ from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule import kind_of
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.versions import most_missed
+from fxpipe.task.batch import shape_text
 from fxpipe.tracing.capture import Loss
 
 
@@ -40,7 +41,7 @@ class CapturedStep:
 
 
 def captured_step(
-    model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any] = ()
+    model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any] = (), last: Any = None
 ) -> CapturedStep:
     """Capture the step, and choose the number of microbatches where none is asked.
 
@@ -51,10 +52,18 @@ def captured_step(
     Args:
         batch: one whole minibatch.
         shapes: more minibatches: those of another shape, or with other constants, are captured, too.
+        last: a smaller one, such as comes last in an epoch. It does not decide the number of microbatches; where its
+            step cannot be captured, a warning says so.
 
     Raises:
         FxpipeError: as `capture_microbatch` and `checked_loss`.
     """
+    step = _chosen(model, loss, batch, options, shapes)
+    return step if last is None else _with_last(step, model, loss, last)
+
+
+def _chosen(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any]) -> CapturedStep:
+    """With the number of microbatches chosen."""
     others = further_shapes(batch, shapes, options.constant_batch)
     if options.microbatches is not None or kind_of(options.schedule).synchronous:
         return _captured(model, loss, batch, others, options.for_batches([batch, *others]))
@@ -84,6 +93,18 @@ def captured_step(
     )
 
 
+def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, last: Any) -> CapturedStep:
+    shown = shape_text(last).replace("{", "{{").replace("}", "}}")
+    left_out = f"the last batch of an epoch will be smaller ({shown}), and its step cannot be compiled: {{}}; "
+    left_out += "a run ends there: give the DataLoader drop_last=True"
+    try:
+        shape = capture_shape(model, loss, last, step.options)
+    except FxpipeError as error:
+        text = left_out.format(error.what)
+        return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
+    return replace(step, shapes=(*step.shapes, replace(shape, left_out=left_out)))
+
+
 def _late(options: CompileOptions) -> int:
     """How many updates a forward misses, at most."""
     return most_missed(make_schedule(options.schedule, options.workers, options.count))
@@ -100,5 +121,11 @@ def _captured(model: nn.Module, loss: Loss, batch: Any, others: Sequence[Any], o
     options.check()
     program = capture_microbatch(model, loss, batch, options)
     whole_loss = checked_loss(program, model, loss, batch, options)
-    shapes = tuple(capture_shape(model, loss, other, options) for other in others)
-    return CapturedStep(program, whole_loss, shapes, options)
+    shapes = []
+    for other in others:
+        try:
+            shapes.append(capture_shape(model, loss, other, options))
+        except FxpipeError as error:
+            error.what += f" (for batches like this one, after those of the first shape: {shape_text(other)})"
+            raise
+    return CapturedStep(program, whole_loss, tuple(shapes), options)

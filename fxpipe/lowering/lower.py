@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.build.build import Build
-from fxpipe.errors import BackendError
+from fxpipe.errors import BackendError, FxpipeError
 from fxpipe.ir.program import Buffer, Parameter, Program
 from fxpipe.ir.program_table import table_of
 from fxpipe.ir.transform import Observer, PassLines, run_passes
@@ -51,6 +51,7 @@ def compile(
     options: CompileOptions = DEFAULTS,
     *,
     shapes: Iterable[Any] = (),
+    last: Any = None,
     evaluation: tuple[Metrics, Iterable[Any]] | None = None,
     say: Say = lambda text: None,
     **changes: Any,
@@ -61,6 +62,7 @@ def compile(
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
         options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
         shapes: more minibatches: those of another shape than `batch`, or with other constants, get stages of their own.
+        last: a smaller minibatch, such as comes last in an epoch: likewise, or a warning says why not.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
             ones, that runs will evaluate on: read once here, for their shapes.
         say: is told which part is being put onto engines.
@@ -68,7 +70,7 @@ def compile(
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
-    step = captured_step(model, loss, batch, changed(options, changes), shapes)
+    step = captured_step(model, loss, batch, changed(options, changes), shapes, last)
     options = step.options
     evaluations = None
     if evaluation is not None:
@@ -124,14 +126,19 @@ def lower(
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
     profile = profile_of(program, costs.optimizer.seconds_per_byte)
-    setting = options.setting(program.device, costs.optimizer.state_bytes, costs.optimizer.momentum)
+    setting = options.setting(program.device, costs.optimizer)
     choice = choose_cuts(program, profile, options, setting)
     program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
     build = _with_optimizer(_build(program, costs, profile, setting, choice, lines), options)
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)
     for shape in shapes:
-        build = with_shape(build, shape, options)
+        try:
+            build = with_shape(build, shape, options)
+        except FxpipeError as error:
+            if shape.left_out is None:
+                raise
+            build = replace(build, warnings=(*build.warnings, shape.left_out.format(error.what)))
     if evaluations is not None:
         build = with_evaluations(build, evaluations, options.command)
     return build if options.backend == "eager" else _on_engines(build, program, options, say)
@@ -171,6 +178,7 @@ def _build(
             links=setting.links,
             speeds=setting.speeds,
             optimizer_bytes=costs.optimizer.state_bytes,
+            policy_times=costs.optimizer.policy,
         ),
         profile=profile,
         nodes=table_of(program, plan),

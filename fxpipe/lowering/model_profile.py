@@ -14,6 +14,7 @@ from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import profile_of
+from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.profile import Profile
 from fxpipe.tracing.capture import Loss
 
@@ -28,8 +29,7 @@ class ModelProfile:
             same as `whole` where the model has none.
         microbatches: of a minibatch.
         samples: of a minibatch.
-        optimizer_bytes: of the optimizer's state, for each byte of trained weights.
-        momentum: every group of the optimizer has momentum.
+        optimizer: what it costs.
         device: 'cpu' or 'cuda'.
         warnings: what capture and costs want the user to know.
     """
@@ -38,8 +38,7 @@ class ModelProfile:
     apart: Profile
     microbatches: int
     samples: int
-    optimizer_bytes: float
-    momentum: bool
+    optimizer: OptimizerCosts
     device: str
     warnings: tuple[str, ...] = ()
 
@@ -84,8 +83,7 @@ def profile_model(
         apart,
         options.count,
         samples,
-        costs.optimizer.state_bytes,
-        costs.optimizer.momentum,
+        costs.optimizer,
         program.device,
         (*program.warnings, *([costs.optimizer.doubt] if costs.optimizer.doubt else [])),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, near
 from fxpipe.options import option
+from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import Device
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task
 
 IN_PYTHON = "fxpipe.compile(...)"
+SCANNED = 8
+"""Batches that are read for their shapes, where nothing is asked."""
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
@@ -65,8 +68,8 @@ class CompileOptions:
             the step uses them if it is not given.
         constant_batch: tensors of the batch whose values the step reads as numbers, shapes and branches: by their
             names, `batch['grid']`, or their keys. They become constants of the build, which every batch must have.
-        scan: how many batches of a model file's data are read for their shapes, each of which gets stages of its own;
-            in Python, `compile(..., shapes=…)`.
+        scan: how many batches of a model file's data are read for their shapes, each of which gets stages of its own,
+            as a DataLoader's last, smaller batch does; in Python, `compile(..., shapes=…)`.
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
@@ -125,7 +128,7 @@ class CompileOptions:
         help="A small tensor of the batch whose values the step reads, the same in every batch; can be repeated.",
     )
     scan: int = option(
-        1,
+        SCANNED,
         "--scan",
         metavar="N",
         minimum=1,
@@ -254,21 +257,22 @@ class CompileOptions:
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         self.setting()
 
-    def setting(self, device: str = "cpu", optimizer_bytes: float = 0.0, momentum: bool = False) -> Setting:
+    def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.
 
         Args:
             device: 'cpu' or 'cuda'; says what links there usually are.
-            optimizer_bytes: of the optimizer's state, for each byte of weights.
-            momentum: every group of the optimizer has momentum (see `default_for`).
+            optimizer: what it costs, and whether it has momentum (see `default_for`).
 
         Raises:
             ScheduleError, PolicyError: as for `check`.
         """
         microbatches = 1 if self.microbatches is None else self.microbatches
         schedule = make_schedule(self.schedule, self.workers, microbatches)
-        policy = make_policy(self.policy or default_for(schedule, momentum))
+        policy = make_policy(self.policy or default_for(schedule, optimizer.momentum))
         policy.check(schedule)
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
-        return Setting(schedule.name, str(policy), microbatches, links, speeds, memory, optimizer_bytes)
+        return Setting(
+            schedule.name, str(policy), microbatches, links, speeds, memory, optimizer.state_bytes, optimizer.policy
+        )

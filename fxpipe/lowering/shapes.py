@@ -34,10 +34,15 @@ from fxpipe.tracing.joint import NO_GRADIENT
 
 @dataclasses.dataclass(frozen=True)
 class CapturedShape:
-    """The step for batches of one further shape, as captured, and the pass that makes its loss the whole batch's."""
+    """The step for batches of one further shape, as captured, and the pass that makes its loss the whole batch's.
+
+    Attributes:
+        left_out: what to warn of if the step cannot be cut, instead of refusing it.
+    """
 
     program: Program
     whole_loss: WholeLoss | None
+    left_out: str | None = None
 
 
 def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:

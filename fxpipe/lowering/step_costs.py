@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fxpipe.costs.node_costs import node_costs
 from fxpipe.costs.node_costs_file import MeasuredCosts
-from fxpipe.costs.optimizer import OptimizerCosts, optimizer_costs
+from fxpipe.costs.optimizer import optimizer_costs
 from fxpipe.ir.program import Program
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.passes.cost import Cost
+from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.device import CPU, Device
 from fxpipe.task.meta import are_on_meta
 from fxpipe.task.model_file import default_optimizer

@@ -38,11 +38,12 @@ STEADY = 4
 class Record:
     """Collects a run's steps on worker 0.
 
-    A line of `metrics.jsonl` is `{"step", "loss", "lr", "grad_norm", "seconds", "samples_per_second"}`: steps count
-    from 1, `seconds` is the time since training began and `samples_per_second` that of this step alone, both without
-    evaluations; `loss` and `grad_norm` are null if they are not finite. `lr` (of worker 0's optimizer, used in this
-    step) is there only if it has one, `grad_norm` (of all workers' gradients, before clipping) only
-    with clipping. An evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`.
+    A line of `metrics.jsonl` is `{"step", "loss", "epoch", "lr", "grad_norm", "seconds", "samples_per_second"}`: steps
+    and epochs count from 1, `seconds` is the time since training began and `samples_per_second` that of this step
+    alone, both without evaluations; `loss` and `grad_norm` are null if they are not finite. `epoch` is there only if it
+    is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one, `grad_norm`
+    (of all workers' gradients, before clipping) only with clipping. An evaluation has its own line after that of its
+    step: `{"step", "eval": {name: mean}}`.
 
     Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
     lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
@@ -56,9 +57,11 @@ class Record:
             later ones are dropped, in TensorBoard's files too. The evaluation after this step may be made again: it is
             not written again. None begins anew.
         earlier: the output folder of the interrupted run, if it may be another one: its lines are taken over.
+        steps_per_epoch: where it is known.
 
     Attributes:
         samples_of: tells how many samples a minibatch has, where they differ.
+        steps_per_epoch: how many steps an epoch has, where that is known.
         losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
         evaluations: `{"step", "metrics"}` each, with those that were kept.
         evaluation_seconds: worker 0's, of those before the last step.
@@ -80,10 +83,12 @@ class Record:
         before: int = 0,
         continue_after: int | None = None,
         earlier: Path | None = None,
+        steps_per_epoch: int | None = None,
     ) -> None:
         self.out = None if out is None else Path(out)
         self.samples = samples
         self.samples_of: Callable[[int], int] = lambda minibatch: samples
+        self.steps_per_epoch = steps_per_epoch
         self.total = total
         self.losses = array("d")
         self.evaluations: list[dict[str, Any]] = []
@@ -140,6 +145,8 @@ class Record:
         seconds = self._earlier + self.seconds
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
+            if self.steps_per_epoch is not None:
+                line["epoch"] = minibatch // self.steps_per_epoch + 1
             if lr is not None:
                 line["lr"] = lr
             if norm is not None:

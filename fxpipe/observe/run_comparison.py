@@ -97,9 +97,17 @@ def _settings(runs: Sequence[Json]) -> dict[str, Pair]:
     counts = [len(run["workers"]) if run.get("workers") else None for run in runs]
     engines = [_engines(run) for run in runs]
     steps = [run.get("steps") or len(run["metrics"]["step"]) for run in runs]
-    values: dict[str, Pair] = {"workers": counts, "engines": engines}
+    values: dict[str, Pair] = {"workers": counts, "engines": engines, "learning_rate": [_rate(run) for run in runs]}
     values |= {name: [run.get(name) for run in runs] for name in SETTINGS} | {"steps": steps}
-    return found | {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]} | found
+
+
+def _rate(run: Json) -> str | None:
+    """The first group's learning rate at the first step, and what it has become by the last."""
+    rates = [rate for rate in run["metrics"].get("lr") or () if rate is not None]
+    if not rates:
+        return None
+    return f"{rates[0]:.3g}" if rates[0] == rates[-1] else f"{rates[0]:.3g} to {rates[-1]:.3g}"
 
 
 def _build_name(build: Json) -> str | None:

@@ -18,6 +18,7 @@ from fxpipe.plan.spec import ParameterSpec
 from fxpipe.random_state import drew_without_torch, random_state, seed_generators
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 from fxpipe.task.one_optimizer import OptimizerRefused
+from fxpipe.task.paced_scheduler import paced
 from fxpipe.task.several_optimizers import name_of
 
 ELEMENTS = 64
@@ -163,8 +164,10 @@ class Copies:
         )
 
     def _scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The scheduler, which makes a step after every step of the copies, even if it is for epochs."""
         with suppress(Exception):
-            return self.scheduler(optimizer) if self.scheduler is not None else None
+            made = paced(self.scheduler(optimizer)) if self.scheduler is not None else None
+            return None if made is None else made.scheduler
         return None
 
     def _own(self, values: Sequence[Tensor]) -> list[Tensor]:

@@ -18,8 +18,8 @@ from fxpipe.typed_json import convert, explained
 PLAN, WEIGHTS, COSTS, ENGINES = "plan.json", "weights.safetensors", "costs.json", "engines"
 PROFILE, PROGRAM, PASSES = "profile.json", "program.json", "passes.txt"
 _OWN = re.compile(
-    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+\.py|evaluate_\d+(_\d+)?\.py|"
-    r"totals\.py|passes\.txt|engines|__pycache__"
+    r"(plan|costs|node_costs|profile|program)\.json|weights\.safetensors|stage_\d+(_\d+)?\.py|evaluate_\d+(_\d+)?\.py|"
+    r"totals(_\d+)?\.py|passes\.txt|engines|__pycache__"
 )
 
 
@@ -30,8 +30,13 @@ def read_plan(folder: str | Path) -> Plan:
         BuildError: there is none, or it was changed, or is of another version.
     """
     folder = Path(folder)
+    if not folder.exists():
+        raise BuildError(f"{folder} does not exist", hint=f"make the build: fxpipe compile MODEL -o {folder}")
     if not (folder / PLAN).is_file():
-        raise BuildError(f"{folder} is not an fxpipe build: it has no {PLAN}", hint=_again(folder))
+        raise BuildError(
+            f"{folder} is not an fxpipe build: it has no {PLAN}",
+            hint="give the folder that `fxpipe compile` wrote, its -o",
+        )
     where, again = str(folder / PLAN), _again(folder)
     with explained(where, error=BuildError, hint=again):
         finite = False  # the user's constants may be anything

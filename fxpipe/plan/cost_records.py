@@ -1,8 +1,8 @@
-"""What a build costs, in records that `costs.json` keeps: workers, stages, edges, engines."""
+"""What a build costs, in records: workers, stages, optimizer, edges, engines. `costs.json` keeps most of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.plan.spec import Phase
 
@@ -63,6 +63,44 @@ class StageTime:
     forward: float
     backward: float
     update: float
+
+
+@dataclass(frozen=True)
+class PolicyTimes:
+    """What a policy does to the weights that a worker owns, in seconds for each byte of them.
+
+    Attributes:
+        prediction: one prediction by the optimizer's own rule, and what that must remember of an update.
+        repetition: one prediction that repeats the last update (`weight_form`), and remembering that.
+        feedback: error feedback of one update.
+    """
+
+    prediction: float = 0.0
+    repetition: float = 0.0
+    feedback: float = 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """What a model's optimizer costs.
+
+    Attributes:
+        state_bytes: of its state, for each byte of trained parameters.
+        seconds_per_byte: of its step, for each byte of trained parameters.
+        momentum: each of its groups has momentum, by its options.
+        policy: what policies do to the weights that it trains.
+        doubt: one sentence for a warning, if the optimizer could not be tried and the costs are assumed; else None.
+    """
+
+    state_bytes: float
+    seconds_per_byte: float
+    momentum: bool = False
+    policy: PolicyTimes = field(default_factory=PolicyTimes)
+    doubt: str | None = None
+
+
+UNKNOWN = OptimizerCosts(0.0, 0.0)
+"""Of an optimizer that is not known yet."""
 
 
 @dataclass(frozen=True)

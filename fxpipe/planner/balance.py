@@ -1,8 +1,9 @@
 """Cuts that minimise the slowest worker's time, with shared or separate cuts for forward and backward.
 
-Model: worker k takes (ΣF of its forward units + ΣB of its backward units) / speed_k per microbatch, and communication
-is free. Both optima are exact for this model: bisection finds the bottleneck to the last bit that matters, and for one
-bottleneck the furthest reach of the first k workers decides.
+Model: worker k takes (ΣF of its forward units + ΣB_k of its backward units) / speed_k per microbatch, and communication
+is free. A unit's backward may take each worker another time (its policy's work on weights). Both optima are exact for
+this model: bisection finds the bottleneck to the last bit that matters, and for one bottleneck the furthest reach of
+the first k workers decides.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from fxpipe.planner.sums_over_runs import Floats, Maximum, Places, prefix
 
 _TOLERANCE = 1e-10  # relative; far below what a clock can measure
 
+Backwards = Sequence[Sequence[float]]
+"""By worker, the time of every unit's backward; workers that are alike may share one."""
+
 
 @dataclass(frozen=True)
 class BalancedCuts:
@@ -28,36 +32,38 @@ class BalancedCuts:
 
 
 def worker_loads(
-    forward: Sequence[float], backward: Sequence[float], balance: BalancedCuts, speeds: Sequence[float]
+    forward: Sequence[float], backward: Backwards, balance: BalancedCuts, speeds: Sequence[float]
 ) -> list[float]:
     """The time of every worker with these cuts."""
-    f, b = prefix(forward), prefix(backward)
+    f, sums = prefix(forward), _prefixes(backward)
     return [
         float(f[balance.forward[k + 1]] - f[balance.forward[k]] + b[balance.backward[k + 1]] - b[balance.backward[k]])
         / speed
-        for k, speed in enumerate(speeds)
+        for k, (b, speed) in enumerate(zip(sums, speeds, strict=True))
     ]
 
 
-def same_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> BalancedCuts:
+def same_cuts(forward: Sequence[float], backward: Backwards, speeds: Sequence[float]) -> BalancedCuts:
     """The best contiguous cuts that forward and backward share, as in PipeDream."""
-    total = prefix([f + b for f, b in zip(forward, backward, strict=True)])
     _check(len(forward), speeds)
+    f = prefix(forward)
+    totals = [f + b for b in _prefixes(backward)]
 
     def cuts(limit: float) -> tuple[int, ...] | None:
         places = [0]
-        for speed in speeds:
+        for total, speed in zip(totals, speeds, strict=True):
             reached = total[places[-1]] + limit * speed * (1 + _TOLERANCE)
             places.append(int(np.searchsorted(total, reached, side="right")) - 1)
-        return tuple(places) if places[-1] == len(total) - 1 else None
+        return tuple(places) if places[-1] == len(f) - 1 else None
 
-    limit = _bisect(lambda t: cuts(t) is not None, float(total[-1]) / sum(speeds), float(total[-1]) / max(speeds))
+    alone = min(float(total[-1]) / speed for total, speed in zip(totals, speeds, strict=True))
+    limit = _bisect(lambda t: cuts(t) is not None, _shared_out(forward, backward, speeds), alone)
     found = cuts(limit)
     assert found is not None
     return _measured(forward, backward, found, found, speeds)
 
 
-def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], speeds: Sequence[float]) -> BalancedCuts:
+def bidirectional_cuts(forward: Sequence[float], backward: Backwards, speeds: Sequence[float]) -> BalancedCuts:
     """The best contiguous cuts, independent for forward and backward (Bi-Partition).
 
     For one bottleneck T let b_k(f) be the furthest backward cut the first k workers can reach with their forward cut at
@@ -65,22 +71,34 @@ def bidirectional_cuts(forward: Sequence[float], backward: Sequence[float], spee
 
         b_k+1(f') = the furthest b with PB[b] ≤ max over f ≤ f', PF[f'] − PF[f] ≤ T of (PB[b_k(f)] + PF[f]) + T − PF[f']
 
-    a maximum over a sliding window, in O(U log U) per worker. T is feasible if b_N(U) = U.
+    (PB is worker k's own) a maximum over a sliding window, in O(U log U) per worker. T is feasible if b_N(U) = U.
 
     Time: O(N·U·log U) for each of about thirty bisection steps; 10,000 units and 64 workers take a few seconds.
     """
-    f, b = prefix(forward), prefix(backward)
     _check(len(forward), speeds)
+    f, b = prefix(forward), _prefixes(backward)
     shared = same_cuts(forward, backward, speeds).bottleneck
-    limit = _bisect(lambda t: _reach(f, b, speeds, t)[-1][-1] == len(b) - 1, float(f[-1] + b[-1]) / sum(speeds), shared)
+    low = _shared_out(forward, backward, speeds)
+    limit = _bisect(lambda t: _reach(f, b, speeds, t)[-1][-1] == len(f) - 1, low, shared)
     reach = _reach(f, b, speeds, limit)
-    cuts = [(len(f) - 1, len(b) - 1)]
+    cuts = [(len(f) - 1, len(f) - 1)]
     for k in range(len(speeds) - 1, -1, -1):
         at, back = cuts[-1]
-        before = _came_from(f, b, reach[k], at, back, limit * speeds[k] * (1 + 2 * _TOLERANCE))
+        before = _came_from(f, b[k], reach[k], at, back, limit * speeds[k] * (1 + 2 * _TOLERANCE))
         cuts.append((before, min(int(reach[k][before]), back)))
     cuts.reverse()
     return _measured(forward, backward, tuple(c[0] for c in cuts), tuple(c[1] for c in cuts), speeds)
+
+
+def _prefixes(backward: Backwards) -> list[Floats]:
+    sums = {id(each): prefix(each) for each in backward}
+    return [sums[id(each)] for each in backward]
+
+
+def _shared_out(forward: Sequence[float], backward: Backwards, speeds: Sequence[float]) -> float:
+    """A bottleneck that no cuts can beat: every unit where it takes the least work, and all workers busy."""
+    least = np.min([*{id(each): each for each in backward}.values()], axis=0)
+    return float(sum(forward) + least.sum()) / sum(speeds)
 
 
 def _check(units: int, speeds: Sequence[float]) -> None:
@@ -101,14 +119,14 @@ def _bisect(feasible: Callable[[float], bool], low: float, high: float) -> float
     return high
 
 
-def _reach(f: Floats, b: Floats, speeds: Sequence[float], limit: float) -> list[Places]:
+def _reach(f: Floats, backwards: Sequence[Floats], speeds: Sequence[float], limit: float) -> list[Places]:
     """For 0 to N workers: by forward cut, the furthest backward cut they reach; −1 if that forward cut is
     impossible."""
     places = np.arange(len(f))
     reach = np.full(len(f), -1)
     reach[0] = 0
     found = [reach]
-    for speed in speeds:
+    for b, speed in zip(backwards, speeds, strict=True):
         time = limit * speed * (1 + _TOLERANCE)
         value = np.where(reach >= 0, b[np.maximum(reach, 0)] + f, -np.inf)
         first = np.minimum(np.searchsorted(f, f - time, side="left"), places)
@@ -132,7 +150,7 @@ def _came_from(f: Floats, b: Floats, reach: Places, at: int, back: int, time: fl
 
 def _measured(
     forward: Sequence[float],
-    backward: Sequence[float],
+    backward: Backwards,
     forward_cuts: tuple[int, ...],
     backward_cuts: tuple[int, ...],
     speeds: Sequence[float],

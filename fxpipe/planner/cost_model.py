@@ -6,7 +6,7 @@ and (f', b', w', r'), a worker runs F of units [f, f'), B of [b, b') and W of [w
 action and B's actions run from the last worker to the first. Its cost per microbatch, in the steady state of
 one-forward-one-backward, in milliseconds:
 
-    busy = (F + B + W + recomputation)/speed + update/microbatches + copy · bytes
+    busy = (F + B + W + recomputation + (update + policy)/microbatches)/speed + copy · bytes
     waits = activations + gradients that it receives + what of the other messages does not hide
     wire = all that arrives over one of its two links, the busier one
     cost = max(busy + waits, wire)
@@ -24,6 +24,8 @@ one-forward-one-backward, in milliseconds:
 - **Mismatch.** For a run of units with F on one side and B or W on the other, B's worker receives the saved values; or
   it receives the activations that cross the start of the run and the random values of the run, and computes the forward
   again. The run begins and ends with units that save something.
+- **policy** is what the policy does to owned weights, for each byte of them; workers differ in it, since those in front
+  predict and those at the end need not.
 - **copy** (processor seconds per byte) is paid at both ends.
 - A message is priced on the link to the neighbour in its direction, even if it travels further. Only if runs reach past
   a neighbour can the schedule take a little longer than the slowest worker's cost.
@@ -110,7 +112,7 @@ class CostModel:
         self._lookup: tuple[_Table, _Table] | None = None
 
     def load(self, states: Places) -> Floats:
-        """Work before boundaries, rows (f, b, w, …): milliseconds at speed 1."""
+        """Work before boundaries, rows (f, b, w, …), in milliseconds at speed 1; without the policy's."""
         found: Floats = self.forward[states[..., 0]] + self.backward[states[..., 1]] + self.weight[states[..., 2]]
         return found
 
@@ -130,7 +132,7 @@ class CostModel:
         """
         spans = _CandidateSpans.of(self, begins, ends)
         if self.workers.links.free:
-            busy = (self.load(ends) - self.load(begins) + spans.repeated_ms) / self.workers.speeds[worker]
+            busy = self._busy(worker, begins, ends) + spans.repeated_ms / self.workers.speeds[worker]
             waits = wire = np.zeros_like(busy)
         else:
             busy, waits, wire = self._times(worker, begins, ends, spans)
@@ -150,9 +152,16 @@ class CostModel:
         runs = (spans.from_front, spans.from_back)
         return [(int(run.first[0]), int(run.end[0])) for run in runs if run.again[0]]
 
+    def _busy(self, worker: int, begins: Places, ends: Places) -> Floats:
+        """Milliseconds of F + B + W + update + policy."""
+        owned = self._parameters[ends[:, 2]] - self._parameters[begins[:, 2]]
+        policy = self.workers.owned_ms[worker] / self.workers.microbatches * owned
+        busy: Floats = (self.load(ends) - self.load(begins) + policy) / self.workers.speeds[worker]
+        return busy
+
     def _round_trip(self, worker: int, begins: Places, ends: Places) -> tuple[Floats, Floats, Floats]:
-        """Milliseconds of F + B + W + update; bytes of activations and of gradients received."""
-        busy = (self.load(ends) - self.load(begins)) / self.workers.speeds[worker]
+        """Milliseconds of `_busy`; bytes of activations and of gradients received."""
+        busy = self._busy(worker, begins, ends)
         activation = self._received(0, begins[:, 0], ends[:, 0])
         gradient = self._received(1, self.count - ends[:, 1], self.count - begins[:, 1])
         return busy, activation, gradient

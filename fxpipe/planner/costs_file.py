@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.build_folder import COSTS
-from fxpipe.plan.cost_records import EdgeTiming, EngineTime, StageTime, WorkerSummary
+from fxpipe.plan.cost_records import EdgeTiming, EngineTime, PolicyTimes, StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
@@ -33,6 +33,7 @@ class BuildCosts:
         partitions: what the planner compared, the chosen one last; empty if the cuts were given.
         links, speeds: what the planner took them to be; no speeds: all equal.
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
+        policy_times: of what policies do to weights.
         engines: what each part of a stage takes on which engine; empty if nothing was measured.
     """
 
@@ -43,6 +44,7 @@ class BuildCosts:
     links: Links = field(default_factory=Links)
     speeds: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
+    policy_times: PolicyTimes = field(default_factory=PolicyTimes)
     engines: tuple[EngineTime, ...] = ()
 
     def time(self, worker: int) -> StageTime:
@@ -102,6 +104,7 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
             raise Malformed("a share is 0 to 1", f", $.timings[{i}]")
     if not all(0 < speed < MOST for speed in costs.speeds):
         raise Malformed("a speed is above 0", ", $.speeds")
+    _check_numbers(dataclasses.asdict(costs.policy_times), ", $.policy_times")
     for table in ("workers", "times", "engines", "partitions"):
         for i, record in enumerate(getattr(costs, table)):
             _check_numbers(dataclasses.asdict(record), f", $.{table}[{i}]")

@@ -42,7 +42,9 @@ class Load:
     """What one worker costs per microbatch: seconds, and bytes of memory.
 
     Attributes:
-        forward, backward, weight, update: F, B, W, and a microbatch's share of the update.
+        forward, backward, weight: F, B and W.
+        update: a microbatch's share of what is done to weights once a minibatch: the optimizer's step, and the policy's
+            prediction and error feedback.
         recompute: forward that is computed again for mismatched units.
         exposed: what communication adds to them; see `cost_model`.
         total: their sum: the worker's cost.
@@ -199,12 +201,11 @@ class _PartitionSearch:
         self.known_empty: list[Places] = []  # plans that need little memory, whether or not they fit
         profile, speeds = costs.profile, costs.workers.speeds
         forward = [u.forward_ms for u in profile.units]
-        share = costs.workers.microbatches
-        rest = [u.backward_ms + u.weight_ms + u.update_ms / share for u in profile.units]
+        rest = _rest(profile, costs.workers)
         self.same = same_cuts(forward, rest, speeds)
         say("independent cuts for times alone")
         self.free = bidirectional_cuts(forward, rest, speeds)
-        self.ideal = (sum(forward) + sum(rest)) / sum(speeds)
+        self.ideal = profile.total_ms(costs.workers.microbatches) / sum(speeds)
 
     def best(self, mode: str) -> tuple[Path, float]:
         """The best plan of a mode, and a bound that no plan of it can beat."""
@@ -324,6 +325,18 @@ def roomy_shared_cuts(costs: CostModel, allowed: Places) -> Places:
     return found
 
 
+def _rest(profile: Profile, workers: Workers) -> list[list[float]]:
+    """By worker, every unit's B, W, update and policy, in milliseconds at speed 1."""
+    found = {
+        rate: [
+            u.backward_ms + u.weight_ms + (u.update_ms + rate * u.parameter_bytes) / workers.microbatches
+            for u in profile.units
+        ]
+        for rate in set(workers.owned_ms)
+    }
+    return [found[rate] for rate in workers.owned_ms]
+
+
 def _snapped(allowed: Places, cuts: tuple[int, ...]) -> Places:
     """The nearest allowed position to each cut."""
     at = np.clip(np.searchsorted(allowed, cuts), 1, len(allowed) - 1)
@@ -348,7 +361,8 @@ def _described(costs: CostModel, mode: str, path: Path, bound: float, apart: boo
             "forward": sum(u.forward_ms for u in forward) / speed,
             "backward": sum(u.backward_ms for u in backward) / speed,
             "weight": sum(u.weight_ms for u in weight) / speed,
-            "update": sum(u.update_ms for u in weight) / speed / workers.microbatches,
+            "update": sum(u.update_ms + workers.owned_ms[k] * u.parameter_bytes for u in weight)
+            / (speed * workers.microbatches),
             "recompute": sum(u.forward_ms for run in again for u in profile.units[slice(*run)]) / speed,
         }
         total = float(price.cost[0])

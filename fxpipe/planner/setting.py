@@ -1,13 +1,15 @@
-"""What a schedule and a policy ask of devices: microbatches in flight, and memory per byte of weights."""
+"""What a schedule and a policy ask of devices: microbatches in flight, memory and time for each byte of weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
 from fxpipe.planner.workers import Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
+from fxpipe.policy.work import seconds_per_owned_byte
 from fxpipe.schedule import make
 from fxpipe.schedule.check import in_flight
 
@@ -24,6 +26,7 @@ class Setting:
         links: None means that messages are free.
         speeds, memory: of each worker; empty means equal and without limit.
         optimizer_bytes: of the optimizer's state, for each byte of weights.
+        policy_times: of what policies do to weights.
     """
 
     schedule: str = "async"
@@ -33,6 +36,7 @@ class Setting:
     speeds: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
+    policy_times: PolicyTimes = field(default_factory=PolicyTimes)
 
     def workers(self, count: int) -> Workers:
         """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
@@ -54,6 +58,7 @@ class Setting:
             microbatches=self.microbatches,
             in_flight=in_flight(schedule),
             owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
+            owned_ms=tuple(1e3 * s for s in seconds_per_owned_byte(policy, schedule, self.policy_times)),
         )
 
 

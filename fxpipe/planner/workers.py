@@ -20,6 +20,8 @@ class Workers:
         microbatches: per minibatch; updates and replicas come once for all of them.
         in_flight: the most microbatches that each worker holds; None means N−k (1F1B).
         owned_factor: bytes of memory for each byte of an owned weight, by worker: weight, gradient, optimizer state, …
+        owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
+            does to it beside the optimizer's update.
         replica_factor: bytes of memory for each byte of a replica.
     """
 
@@ -30,6 +32,7 @@ class Workers:
     microbatches: int = 1
     in_flight: tuple[int, ...] = ()
     owned_factor: tuple[float, ...] = ()
+    owned_ms: tuple[float, ...] = ()
     replica_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -41,6 +44,7 @@ class Workers:
             "memory": (float("inf"),) * n,
             "in_flight": tuple(n - k for k in range(n)),
             "owned_factor": (3.0,) * n,
+            "owned_ms": (0.0,) * n,
         }
         for name, default in defaults.items():
             given = getattr(self, name) or default

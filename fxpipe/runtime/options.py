@@ -10,11 +10,26 @@ import json
 from dataclasses import dataclass
 
 from fxpipe.engines import BACKENDS
+from fxpipe.errors import FxpipeError
 from fxpipe.options import option
 from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES
+from fxpipe.task.paced_scheduler import EPOCH
+
+
+def steps_or_epoch(text: str) -> int | str:
+    """Read a number of steps, or the word `epoch`.
+
+    Raises:
+        FxpipeError: it is neither.
+    """
+    if text == EPOCH:
+        return EPOCH
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise FxpipeError(f"{text!r} is no number of steps", hint="a number above 0, or epoch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +51,10 @@ class PipelineOptions:
         backend: the engine of all stages; None or 'auto' means those of the build.
         weights: a checkpoint to start from: a safetensors file, or a folder of them as transformers writes it; None
             means the build's values, or model()'s where the build has none.
-        checkpoint_every: save the whole run after every so many steps (`500`), or so much time (`10min`); None never.
+        steps_per_epoch: the steps after which a scheduler for every epoch makes one, and whatever else is done every
+            epoch; None takes the number of batches of `train_data()`, where there is that hook.
+        checkpoint_every: save the whole run after every so many steps (`500`), so much time (`10min`), or every
+            `epoch`; None never.
         keep: how many checkpoints stay.
         resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
             Options that its numbers depend on are those of the checkpoint where they are not given.
@@ -85,11 +103,18 @@ class PipelineOptions:
         "--log-staleness",
         help="Write how far the weights that forwards use are from those that their updates change.",
     )
+    steps_per_epoch: int | None = option(
+        None,
+        "--steps-per-epoch",
+        minimum=1,
+        metavar="N",
+        help="The steps of an epoch. [default: the batches of train_data()]",
+    )
     checkpoint_every: str | None = option(
         None,
         "--checkpoint-every",
         metavar="STEPS|TIME",
-        help="Save the whole run in OUT/checkpoints every so many steps, or every 30s, 10min, 2h.",
+        help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, or every epoch.",
     )
     keep: int = option(3, "--keep", minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
     resume: str | None = option(
@@ -122,7 +147,7 @@ class RunOptions(PipelineOptions):
         build: the build directory.
         model_file: the user's file; None means the one the plan names.
         steps, epochs: how long; one epoch if neither is given.
-        eval_every: evaluate after every so many steps, too; None evaluates only the trained weights.
+        eval_every: evaluate after every so many steps, or every `epoch`, too; None evaluates only the trained weights.
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         tensorboard: the folder for TensorBoard's event files; None writes none.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
@@ -145,12 +170,12 @@ class RunOptions(PipelineOptions):
     epochs: int | None = option(
         None, "--epochs", minimum=1, help="Number of passes through train_data(), if it has a length."
     )
-    eval_every: int | None = option(
+    eval_every: int | str | None = option(
         None,
         "--eval-every",
-        minimum=1,
-        metavar="N",
-        help="Evaluate after every N steps, not only at the end.",
+        kind=steps_or_epoch,
+        metavar="N|epoch",
+        help="Evaluate after every N steps, or every epoch, not only at the end.",
     )
     trace: str | None = option(
         None,

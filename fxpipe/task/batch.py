@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxpipe.errors import BatchError
+from fxpipe.errors import BatchError, listed
 from fxpipe.plan.spec import LeafSpec, TensorSpec
+from fxpipe.task.containers import flatten
 from fxpipe.task.tree_text import tree_text
 
 CONSTANTS = (bool, int, float, str, type(None))
@@ -62,7 +63,8 @@ def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec],
         BatchError: it has no tensor, or a leaf is neither a dense tensor nor a plain constant (all are listed), or a
             constant is large.
     """
-    paths, spec = pytree.tree_flatten_with_path(batch)
+    spec = flatten(batch)[1]
+    paths, _ = pytree.tree_flatten_with_path(batch)
     leaves, values, wrong = [], [], []
     for path, value in paths:
         name = "batch" + pytree.keystr(path)
@@ -87,7 +89,7 @@ def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec],
     if wrong:
         raise BatchError(
             "a batch is a pytree of tensors and plain constants, but " + "; ".join(wrong),
-            hint="convert numpy arrays with torch.from_numpy, other containers (dataclasses) to dict, list or tuple",
+            hint="convert numpy arrays with torch.from_numpy, other containers to dict, list or tuple",
         )
     if not any(leaf.tensor for leaf in leaves):
         raise BatchError("the batch holds no tensor", hint="train_data() yields batches: tuples or dicts of tensors")
@@ -136,7 +138,8 @@ def to_device(device: str, model: nn.Module, batch: Any) -> tuple[nn.Module, Any
 
 def moved(device: str, batch: Any) -> Any:
     """A batch with its tensors on a device."""
-    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch)
+    values, spec = flatten(batch)
+    return pytree.tree_unflatten([v.to(device) if isinstance(v, torch.Tensor) else v for v in values], spec)
 
 
 def dump(spec: pytree.TreeSpec) -> str:
@@ -160,6 +163,19 @@ def shape_key(tree: str, leaves: Iterable[LeafSpec]) -> tuple[Any, ...]:
         (leaf.tensor.shape, leaf.tensor.dtype) if leaf.tensor else (type(leaf.constant).__name__, repr(leaf.constant))
         for leaf in leaves
     )
+
+
+def shape_text(batch: Any) -> str:
+    """What a batch holds, in words: `batch['x'] float32[8, 6], batch['mask'] None`."""
+    flatten(batch)
+    paths, _ = pytree.tree_flatten_with_path(batch)
+    return listed([f"batch{pytree.keystr(path)} {_kind(value)}" for path, value in paths], 6)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return said(value) if isinstance(value, CONSTANTS) else f"a {type(value).__name__}"
 
 
 Dims = Mapping[str, int | None]
@@ -218,7 +234,7 @@ def asked_dims(batch: Any, asked: Any) -> dict[str, int | None]:
             )
         dims = {leaf.name: asked.get(leaf.name, leaf.dim) for leaf in leaves}
     else:
-        given, asked_spec = pytree.tree_flatten(asked)
+        given, asked_spec = flatten(asked)
         if asked_spec != spec:
             raise BatchError(
                 f"microbatch_dims is built differently from the batch: {asked_spec} for {spec}",
@@ -306,7 +322,7 @@ class Splitter:
             BatchError: names every leaf that differs from the captured one.
         """
 
-        values, spec = pytree.tree_flatten(batch)
+        values, spec = flatten(batch)
         if not self._is_built_so(spec):
             raise BatchError(
                 f"the batch of step {minibatch + 1} is built differently from the one captured: "
@@ -328,7 +344,7 @@ class Splitter:
 
         Each leaf that differs counts 1, and each of its dimensions that does.
         """
-        values, spec = pytree.tree_flatten(batch)
+        values, spec = flatten(batch)
         if not self._is_built_so(spec):
             return math.inf
         return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, values, strict=True))

@@ -4,7 +4,7 @@ def model() -> nn.Module                      # required
 def loss(model, batch) -> Tensor              # required: a scalar
 def train_data() -> Iterable[batch]           # required by run; its first batch is the example for capture
 def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
-def lr_scheduler(optimizer)                   # optional
+def lr_scheduler(optimizer)                   # optional: a scheduler, for every update; or (scheduler, "epoch")
 def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
 def eval_data(), def metrics(model, batch)    # optional validation
 def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import TaskError
+from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.one_optimizer import one_optimizer
 
 REQUIRED = ("model", "loss", "train_data")
@@ -96,9 +97,23 @@ class Task:
 
     def example(self) -> Any:
         """The first batch of the training data."""
-        for batch in self.train_data():
-            return batch
-        raise TaskError("train_data() gave no batch", where=self._place("train_data"))
+        return self.first(1).batches[0]
+
+    def first(self, count: int) -> FirstBatches:
+        """The first batches of the training data, at most so many, and what the data say of the others.
+
+        Raises:
+            TaskError: making them failed, or there is none.
+        """
+        try:
+            found = first_batches(self.train_data(), count)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise hook_raised("train_data", error, self.path, self._place("train_data")) from error
+        if not found.batches:
+            raise TaskError("train_data() gave no batch", where=self._place("train_data"))
+        return found
 
     def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) if none is defined."""
@@ -108,7 +123,7 @@ class Task:
         return one_optimizer(made, self._place("optimizer"))
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
-        """The user's learning-rate scheduler, stepped once after every update; None if none is defined."""
+        """What the user's hook returns: see `fxpipe.task.paced_scheduler`; None if none is defined."""
         return self._call("lr_scheduler", optimizer) if hasattr(self.module, "lr_scheduler") else None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.options import option
@@ -10,6 +10,7 @@ from fxpipe.options import option
 if TYPE_CHECKING:
     from torch import nn
 
+    from fxpipe.task.first_batches import FirstBatches
     from fxpipe.task.model_file import Task
 
 
@@ -39,11 +40,23 @@ class ModelOptions:
         Raises:
             TaskError: a hook failed.
         """
+        model, first = self.make_with(task, 1)
+        return model, first.batches[0]
+
+    def make_with(self, task: Task, count: int) -> tuple[nn.Module, FirstBatches]:
+        """The model, and the first batches of its training data, at most so many; only the first is on the device.
+
+        Raises:
+            TaskError: a hook failed.
+        """
         import torch
 
         from fxpipe.task.meta import on_meta, to_device
 
         torch.manual_seed(self.seed)
         model = on_meta(task.model).model if self.meta else task.model()
-        example = task.example()
-        return (model, example) if self.device is None else to_device(self.device, model, example)
+        first = task.first(count)
+        if self.device is None:
+            return model, first
+        model, example = to_device(self.device, model, first.batches[0])
+        return model, replace(first, batches=[example, *first.batches[1:]])

@@ -18,7 +18,7 @@ from fxpipe.task.model_file import load_task
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "errors").glob("*.md") if path.stem != "README")
 BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.M | re.S)
-UNTIL_RUN = ("batch-shapes", "not-finite")  # compile knows one batch only
+UNTIL_RUN = ("batch-shapes", "not-finite")  # compile knows the first batches only
 MICROBATCHES = {"microbatches": 3}  # of the pages that are about them
 
 
@@ -44,7 +44,7 @@ def refusal(folder: Path, code: str, run: bool, microbatches: int) -> str:
     result = fxpipe("compile", path, "-o", folder / "build", *QUICK, *schedule)
     if run:
         assert result.code == 0, result.err
-        result = fxpipe("run", folder / "build", "--local", "--steps", "4", "--out", folder / "out")
+        result = fxpipe("run", folder / "build", "--local", "--steps", "9", "--out", folder / "out")
     assert result.code == 1, result.err
     # Where nothing in the user's files is the place, the command is: with the folders of this test.
     return re.sub(r"\n  at: fxpipe .*", "", result.err[result.err.index("error: ") :])

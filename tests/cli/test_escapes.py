@@ -81,7 +81,7 @@ def test_errors_of_a_models_code(tmp_path: Path, local: tuple[str, ...]) -> None
         + f"\n\ndef train_data():\n    yield {{'x': torch.randn(4, 6), 'y': torch.randint(0, 3, (4,))}}\n"
         f"    raise RuntimeError({NASTY!r})\n"
     )
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--scan", 1).code == 0
     result = clean(fxpipe("run", tmp_path / "build", *local, "--steps", 3, "--out", tmp_path / "out"))
     assert result.code == 1
     assert "RuntimeError: ]0;owned" in result.err

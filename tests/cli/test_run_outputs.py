@@ -237,7 +237,7 @@ def train_data():
         yield {{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))}}
 """
     )
-    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--scan", 1).code == 0
     result = fxpipe("run", tmp_path / "build", "--local", "--steps", 6, "--out", tmp_path / "out")
     assert result.code == 0, result.err
     assert "metrics.jsonl was deleted: it is made again, with all its lines" in result.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -106,13 +105,14 @@ class SharedView(nn.Module):
         return x + self.both.sum(0)
 
 
-@dataclass
 class Fields:
-    x: Tensor
-    y: Tensor
+    """Neither a dataclass nor a mapping."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
 
 
-def a_dataclass(size: int) -> Fields:
+def an_object(size: int) -> Fields:
     return Fields(*vectors(size))
 
 
@@ -147,7 +147,7 @@ def test_modules_are_refused_with_cause_and_cure(make: Callable[[], nn.Module], 
 
 def test_losses_and_batches_are_refused_with_cause_and_cure() -> None:
     refused(Around(nn.Tanh()), alignment, vectors(4), "depends on values")
-    refused(Around(nn.Tanh()), of_fields, a_dataclass(4), "Fields")
+    refused(Around(nn.Tanh()), of_fields, an_object(4), "Fields")
 
 
 def refused(model: nn.Module, loss: Callable[..., Tensor], batch: Any, message: str) -> None:

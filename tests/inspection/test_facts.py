@@ -201,7 +201,15 @@ def test_given_cuts_cost_what_the_planner_says(mode: Any) -> None:
     build = lowered("gpt", workers=3, cuts=mode)
     chosen, plan = build.partitions[-1], build.plan
     assert build.profile is not None
-    setting = Setting(plan.schedule, plan.policy, 1, build.costs.links, optimizer_bytes=build.costs.optimizer_bytes)
+    known = build.costs
+    setting = Setting(
+        plan.schedule,
+        plan.policy,
+        1,
+        known.links,
+        optimizer_bytes=known.optimizer_bytes,
+        policy_times=known.policy_times,
+    )
     priced = of_cuts(
         build.profile,
         setting.workers(3),

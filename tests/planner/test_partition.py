@@ -71,6 +71,7 @@ def settings_of_workers(draw: st.DrawFn, most: int = 3) -> Workers:
         memory=tuple(draw(st.sampled_from([10.0, 30.0, 60.0, math.inf])) for _ in range(count)),
         links=links,
         microbatches=draw(st.sampled_from([1, 4])),
+        owned_ms=tuple(draw(st.sampled_from([0.0, 0.05, 0.2])) for _ in range(count)),
     )
 
 
@@ -132,6 +133,7 @@ def odd_workers(draw: st.DrawFn) -> Workers:
         memory=(draw(st.sampled_from([math.inf, 100.0, 1000.0])),) * count,
         in_flight=tuple(draw(st.integers(1, 4)) for _ in range(count)),
         owned_factor=tuple(draw(number) for _ in range(count)),
+        owned_ms=tuple(draw(st.sampled_from([0.0, 0.05, 0.2])) for _ in range(count)),
         replica_factor=draw(number),
     )
 

@@ -59,5 +59,5 @@ def test_what_lost_little_or_was_not_studied_is_not() -> None:
 
 
 def test_more_staleness_than_studied_counts_as_the_most() -> None:
-    assert warning("latest", "Adam", 63) == warning("latest", "AdamW", 7)
+    assert warning("latest", "Adam", 63) == warning("latest", "AdamW", 15)
     assert warning("latest", "Adam", 5) == warning("latest", "AdamW", 3)

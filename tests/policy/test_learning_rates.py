@@ -103,6 +103,24 @@ def test_rates_told_ahead_are_those_that_come(name: str, kind: str) -> None:
             update(optimizer, scheduler, rates)
 
 
+@pytest.mark.parametrize("updates", [0, 2, 5])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_of_a_scheduler_for_epochs(name: str, updates: int) -> None:
+    """An epoch has 3 updates; the scout begins after some of them."""
+    optimizer = two_groups("sgd")
+    scheduler = SCHEDULES[name](optimizer)
+    seen, rates = [], None
+    told: list[list[float] | None] = []
+    for version in range(30):
+        if version == updates:
+            rates = LearningRates(optimizer, scheduler, updates, lambda made: made % 3 == 0)
+        seen.append(live(optimizer)[1])
+        if rates is not None and version < 20:
+            told.append(rates.reach(1, 4))
+        update(optimizer, scheduler if (version + 1) % 3 == 0 else None, rates)
+    assert told == [seen[version : version + 4] for version in range(updates, 20)]
+
+
 def test_the_scout_leaves_no_trace_on_the_real_optimizer() -> None:
     """Momentum is cycled in the shell, and `max_lr` and the like are set there, far ahead of the real ones."""
     optimizer, plain = two_groups("sgd"), two_groups("sgd")

@@ -49,7 +49,7 @@ def optimizer(named_parameters):
     return torch.optim.SGD([p for _, p in named_parameters], lr=0.1, momentum=0.9)
 
 def lr_scheduler(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // 2 % 8))
 """
 
 

@@ -108,6 +108,7 @@ def price(
 
     busy = sum(units[i].forward_ms for i in forward) + sum(units[i].backward_ms for i in backward)
     busy += sum(units[i].weight_ms + share * units[i].update_ms for i in weight)
+    busy += share * workers.owned_ms[k] * sum(units[i].parameter_bytes for i in weight)
 
     def sides(found: set[int], span: Sequence[int]) -> tuple[set[int], set[int]]:
         return {i for i in found if i < span[0]}, {i for i in found if i >= span[1]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ class LearningRates:
     scout is dropped.
 
     Args:
-        optimizer, scheduler: as they are before the first step.
+        optimizer, scheduler: as they are after so many updates.
+        updates: made so far.
+        due: whether the scheduler makes a step after so many updates; by default after each.
 
     Attributes:
         known: the scout runs ahead.
@@ -39,8 +41,16 @@ class LearningRates:
     From: FTPipe's scheduler-aware prediction (Eliad et al. 2021).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        updates: int = 0,
+        due: Callable[[int], bool] = lambda updates: True,
+    ) -> None:
         self.optimizer = optimizer
+        self._due = due
+        self._foreseen = updates
         self.known = False
         self._shell = _shell(optimizer)
         self._scout: LRScheduler | None = None
@@ -56,7 +66,7 @@ class LearningRates:
         self.known = True
 
     def stepped(self) -> None:
-        """Call after each step of the real scheduler, that is after every update."""
+        """Call after every update, and after the real scheduler's step where there is one."""
         if not self.known:
             return
         self._look(2)
@@ -79,7 +89,8 @@ class LearningRates:
         """Run the scout until it has the rates of that many updates."""
         assert self._shell is not None
         while len(self._rates) < steps:
-            if self._scout is not None:
+            self._foreseen += 1
+            if self._scout is not None and self._due(self._foreseen):
                 try:
                     with torch.random.fork_rng(devices=[]):
                         self._scout.step()

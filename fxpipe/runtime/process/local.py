@@ -6,7 +6,7 @@ Gives the same bits as the distributed run: the same actions, versions, seeds an
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
+from fxpipe.runtime.process.epochs import in_steps, tell_epoch
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_options
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
@@ -52,6 +53,7 @@ class LocalPipeline:
         out: the folder for the files of the staleness log, if the options ask for one; None writes no file.
         report: called when worker 0 ends a minibatch (see `fxpipe.observe.record.OnStep`).
         keep_gradients: keep the last update's gradients for `gradients()` (synchronous schedules only).
+        epoch: how many steps an epoch has; asked if a scheduler must know, and the options do not say.
 
     Attributes:
         fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
@@ -71,10 +73,11 @@ class LocalPipeline:
         out: str | None = None,
         report: OnStep | None = None,
         keep_gradients: bool = True,
+        epoch: Callable[[], int] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.plan = read_plan(folder)
-        self.options = options = resumed_options(options, out)
+        self.options = options = in_steps(resumed_options(options, out))
         self.recipe: Recipe = choose(self.plan, options.schedule, options.policy, options.sync_steps)
         self.device = torch.device(self.plan.device)
         self.report = report
@@ -103,6 +106,8 @@ class LocalPipeline:
             )
             for w, transport in enumerate(self.transports)
         ]
+        if epoch is not None:
+            tell_epoch(self.executors, epoch)
         self._loss_weight = task.loss_weight
         self._minibatches = ShapedMinibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self._shapes: dict[int, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
+from fxpipe.runtime.process.epochs import counted, epoch_of, in_steps
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.polite_stop import PoliteStop
@@ -26,7 +28,7 @@ from fxpipe.runtime.process.run_summary import (
     take_place,
     worker_row,
 )
-from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
+from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
@@ -67,7 +69,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     evaluating = evaluates(plan, task, options.eval_every)
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
-        total = feed.total(options.steps, options.epochs)
+        total, epoch = counted(options, feed)
+        options = in_steps(replace(options, steps_per_epoch=epoch))
         before = resumed_step(options, checkpoint, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(
@@ -83,8 +86,11 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
         )
         pipeline: LocalPipeline | None = None
         try:
-            pipeline = LocalPipeline(options.build, task, options, out=options.out, keep_gradients=False)
+            pipeline = LocalPipeline(
+                options.build, task, options, out=options.out, keep_gradients=False, epoch=lambda: epoch_of(feed)
+            )
             executors = pipeline.executors
+            record.steps_per_epoch = options.steps_per_epoch or feed.length
 
             def stopped(minibatch: int, loss: float, worker: int) -> NotFiniteError:
                 return not_finite(minibatch, loss, worker, [NotFinite.of(executor) for executor in executors])
@@ -105,6 +111,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             check_unchanged(files)
             if pipeline.resumed is not None:
                 say_resumed(pipeline.resumed)
+            else:
+                warn_of_hurry(executors[0], total, record.steps_per_epoch)
             warn_of_staleness(pipeline.recipe, executors[0])
             warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
             for watch in watches:

@@ -35,6 +35,7 @@ from fxpipe.runtime.process.coming_shapes import ComingShapes
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
+from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
@@ -48,13 +49,13 @@ from fxpipe.runtime.process.run_summary import (
 )
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
 from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_staleness
+from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
-from fxpipe.runtime.wires.group import close_group, open_group, peers
+from fxpipe.runtime.wires.group import close_group, forget_group, leave_after, open_group, peers, place_of_process
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -88,7 +89,8 @@ def join(
     progress: Progress | None = None,
     pulse: Pulse | None = None,
 ) -> dict[str, Any] | None:
-    """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
+    """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …), or that
+    the caller has made.
 
     Args:
         pulse: this worker's, if it was started by `launch`, where its launcher reads it.
@@ -100,7 +102,7 @@ def join(
         PeerLost: another worker stopped first; the caller exits quietly.
         FxpipeError: a mistake of the user's, on the worker that found it. Before the first step, on all of them.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if (place := place_of_process()) is None:
         raise RunError(
             "this process was not started by torchrun: it has no RANK and WORLD_SIZE",
             hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
@@ -108,7 +110,7 @@ def join(
     reuse_freed_memory()
     pulse = pulse or Pulse()
     pulse.phase = "loading"
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = place
     if options.progress and progress is None and rank == 0:
         progress = default_progress()
     local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -118,10 +120,8 @@ def join(
     with ExitStack() as held:
         try:
             agreed = agree(options, task, rank, world, held)
-        except PeerLost:
-            raise
-        except FxpipeError:
-            close_group()  # all workers are here, and all of them stop
+        except BaseException as error:
+            leave_after(error)  # all workers are here, and all of them stop
             raise
         try:
             pulses = _pulses(pulse, agreed.options, rank, world)
@@ -137,6 +137,8 @@ def join(
             pulse.end()
             if sys.exc_info()[0] is None:
                 close_group()
+            else:
+                forget_group()
 
 
 def _pulses(pulse: Pulse, options: RunOptions, rank: int, workers: int) -> Pulses:
@@ -173,7 +175,8 @@ class RankRun:
         self.feed = Feed(task, options.seed) if rank == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
-        self.total = self._agree_total()
+        self.total, options = agree_length(options, self.feed, rank)
+        self.options = options
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         self.backend = common_backend(device, rank, plan.workers)
@@ -193,6 +196,7 @@ class RankRun:
             continue_after=self.step or None,
             checkpoint=agreed.checkpoint,
         )
+        self.epoch = agree_epoch(self.executor, self.feed, rank, plan.workers)
         self._shards = [] if resumed is None else restore([self.executor], resumed)[0]
         self.evaluation: DistributedEvaluation | None = None
         self._evaluated = self.step
@@ -246,12 +250,15 @@ class RankRun:
                 before=options.sync_steps,
                 continue_after=self.step or None,
                 earlier=run_before(options),
+                steps_per_epoch=self.epoch,
             )
             if self.checkpoints is not None:
                 self.checkpoints.writer.logs = self.record.sync
             self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
             if self.resumed is not None:
                 say_resumed(self.resumed)
+            else:
+                warn_of_hurry(self.executor, self.total, self.epoch)
             warn_of_staleness(self.recipe, self.executor)
             warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
         record = self.record
@@ -376,14 +383,6 @@ class RankRun:
         watch.close()
         if self.record is not None and metrics is not None:
             self.record.evaluated(version, metrics, perf_counter() - begin)
-
-    def _agree_total(self) -> int:
-        box: list[Any] = [None]
-        if self.feed is not None:
-            box[0] = self.feed.total(self.options.steps, self.options.epochs)
-        with peers(self.rank):
-            dist.broadcast_object_list(box, 0)
-        return int(box[0])
 
 
 def end_process(code: int) -> NoReturn:

@@ -26,7 +26,7 @@ from fxpipe.schedule.action import Action
 
 Options = TypeVar("Options", bound=PipelineOptions)
 
-KEPT = ("schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema", "seed")
+KEPT = ("schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema", "seed", "steps_per_epoch")
 """The options of a run that its numbers depend on: one that is not given is that of the checkpoint."""
 
 OF_SCHEDULE = ("policy", "sync_steps", "rate_discount")
@@ -106,7 +106,7 @@ def resumed_options(options: Options, out: str | Path | None) -> Options:
     names = [name for name in KEPT if getattr(options, name) == defaults[name]]
     if "schedule" not in names and options.schedule != manifest.run["schedule"]:
         names = [name for name in names if name not in OF_SCHEDULE]
-    kept = {name: manifest.run[name] for name in names}
+    kept = {name: manifest.run[name] for name in names if name in manifest.run}  # an earlier fxpipe knew fewer
     return dataclasses.replace(options, resume=str(path), weights=str(path), **kept)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fxpipe.messages import warn
+from fxpipe.optimizer.hurried_scheduler import hurried
 from fxpipe.policy.accuracy_warnings import warning
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.worker.executor import Executor
@@ -20,6 +21,21 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
     for found in (warning(str(recipe.policy), kind, behind) for kind in kinds):
         if found:
             warn(found)
+
+
+def warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:
+    """Warn about a scheduler that makes a step after every update and seems to be meant for epochs.
+
+    Args:
+        total: the steps of the run, none of which has been made.
+        epoch: those of an epoch, if they are known.
+    """
+    updater = executor.store.updater
+    if updater.optimizer is None or updater.scheduler is None or updater.per_epoch:
+        return
+    steps, of = (epoch, "an epoch") if epoch is not None and epoch <= total else (total, "this run")
+    if found := hurried(updater.optimizer, updater.scheduler, steps, of):
+        warn(found)
 
 
 def warn_if_edited(*stages: LoadedStage | LoadedEvaluation) -> None:

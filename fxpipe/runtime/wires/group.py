@@ -3,11 +3,14 @@
 The user's code asks `torch.distributed.is_initialized()`: an optimizer then adds a sum over all processes, a data set
 gives each process its share. It means replicas of a model, and the workers of a pipeline are none. Nor may its calls
 come between those of the pipeline. So it finds no process group, in a distributed run as at compile time and in a local
-run, and does the same in all of them.
+run, and does the same in all of them. A group that the user's script has made before is out of sight meanwhile, and
+there again afterwards.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,16 +18,31 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from fxpipe.errors import PeerLost
+from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
 
 _group: Any = None  # of the run in this process
+_outside: Any = None  # the user's own, which is out of sight
+_stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by what the environment said then
+_meetings: Counter[tuple[str | None, ...]] = Counter()
+
+ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+
+
+def place_of_process() -> tuple[int, int] | None:
+    """The rank and the number of processes: of the user's own process group, or as the environment says; else None."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None
 
 
 def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | None = None) -> None:
-    """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …).
+    """Join the process group of a run, among the processes of `place_of_process`.
 
     Args:
         exchange: of a run on this machine, the folder that only its owner can read: the workers meet there, over no
@@ -34,11 +52,10 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
         PeerLost: another process is gone.
         RunError: somebody else has connected.
     """
-    global _group
+    global _group, _outside
+    _outside = dist.group.WORLD
     with peers(worker):
-        if exchange is None:
-            dist.init_process_group("gloo", timeout=timeout)
-        else:
+        if exchange is not None:
             folder = Path(exchange)
             store = FileStore(str(folder / "store"), workers)
             store.set_timeout(timeout)
@@ -48,14 +65,53 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
             dist.init_process_group("gloo", store=store, rank=worker, world_size=workers, timeout=timeout)
             greet(worker, workers, (folder / SECRET).read_bytes())
             close_doors(listening() - before)
+        elif _outside is not None:
+            dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            dist.init_process_group(
+                "gloo", store=_fresh_store(timeout), rank=worker, world_size=workers, timeout=timeout
+            )
         _group = dist.group.WORLD
+    dist.group.WORLD = None
+
+
+def _fresh_store(timeout: timedelta) -> Any:
+    """What the processes meet at, without the keys of an earlier run in them.
+
+    A process may run several, one after another. It keeps the first store: where worker 0 has it, as without torchrun's
+    agent, another one could not take its port.
+    """
+    key = tuple(os.environ.get(name) for name in ENVIRONMENT)
+    if key not in _stores:
+        _stores[key] = next(rendezvous("env://", timeout=timeout))[0]
+    _meetings[key] += 1
+    return PrefixStore(f"fxpipe/{_meetings[key]}", _stores[key])
 
 
 def close_group() -> None:
     """Leave it."""
-    global _group
-    dist.group.WORLD, _group = _group, None
-    dist.destroy_process_group()
+    global _group, _outside
+    if _outside is None:
+        dist.group.WORLD = _group
+        dist.destroy_process_group()
+    else:
+        dist.group.WORLD = _outside
+        dist.destroy_process_group(_group)
+    _group = _outside = None
+
+
+def forget_group() -> None:
+    """After an error that others may not have met: nobody leaves in order, and the user's own group is there again."""
+    global _group, _outside
+    dist.group.WORLD, _group, _outside = _outside, None, None
+
+
+def leave_after(error: BaseException) -> None:
+    """After an error of what all workers do together: it is the same on all of them, or one is lost."""
+    if isinstance(error, FxpipeError) and not isinstance(error, PeerLost):
+        close_group()
+    else:
+        forget_group()
 
 
 @contextmanager

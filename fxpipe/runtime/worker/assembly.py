@@ -73,6 +73,7 @@ def open_worker(
     store = WeightStore(
         plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip, options.seed, options.rate_discount
     )
+    store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
     if options.log_staleness:
         path = None if out is None else Path(out) / staleness_file(worker)

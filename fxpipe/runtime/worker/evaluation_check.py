@@ -5,18 +5,20 @@ from __future__ import annotations
 from fxpipe.errors import RunError
 from fxpipe.plan.spec import Plan
 from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.paced_scheduler import EPOCH
 
 
-def evaluates(plan: Plan, task: TrainingTask, eval_every: int | None) -> bool:
+def evaluates(plan: Plan, task: TrainingTask, eval_every: int | str | None) -> bool:
     """Whether a run evaluates in its pipeline.
 
     Raises:
         RunError: `eval_every` is given, but the build or the task has no evaluation.
     """
     if eval_every is not None:
-        check_evaluation(plan, f"evaluation every {eval_every} steps")
+        what = "evaluation every epoch" if eval_every == EPOCH else f"evaluation every {eval_every} steps"
+        check_evaluation(plan, what)
         if not task.validates:
-            raise RunError(f"evaluation every {eval_every} steps needs eval_data", hint="give both, or neither")
+            raise RunError(f"{what} needs eval_data", hint="give both, or neither")
     return bool(plan.evaluations) and task.validates
 
 

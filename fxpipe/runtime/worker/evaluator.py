@@ -117,6 +117,11 @@ def means(
     return weighted_means(rows)
 
 
-def every(steps: int | None, total: int) -> Callable[[int], bool]:
-    """Whether a run evaluates after so many updates; not after its last one, since the end is evaluated anyway."""
+def every(steps: int | str | None, total: int) -> Callable[[int], bool]:
+    """Whether a run evaluates after so many updates; not after its last one, since the end is evaluated anyway.
+
+    Args:
+        steps: between two evaluations; None makes none.
+    """
+    assert not isinstance(steps, str), "epochs are counted in steps by then"
     return lambda version: steps is not None and 0 < version < total and version % steps == 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import FxpipeError, TaskError
-from fxpipe.messages import say
+from fxpipe.messages import say, warn
 from fxpipe.random_state import random_state, random_state_kept, seed_everything, set_random_state
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.task.model_file import hook_raised
@@ -27,6 +27,7 @@ class Feed:
     the stages, which reseed it, so that the data are the same whatever the pipeline does between two batches.
 
     Attributes:
+        steps_per_epoch: if it is set, what is done once an epoch counts on it: an epoch of another length is told.
         marks: whether `mark` will be asked after so many batches; known before the next batch is read.
     """
 
@@ -41,6 +42,9 @@ class Feed:
         self._given = 0
         self._marks: dict[int, dict[str, Any]] = {}
         self._handed = -1  # the latest that was asked for
+        self._length: int | None = None
+        self._since_begin: int | None = 0  # the batches of the present epoch; None if it began before a checkpoint
+        self.steps_per_epoch: int | None = None
         self.marks: Callable[[int], bool] = lambda batches: False
 
     def total(self, steps: int | None, epochs: int | None) -> int:
@@ -49,18 +53,30 @@ class Feed:
         Raises:
             TaskError: the data are empty; or have no length, and counting them takes too long.
         """
-        if steps is not None:
-            return steps
-        with random_state_kept():
-            torch.set_rng_state(self._state)
-            data = self._task.train_data()
-            try:
-                count = len(data)  # type: ignore[arg-type]
-            except TypeError:
-                count = _count(data)
-        if not count:
-            raise _empty()
-        return count * (1 if epochs is None else epochs)
+        return self.epoch() * (1 if epochs is None else epochs) if steps is None else steps
+
+    def epoch(self) -> int:
+        """How many batches an epoch has: the data's length, or, where they have none, counted once.
+
+        Raises:
+            TaskError: as for `total`.
+        """
+        if self._length is None:
+            with random_state_kept():
+                torch.set_rng_state(self._state)
+                data = self._task.train_data()
+                try:
+                    self._length = len(data)  # type: ignore[arg-type]
+                except TypeError:
+                    self._length = _count(data)
+            if not self._length:
+                raise _empty()
+        return self._length
+
+    @property
+    def length(self) -> int | None:
+        """The same, if something has asked for it."""
+        return self._length
 
     def next_batch(self) -> Any:
         """The next batch, of a new epoch after the last one.
@@ -116,6 +132,7 @@ class Feed:
 
     def _load(self, batches: int, mark: Mapping[str, Any]) -> None:
         self._given = batches
+        self._since_begin = None
         try:
             with self._own_random():
                 self._data = self._task.train_data()
@@ -146,16 +163,29 @@ class Feed:
                 if self._batches is None:
                     self._data = self._task.train_data()
                     self._batches = iter(self._data)
-                return next(self._batches)
+                batch = next(self._batches)
+                if self._since_begin is not None:
+                    self._since_begin += 1
+                return batch
             except StopIteration:
                 self._batches = None
                 if fresh:
                     raise _empty() from None
+                self._epoch_over()
             except FxpipeError:
                 raise
             except Exception as error:
                 raise hook_raised("train_data", error, getattr(self._task, "path", None)) from error
         raise _empty()
+
+    def _epoch_over(self) -> None:
+        found, expected, self._since_begin = self._since_begin, self.steps_per_epoch, 0
+        if found is not None and expected is not None and found != expected:
+            warn(
+                f"train_data() gave {found} batches for an epoch, not {expected}: what is done every epoch is done "
+                f"every {expected} steps all the same (--steps-per-epoch says how many)"
+            )
+            self.steps_per_epoch = None  # once is enough
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
@@ -184,7 +214,7 @@ def _count(data: Iterable[Any]) -> int:
         if perf_counter() - begin > COUNTING_SECONDS:
             raise TaskError(
                 f"train_data() has no length, and counting its batches took more than {COUNTING_SECONDS:.0f} s",
-                hint="say how many steps to train: --steps N",
+                hint="say how many steps to train, --steps N, or how many an epoch has, --steps-per-epoch N",
             )
     return count
 

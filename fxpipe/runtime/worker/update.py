@@ -24,6 +24,7 @@ from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.paced_scheduler import paced
 from fxpipe.task.several_optimizers import parts_of
 
 
@@ -37,7 +38,7 @@ class Updater:
         segments: of the run; in those of one minibatch no gradient is late.
         rate_discount: over how many steps the rates of late gradients are discounted; None does not.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
-            optimizer; the scheduler that it returns, if any, makes a step after every update.
+            optimizer; the scheduler that it returns, if any, makes a step after every update, or after every epoch.
         keep_gradients: leave them in `grad` until the next update.
         seed: of the run; the optimizer's random numbers follow from it, the worker and the update, and a scheduler's
             from it and the update alone, so that all workers' rates are the same. The process's own random state
@@ -45,6 +46,8 @@ class Updater:
 
     Attributes:
         optimizer: None where nothing is trained: the worker owns nothing, or the user's optimizer chooses none of it.
+        per_epoch: the scheduler makes a step after every epoch.
+        steps_per_epoch: the updates of an epoch; known before the first update where `per_epoch`.
 
     Raises:
         TaskError: the user's hooks returned something other than an optimizer of these parameters, or a scheduler.
@@ -73,6 +76,8 @@ class Updater:
         self._sum = gradients
         self.clip = clip
         self.scheduler: Any = None
+        self.per_epoch = False
+        self.steps_per_epoch: int | None = None
         self.predictor: Predictor | None = None
         self.repair: SpikeCompensation | ErrorFeedback | None = None
         self._divisor = divisor
@@ -88,11 +93,13 @@ class Updater:
             if self.optimizer is None:
                 return
             self._reseed("lr_scheduler")
-            self.scheduler = _scheduler(task, self.optimizer)
+            made = paced(task.lr_scheduler(self.optimizer))
+            if made is not None:
+                self.scheduler, self.per_epoch = made.scheduler, made.per_epoch
         if rate_discount is not None:
             self._discount = RateDiscount(self.optimizer, delays, rate_discount, segments)
         if policy.predicts:
-            self._rates = LearningRates(self.optimizer, self.scheduler)
+            self._rates = LearningRates(self.optimizer, self.scheduler, due=self.scheduler_due)
             self.predictor = Predictor(
                 self.optimizer,
                 self.parameters,
@@ -116,6 +123,21 @@ class Updater:
     def norm(self) -> float | None:
         """The norm of all workers' gradients at the last update, if they are clipped (see `Clip.norm`)."""
         return None if self.clip is None else self.clip.norm
+
+    def scheduler_due(self, updates: int) -> bool:
+        """Whether the scheduler makes a step after so many updates.
+
+        Raises:
+            TaskError: it does so every epoch, and nobody has said how many steps that is.
+        """
+        if not self.per_epoch:
+            return True
+        if self.steps_per_epoch is None:
+            raise TaskError(
+                "lr_scheduler() returned a scheduler for every epoch, and it is not known how many steps that is",
+                hint="steps_per_epoch=len(DATA)",
+            )
+        return updates % self.steps_per_epoch == 0
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run."""
@@ -186,7 +208,7 @@ class Updater:
         if self._discount is not None:
             self._discount.updates = updates
         if self._rates is not None:
-            self._rates = LearningRates(self.optimizer, self.scheduler)
+            self._rates = LearningRates(self.optimizer, self.scheduler, updates, self.scheduler_due)
             self._rates.known &= all(each.get("rates_known", True) for each in known)
 
         def by_name(what: str) -> dict[str, Any]:
@@ -211,8 +233,9 @@ class Updater:
         with random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch: of steps before those of the optimizer
             for update in range(updates):
-                self._reseed("lr_scheduler", update)
-                self.scheduler.step()
+                if self.scheduler_due(update + 1):
+                    self._reseed("lr_scheduler", update)
+                    self.scheduler.step()
 
     def gradients(self) -> list[Tensor | None]:
         """The last update's mean gradients, if they are kept."""
@@ -236,7 +259,7 @@ class Updater:
         except Exception as error:
             raise self._failed(error, minibatch, optimizer) from error
         try:
-            if self.scheduler is not None:
+            if self.scheduler is not None and self.scheduler_due(minibatch + 1):
                 self._reseed("lr_scheduler", minibatch)
                 self.scheduler.step()
         except Exception as error:
@@ -255,7 +278,7 @@ class Updater:
         return RunError(
             f"the update after step {minibatch + 1} failed on worker {self.worker}: {type(error).__name__}: {error}",
             where=f"{type(what).__name__}.step()",
-            hint="it is called once after every update, without arguments",
+            hint="it is called without arguments, an optimizer's once after every update",
         )
 
 
@@ -264,13 +287,3 @@ def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     return bool(hooks) or not own
-
-
-def _scheduler(task: TrainingTask, optimizer: torch.optim.Optimizer) -> Any:
-    scheduler = task.lr_scheduler(optimizer)
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise TaskError(
-            f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()",
-            hint="return a torch.optim.lr_scheduler, or None",
-        )
-    return scheduler

@@ -1,0 +1,102 @@
+"""Epochs in steps: what all workers do every epoch, though worker 0 alone has the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fxpipe.errors import TaskError
+from fxpipe.runtime.options import PipelineOptions, RunOptions, steps_or_epoch
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.feed import Feed
+from fxpipe.task.paced_scheduler import EPOCH
+
+Options = TypeVar("Options", bound=PipelineOptions)
+
+OF_EPOCHS = ("eval_every", "checkpoint_every")
+"""The options that may say `epoch`."""
+
+
+def in_steps(options: Options) -> Options:
+    """The options with a number of steps where they say `epoch`.
+
+    Raises:
+        TaskError: it is not known how many that is, or none.
+        FxpipeError: they say something else.
+    """
+    if options.steps_per_epoch is not None and options.steps_per_epoch < 1:
+        raise TaskError(f"an epoch has {options.steps_per_epoch} steps", hint="steps_per_epoch=len(DATA)")
+    if isinstance(every := getattr(options, "eval_every", None), str):
+        steps_or_epoch(every)
+    named = [name for name in OF_EPOCHS if getattr(options, name, None) == EPOCH]
+    if not named:
+        return options
+    if options.steps_per_epoch is None:
+        raise TaskError(
+            f"{named[0]} is every epoch, and it is not known how many steps that is", hint="steps_per_epoch=len(DATA)"
+        )
+    steps: dict[str, Any] = {"eval_every": options.steps_per_epoch, "checkpoint_every": str(options.steps_per_epoch)}
+    return dataclasses.replace(options, **{name: steps[name] for name in named})
+
+
+def counted(options: RunOptions, feed: Feed) -> tuple[int, int | None]:
+    """How many minibatches a run has, and how many an epoch, if an option names epochs: by the data.
+
+    Raises:
+        TaskError: the data are empty; or have no length, and counting them takes too long.
+    """
+    if options.steps is None and options.steps_per_epoch is not None:
+        total = options.steps_per_epoch * (options.epochs or 1)
+    else:
+        total = feed.total(options.steps, options.epochs)
+    asked = any(getattr(options, name) == EPOCH for name in OF_EPOCHS)
+    return total, epoch_of(feed) if asked and options.steps_per_epoch is None else options.steps_per_epoch
+
+
+def agree_length(options: RunOptions, feed: Feed | None, rank: int) -> tuple[int, RunOptions]:
+    """How many minibatches the run has, and the options in steps; called by all workers.
+
+    Args:
+        feed: on worker 0.
+    """
+    box: list[Any] = [None, None]
+    if feed is not None:
+        box = [*counted(options, feed)]
+    with peers(rank):
+        dist.broadcast_object_list(box, 0)
+    return int(box[0]), in_steps(dataclasses.replace(options, steps_per_epoch=box[1]))
+
+
+def agree_epoch(executor: Executor, feed: Feed | None, rank: int, workers: int) -> int | None:
+    """Tell this worker's scheduler how long an epoch is, if any worker's must know; called by all.
+
+    Returns:
+        How long one is, as far as this worker knows.
+    """
+    updater = executor.store.updater
+    wanted: list[Any] = [None] * workers
+    with peers(rank):
+        dist.all_gather_object(wanted, updater.per_epoch and updater.steps_per_epoch is None)
+    if any(wanted):
+        box = [None if feed is None else epoch_of(feed)]
+        with peers(rank):
+            dist.broadcast_object_list(box, 0)
+        updater.steps_per_epoch = box[0]
+    return updater.steps_per_epoch or (None if feed is None else feed.length)
+
+
+def tell_epoch(executors: Iterable[Executor], epoch: Callable[[], int]) -> None:
+    """The same where all workers are in this process: `epoch` says, or counts, how long one is."""
+    for updater in (executor.store.updater for executor in executors):
+        if updater.per_epoch and updater.steps_per_epoch is None:
+            updater.steps_per_epoch = epoch()
+
+
+def epoch_of(feed: Feed) -> int:
+    """How many steps an epoch of the data is; from now on, one of another length is told."""
+    feed.steps_per_epoch = feed.epoch()
+    return feed.steps_per_epoch

@@ -1,0 +1,86 @@
+"""The first batches of some data, and what the data say of all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader
+
+from fxpipe.task.batch import describe
+from fxpipe.task.containers import flatten
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first batches of `train_data()`.
+
+    Attributes:
+        batches: at least one.
+        length: how many an epoch has, where the data say so.
+        size: the samples of a batch, where a DataLoader says so.
+        last: those of its last batch, where that is smaller.
+    """
+
+    batches: list[Any]
+    length: int | None = None
+    size: int | None = None
+    last: int | None = None
+
+    def apart(self) -> tuple[list[Any], Any]:
+        """The batches after the first, and, apart from them, the smaller last one of an epoch, if it is among them."""
+        if self.last is None or len(self.batches) != self.length:
+            return self.batches[1:], None
+        return self.batches[1:-1], self.batches[-1]
+
+
+def first_batches(data: Iterable[Any], count: int) -> FirstBatches:
+    """At most so many, read in one go; the first is a copy where more are read, which may be made in its memory."""
+    try:
+        length: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        length = None
+    batches: list[Any] = []
+    for batch in itertools.islice(data, count):
+        batches.append(batch if batches or count == 1 else _copied(batch))
+    return FirstBatches(batches, length, *_sizes(data))
+
+
+def _copied(batch: Any) -> Any:
+    values, spec = flatten(batch)
+    return pytree.tree_unflatten([v.clone() if isinstance(v, torch.Tensor) else v for v in values], spec)
+
+
+def _sizes(data: Iterable[Any]) -> tuple[int | None, int | None]:
+    """The samples of a DataLoader's batches, and what is left over for the last, if its own sampler makes them."""
+    sampler = data.batch_sampler if isinstance(data, DataLoader) else None
+    plain = type(sampler).__name__ == "BatchSampler"  # torch's, or torchdata's
+    if not isinstance(sampler, BatchSampler) or not plain or sampler.drop_last:
+        return None, None
+    try:
+        samples = len(sampler.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return None, None
+    left = samples % sampler.batch_size
+    return sampler.batch_size, left if left and samples > sampler.batch_size else None
+
+
+def shortened(batch: Any, first: FirstBatches, dims: Mapping[str, int | None] | None = None) -> Any:
+    """As many samples of a batch as the last one of an epoch will have; None if they are not seen in its tensors.
+
+    Args:
+        dims: by name of a leaf, where its samples are; None for a tensor that has none. By default in the first.
+    """
+    if first.last is None:
+        return None
+    leaves, values, spec = describe(batch)
+    cut = {leaf.name: leaf.dim for leaf in leaves} if dims is None else dims
+    places = [(value, cut[leaf.name]) for leaf, value in zip(leaves, values, strict=True)]
+    sizes = {value.shape[dim] for value, dim in places if isinstance(value, torch.Tensor) and dim is not None}
+    if sizes != {first.size}:
+        return None
+    return pytree.tree_unflatten([v if dim is None else v.narrow(dim, 0, first.last) for v, dim in places], spec)

@@ -1,0 +1,116 @@
+"""Compile looks at what training data say: a DataLoader's last, smaller batch, shapes, schedulers for epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import QUICK, fxpipe
+from model_files import write_model
+
+LOADER = """
+
+def train_data():
+    data = [(torch.randn(6), torch.randint(0, 3, ())) for _ in range({samples})]
+    together = lambda rows: {{"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}}
+    return torch.utils.data.DataLoader(data, batch_size=8, collate_fn=together{more})
+"""
+
+
+def loading(folder: Path, samples: int, more: str = "") -> Path:
+    model = write_model(folder)
+    model.write_text(model.read_text() + LOADER.format(samples=samples, more=more))
+    return model
+
+
+@pytest.mark.parametrize("local", [("--local",), ()])
+def test_a_smaller_last_batch_has_stages_of_its_own(tmp_path: Path, local: tuple[str, ...]) -> None:
+    model = loading(tmp_path, 8 * 12 + 4)
+    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--verify")
+    assert result.code == 0, result.err
+    assert "float32[4, 6]" in result.out
+    run = fxpipe("run", tmp_path / "build", "--epochs", 2, *local, "--out", tmp_path / "out", "--json")
+    assert run.json["steps"] == 26
+
+
+def test_a_build_with_several_shapes_is_replaced(tmp_path: Path) -> None:
+    model = loading(tmp_path, 8 * 12 + 4)
+    for _ in range(2):
+        result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
+        assert result.code == 0, result.err
+
+
+def test_a_last_batch_that_cannot_be_cut_is_warned_of(tmp_path: Path) -> None:
+    result = fxpipe("compile", loading(tmp_path, 99), "-n", 4, "-o", tmp_path / "build", *QUICK, "--verify")
+    assert result.code == 0, result.err
+    said = " ".join(result.err.split())
+    assert "the last batch of an epoch will be smaller (batch['x'] float32[3, 6], batch['y'] int64[3])" in said
+    assert "its step cannot be compiled: 4 microbatches do not divide a batch of 3; a run ends there" in said
+    assert "drop_last=True" in said
+
+
+def test_a_last_batch_among_the_first_is_treated_alike(tmp_path: Path) -> None:
+    """Of seven batches all are read: the last does not decide the number of microbatches, nor refuse it."""
+    asked = ("-n", 2, "--schedule", "1f1b", "--microbatches", 4)
+    result = fxpipe("compile", loading(tmp_path, 51), *asked, "-o", tmp_path / "build", *QUICK)
+    assert result.code == 0, result.err
+    assert "4 microbatches do not divide a batch of 3; a run ends there" in " ".join(result.err.split())
+    chosen = fxpipe("compile", loading(tmp_path, 51), "-n", 4, "-o", tmp_path / "build", *QUICK)
+    assert "4 microbatches" in chosen.out
+
+
+def test_samples_that_are_not_first_are_not_guessed(tmp_path: Path) -> None:
+    """The first dimension, 35, is not the DataLoader's 8: what its last batch looks like is not known."""
+    model = write_model(
+        tmp_path, ('model(batch["x"])', 'model(batch["x"].flatten(0, 1))'), ('batch["y"])', 'batch["y"].flatten())')
+    )
+    hook = LOADER.format(samples=98, more="").replace(
+        "torch.randn(6), torch.randint(0, 3, ())", "torch.randn(35, 6), torch.randint(0, 3, (35,))"
+    )
+    hook = hook.replace("for x, _ in rows])", "for x, _ in rows], 1)").replace(
+        "for _, y in rows])", "for _, y in rows], 1)"
+    )
+    model.write_text(model.read_text() + hook)
+    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
+    assert result.code == 0, result.err
+    assert "shape 1" not in result.out
+
+
+def test_a_last_batch_that_eager_pytorch_refuses_is_warned_of(tmp_path: Path) -> None:
+    """The model's batch norm wants more than one sample."""
+    result = fxpipe("compile", loading(tmp_path, 97), "-o", tmp_path / "build", *QUICK, "--verify")
+    assert result.code == 0, result.err
+    assert "Expected more than 1 value per channel" in result.err
+    assert "drop_last=True" in result.err
+
+
+@pytest.mark.parametrize(("samples", "more"), [(96, ""), (99, ", drop_last=True"), (5, "")])
+def test_loaders_whose_batches_are_alike(tmp_path: Path, samples: int, more: str) -> None:
+    result = fxpipe("compile", loading(tmp_path, samples, more), "-o", tmp_path / "build", *QUICK)
+    assert result.code == 0, result.err
+    assert "last batch" not in result.err
+    assert "shape 1" not in result.out
+
+
+def test_lengths_of_a_collator_are_seen(tmp_path: Path) -> None:
+    lengths = "[(4, 6, 8)[number % 3] for number in range(9)]"
+    model = write_model(tmp_path)
+    hooks = f"\n\ndef train_data():\n    for n in {lengths}:\n        yield "
+    hooks += '{"x": torch.randn(n, 6), "y": torch.randint(0, 3, (n,))}\n'
+    model.write_text(model.read_text() + hooks)
+    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--verify")
+    assert result.code == 0, result.err
+    assert "the first 8 batches of train_data() have 3 shapes" in " ".join(result.err.split())
+    assert fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "out", "--json").json["steps"] == 9
+
+
+def test_a_scheduler_for_epochs_is_warned_of(tmp_path: Path) -> None:
+    model = loading(tmp_path, 8 * 60)
+    hook = "\n\ndef lr_scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)"
+    model.write_text(model.read_text() + hook)
+    warned = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
+    assert "in the first 20 updates, of 60 in an epoch" in " ".join(warned.err.split())
+    model.write_text(model.read_text() + ', "epoch"\n')
+    silent = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK)
+    assert silent.code == 0, silent.err
+    assert "learning rate" not in silent.err

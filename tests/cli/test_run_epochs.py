@@ -1,0 +1,212 @@
+"""What is done every epoch: a scheduler's steps, evaluations and checkpoints, as a user asks for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK, fxpipe
+from model_files import write_model
+from safetensors.torch import load_file
+from torch import nn
+
+import fxpipe as api
+from fxpipe.errors import TaskError
+
+HOOKS = """
+
+def train_data():
+    torch.manual_seed(7)
+    {data}
+
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.5, momentum=0.9)
+
+
+def lr_scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), "epoch"
+
+
+def eval_data():
+    return [{{"x": torch.ones(4, 6), "y": torch.zeros(4, dtype=torch.int64)}}]
+
+
+def metrics(model, batch):
+    return {{"loss": loss(model, batch)}}
+"""
+EPOCH = 6
+LIST = 'return [{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))} for _ in range(6)]'
+GENERATED = 'yield from [{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))} for _ in range(6)]'
+
+
+def built(folder: Path, data: str, *options: Any) -> Path:
+    model = write_model(folder, ("0.1, self.training", "0.0, self.training"))
+    model.write_text(model.read_text() + HOOKS.format(data=data))
+    result = fxpipe("compile", model, "-o", folder / "build", *QUICK, *options)
+    assert result.code == 0, result.err
+    return model
+
+
+def rates(out: Path) -> list[float]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["lr"] for row in rows if "lr" in row]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("epochs")
+    built(folder, LIST)
+    return folder
+
+
+def epochs(out: Path) -> list[int]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["epoch"] for row in rows if "loss" in row]
+
+
+BY_EPOCH = [0.5 * 0.5 ** (step // EPOCH) for step in range(3 * EPOCH)]
+
+
+def test_an_epochs_scheduler_makes_a_step_an_epoch(folder: Path, tmp_path: Path) -> None:
+    """Weights are those of a plain loop, with scheduler.step() where every script has it."""
+    out = tmp_path / "out"
+    result = fxpipe("run", folder / "build", "--schedule", "1f1b", "--epochs", 3, "--local", "--out", out)
+    assert result.code == 0, result.err
+    assert "learning rate" not in result.err
+    assert rates(out) == BY_EPOCH
+
+    scope: dict[str, Any] = {}
+    exec((folder / "model.py").read_text(), scope)
+    torch.manual_seed(0)
+    model: nn.Module = scope["model"]()
+    model.load_state_dict(load_file(folder / "build" / "weights.safetensors"))
+    optimizer = scope["optimizer"](list(model.named_parameters()))
+    scheduler, _ = scope["lr_scheduler"](optimizer)
+    for _ in range(3):
+        for batch in scope["train_data"]():
+            optimizer.zero_grad()
+            scope["loss"](model, batch).backward()
+            optimizer.step()
+        scheduler.step()
+    found = load_file(out / "model.safetensors")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_and_a_resumed_run_give_the_same(folder: Path, tmp_path: Path) -> None:
+    whole = ("--eval-every", "epoch", "--epochs", 3)
+    result = fxpipe("run", folder / "build", *whole, "--local", "--out", tmp_path / "local", "--json")
+    assert [row["step"] for row in result.json["evaluations"]] == [6, 12, 18]
+    many = fxpipe("run", folder / "build", *whole, "--out", tmp_path / "many", "--json")
+    assert many.json["evaluations"] == result.json["evaluations"]
+    assert rates(tmp_path / "many") == rates(tmp_path / "local") == BY_EPOCH
+    assert epochs(tmp_path / "many") == epochs(tmp_path / "local") == [step // EPOCH + 1 for step in range(3 * EPOCH)]
+    part = ("--steps", 14, "--checkpoint-every", "epoch", "--out", tmp_path / "part")
+    assert fxpipe("run", folder / "build", "--eval-every", "epoch", *part).code == 0
+    kept = sorted(path.name for path in (tmp_path / "part" / "checkpoints").iterdir())
+    assert kept == ["step-12", "step-14", "step-6"] or kept == ["step-12", "step-6"]
+    more = fxpipe(
+        "run", folder / "build", *whole, "--out", tmp_path / "part", "--checkpoint-every", "epoch", "--resume"
+    )
+    assert more.code == 0, more.err
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "many", "part")]
+    assert files[0] == files[1] == files[2]
+
+
+def test_a_resumed_run_counts_the_epochs_of_the_first(folder: Path, tmp_path: Path) -> None:
+    four = ("run", folder / "build", "--local", "--steps-per-epoch", 4)
+    assert fxpipe(*four, "--steps", 14, "--out", tmp_path / "whole").code == 0
+    assert fxpipe(*four, "--steps", 6, "--checkpoint-every", 3, "--out", tmp_path / "part").code == 0
+    more = fxpipe("run", folder / "build", "--local", "--steps", 14, "--out", tmp_path / "part", "--resume")
+    assert more.code == 0, more.err
+    assert rates(tmp_path / "part") == rates(tmp_path / "whole") == [0.5 * 0.5 ** (step // 4) for step in range(14)]
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
+    assert files[0] == files[1]
+
+
+def test_a_scheduler_whose_state_cannot_be_written_goes_on(tmp_path: Path) -> None:
+    model = built(tmp_path, LIST)
+    assert model.read_text().count("StepLR(optimizer, step_size=1, gamma=0.5)") == 1
+    unwritable = "LambdaLR(optimizer, Halved())"
+    halved = "\n\nclass Halved:\n    def __init__(self):\n        self.file = open(__file__)\n\n"
+    halved += "    def __call__(self, epoch):\n        return 0.5**epoch\n"
+    model.write_text(model.read_text().replace("StepLR(optimizer, step_size=1, gamma=0.5)", unwritable) + halved)
+    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    run = ("run", tmp_path / "build", "--local", "--out", tmp_path / "out")
+    assert fxpipe(*run, "--steps", 8, "--checkpoint-every", 8).code == 0
+    more = fxpipe(*run, "--steps", 14, "--resume")
+    assert more.code == 0, more.err
+    assert rates(tmp_path / "out") == BY_EPOCH[:14]
+
+
+def test_epochs_of_a_given_length(folder: Path, tmp_path: Path) -> None:
+    run = ("run", folder / "build", "--local", "--epochs", 3, "--steps-per-epoch", 4, "--out", tmp_path / "out")
+    assert fxpipe(*run, "--json").json["steps"] == 12
+    assert epochs(tmp_path / "out") == [step // 4 + 1 for step in range(12)]
+
+
+@pytest.mark.parametrize("local", [("--local",), ()])
+def test_data_without_a_length_are_counted(tmp_path: Path, local: tuple[str, ...]) -> None:
+    built(tmp_path, GENERATED)
+    run = ("run", tmp_path / "build", "--steps", 3 * EPOCH, "--eval-every", "epoch", *local)
+    result = fxpipe(*run, "--out", tmp_path / "out", "--json")
+    assert [row["step"] for row in result.json["evaluations"]] == [6, 12, 18]
+    assert rates(tmp_path / "out") == BY_EPOCH
+    result = fxpipe(*run, "--steps-per-epoch", 4, "--out", tmp_path / "four", "--json")
+    assert [row["step"] for row in result.json["evaluations"]] == [4, 8, 12, 16, 18]
+    assert rates(tmp_path / "four") == [0.5 * 0.5 ** (step // 4) for step in range(3 * EPOCH)]
+
+
+def test_epochs_that_differ_are_told(tmp_path: Path) -> None:
+    shrinking = "globals().update(left=globals().get('left', 8) - 1); " + LIST.replace("range(6)", "range(left)")
+    built(tmp_path, shrinking)
+    result = fxpipe("run", tmp_path / "build", "--steps", 14, "--local", "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "train_data() gave 6 batches for an epoch, not 7: what is done every epoch" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("local", [("--local",), ()])
+def test_a_scheduler_for_epochs_that_goes_with_steps_is_warned_of(
+    local: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path)
+    hooks = HOOKS.format(data=LIST.replace("range(6)", "range(40)")).replace(', "epoch"', "")
+    model.write_text(model.read_text() + hooks)
+    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    said = fxpipe("run", tmp_path / "build", *local, "--out", tmp_path / "out").err
+    said = " ".join((said + capfd.readouterr().err).split())
+    assert "learning rate falls from 0.5 to 0.000488 in the first 10 updates" in said
+    assert 'return scheduler, "epoch"' in said
+
+
+def test_a_scheduler_over_several_epochs_is_not_warned_of(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    scheduler = "CosineAnnealingLR(optimizer, 72)"
+    hooks = HOOKS.format(data=LIST).replace("StepLR(optimizer, step_size=1, gamma=0.5)", scheduler)
+    model.write_text(model.read_text() + hooks.replace(', "epoch"', ""))
+    assert fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).code == 0
+    result = fxpipe("run", tmp_path / "build", "--local", "--epochs", 30, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "lr_scheduler()" not in result.err
+
+
+def test_options_in_python_are_checked(folder: Path) -> None:
+    build = api.load(folder / "build")
+    with pytest.raises(TaskError, match="an epoch has 0 steps"):
+        build.local(steps_per_epoch=0)
+    with pytest.raises(TaskError, match="not known how many steps that is"):
+        build.local(lr_scheduler=lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "epoch"))
+
+
+def test_what_is_no_number_of_steps(folder: Path) -> None:
+    result = fxpipe("run", folder / "build", "--eval-every", "epochs")
+    assert result.code != 0
+    assert "'epochs' is no number of steps" in result.err
+    result = fxpipe("run", folder / "build", "--eval-every", "0")
+    assert result.code != 0
+    result = fxpipe("run", folder / "build", "--checkpoint-every", "epochs")
+    assert "or epoch" in result.err

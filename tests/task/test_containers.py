@@ -1,0 +1,123 @@
+"""Batches as libraries give them: mappings, named tuples and dataclasses reach the model as what they are."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from commands import QUICK, fxpipe
+from model_files import write_model
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fxpipe as api
+from fxpipe.errors import BatchError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.task.containers import flatten
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding: items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    note: str = "some"
+    size: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.x)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def tensors(samples: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, 6), "y": torch.randint(0, 3, (samples,))}
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "mapping": (lambda: Encoding(tensors()), lambda batch: (batch["x"], batch.y)),
+    "dataclass": (lambda: Sample(**tensors()), lambda batch: (batch.x[: batch.size], batch.y)),
+    "named tuple": (lambda: Pair(**tensors()), lambda batch: (batch.x, batch.y)),
+    "nested": (
+        lambda: {"in": [Encoding(tensors())], "more": Sample(**tensors())},
+        lambda b: (b["in"][0].x, b["more"].y),
+    ),
+}
+
+
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_as_in_eager(kind: str, microbatches: int) -> None:
+    make, parts = KINDS[kind]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = parts(batch)
+        return cross_entropy(model(x), y)
+
+    torch.manual_seed(0)
+    model = Layers()
+    options = {"workers": 2, "schedule": "1f1b", "microbatches": microbatches, "cost": "analytic"}
+    build = api.compile(model, loss, make(), **options)
+    assert compare_with_eager(build, model, loss, make()).largest < 1e-5
+    pipeline = build.local()
+    assert all(torch.isfinite(pipeline.step(make())) for _ in range(3))
+
+
+def test_a_container_that_cannot_be_made_again_is_named() -> None:
+    @dataclass
+    class Doubled:
+        x: Tensor
+
+        def __post_init__(self) -> None:
+            self.x = 2 * self.x
+
+    with pytest.raises(BatchError, match="Doubled, which cannot be made again of what it holds"):
+        flatten(Doubled(torch.ones(2)))
+
+
+def test_a_field_that_construction_does_not_set_is_refused() -> None:
+    @dataclass
+    class Filled:
+        x: Tensor
+        mask: Tensor | None = field(init=False, default=None)
+
+    batch = Filled(torch.ones(2))
+    batch.mask = torch.zeros(2)
+    with pytest.raises(BatchError, match="Filled, which cannot be made again"):
+        flatten(batch)
+
+
+def test_a_tokenizers_batch_in_a_run(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert issubclass(transformers.BatchEncoding, UserDict)
+    model = write_model(tmp_path, ("import torch\n", "import torch\nfrom transformers import BatchEncoding\n"))
+    hook = "\n\ndef train_data():\n    for _ in range(10):\n        yield BatchEncoding("
+    hook += '{"x": torch.randn(8, 6), "y": torch.randint(0, 3, (8,))})\n'
+    model.write_text(model.read_text() + hook)
+    result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--verify")
+    assert result.code == 0, result.err
+    local = fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "local", "--json").json
+    many = fxpipe("run", tmp_path / "build", "--out", tmp_path / "many", "--json").json
+    assert local["losses"] == many["losses"]
+    assert len(local["losses"]) == 10
