@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,9 @@ class Journal:
         self._results[key(job)] = result
         with self.path.open("a") as file:
             file.write(json.dumps({"job": json.loads(key(job)), "result": result}) + "\n")
+
+    def begin_with(self, known: Iterable[tuple[Job, Result]]) -> None:
+        """Add what is known from elsewhere to a journal that has no line yet."""
+        if not self._results:
+            for job, result in known:
+                self.add(job, result)

@@ -12,6 +12,7 @@ from pathlib import Path
 from journal import Journal
 from plots import draw
 from pool import results
+from published import published
 from study import FULL, METHODS, QUICK, Job, Study
 from summary import summarize, write_summary
 from tables import tables, write_between_markers
@@ -21,7 +22,7 @@ from workloads import WORKLOADS
 from fxpipe.threads import cores
 
 HERE = Path(__file__).resolve().parent
-BUILD = HERE.parents[1] / "build"
+ROOT = HERE.parents[1]
 
 
 def main() -> int:
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     parser.add_argument("--jobs", type=int, default=cores(), help="processes, of one thread each; default: the cores")
-    parser.add_argument("--out", type=Path, help="working folder; default: build/accuracy, or build/accuracy-quick")
+    parser.add_argument("--out", type=Path, help="working folder; default: build-accuracy, or build-accuracy-quick")
     parser.add_argument("--report", action="store_true", help="run nothing: plots and tables of what is there")
     parser.add_argument("--publish", action="store_true", help="of the full study, also here, – where a run is missing")
     options = parser.parse_args()
@@ -40,8 +41,10 @@ def main() -> int:
         study = study.only(options.only)
     if options.methods:
         study = study.of(options.methods)
-    out = options.out or BUILD / ("accuracy-quick" if options.quick else "accuracy")
+    out = options.out or ROOT / ("build-accuracy-quick" if options.quick else "build-accuracy")
     journal = Journal(out / "results.jsonl")
+    if not options.quick:
+        journal.begin_with(published(HERE / "result.json", FULL))
     failed = 0
     if not options.report:
         try:

@@ -1,9 +1,10 @@
 """How much of two cores a two-worker pipeline turns into training. See README.md beside this file.
 
-Each round runs, one after the other: the pipeline (`async`, `spectrain`, two processes of one thread); and the single
-thread: the same emitted functions with the optimizer step, forward and backward of both stages in turn, in one process
-of one thread, with nothing communicated and nothing predicted. Efficiency is the pipeline's samples/s over twice the
-single thread's; the median over the rounds is what counts. Then what microbatches cost, by the size of the batch.
+Each round runs, one after the other: the pipeline (`async`, the default policy, two processes of one thread); and the
+single thread: the same emitted functions with the optimizer step, forward and backward of both stages in turn, in one
+process of one thread, with nothing communicated and nothing predicted. Efficiency is the pipeline's samples/s over
+twice the single thread's; the median over the rounds is what counts. Then what microbatches cost, by the size of the
+batch.
 """
 
 from __future__ import annotations
