@@ -96,7 +96,7 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
             raise ended_by_exit(error, f"worker {os.environ['RANK']}" if joined else "the run") from None
         _finish(options, summary, as_json)
     if joined:
-        from fxpipe.runtime.process.rank import end_process
+        from fxpipe.runtime.process.end_process import end_process
 
         end_process(0)
     return 0
@@ -146,7 +146,8 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     from fxpipe.runtime.process.resume import resumed_options
 
     if joined:
-        from fxpipe.runtime.process.rank import end_process, join
+        from fxpipe.runtime.process.end_process import end_process
+        from fxpipe.runtime.process.rank import join
 
         try:
             return join(options)

@@ -197,7 +197,7 @@ def main(request: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from fxpipe.runtime.process.allocator import reuse_freed_memory
-    from fxpipe.runtime.process.rank import end_process
+    from fxpipe.runtime.process.end_process import end_process
     from fxpipe.runtime.wires.distributed import Wires
 
     reuse_freed_memory()

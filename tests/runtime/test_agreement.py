@@ -27,7 +27,8 @@ import json, os, sys
 from pathlib import Path
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.rank import end_process, join
+from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.rank import join
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 for number, (port, texts) in enumerate(json.loads((folder / "cases.json").read_text())):

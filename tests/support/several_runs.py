@@ -18,7 +18,8 @@ WORKER = """
 import json, os, sys
 from pathlib import Path
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process.rank import end_process, join
+from fxpipe.runtime.process.end_process import end_process
+from fxpipe.runtime.process.rank import join
 
 for number, (port, text) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     os.environ["MASTER_PORT"] = str(port)

@@ -30,8 +30,9 @@ def main(text: str, launcher: int) -> NoReturn:
     pulse.begin()
     only_here()
     from fxpipe.runtime.options import RunOptions
+    from fxpipe.runtime.process.end_process import end_process
     from fxpipe.runtime.process.first_cause import leave_error
-    from fxpipe.runtime.process.rank import end_process, join
+    from fxpipe.runtime.process.rank import join
 
     try:
         summary = join(RunOptions.from_json(text), pulse=pulse)

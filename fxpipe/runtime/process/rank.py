@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import FxpipeError, NotFiniteError, PeerLost, RunError
+from fxpipe.errors import NotFiniteError
 from fxpipe.observe.live import PulseBoard
 from fxpipe.observe.progress import Progress, default_progress
-from fxpipe.observe.pulse import PULSES, Pulse, PulseFile, Pulses, StorePulses
+from fxpipe.observe.pulse import Pulse, Pulses
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.observe.watch import Cause
 from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.agreed_stop import AgreedStop
-from fxpipe.runtime.process.agreement import Agreed, agree
+from fxpipe.runtime.process.agreement import Agreed
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.batches_read import BatchesRead
 from fxpipe.runtime.process.check_run import check_unchanged
@@ -36,7 +32,7 @@ from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
-from fxpipe.runtime.process.last_saved import name_checkpoint
+from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
@@ -47,7 +43,6 @@ from fxpipe.runtime.process.run_summary import (
     take_place,
     worker_row,
 )
-from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -55,7 +50,7 @@ from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
-from fxpipe.runtime.wires.group import close_group, forget_group, leave_after, open_group, peers, place_of_process
+from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -68,19 +63,12 @@ from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weight
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
-from fxpipe.threads import threads_for
-
-TIMEOUT = timedelta(minutes=30)
-"""Of the process group, at least; who watches the workers ends a run that stands still."""
 
 TEXTS = "texts"
 """The folder for what the workers of a run on one machine tell each other, in that of the run."""
 
-FOREVER = timedelta(days=365)
 STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
-LINGER = 3.0
-"""Seconds for which a worker that only lost its peer stays, so that the peer's own error is seen first."""
 
 
 def join(
@@ -99,58 +87,14 @@ def join(
         The summary (see `summarize_run`) on rank 0, None elsewhere.
 
     Raises:
-        PeerLost: another worker stopped first; the caller exits quietly.
-        FxpipeError: a mistake of the user's, on the worker that found it. Before the first step, on all of them.
+        FxpipeError: as `membership`.
     """
-    if (place := place_of_process()) is None:
-        raise RunError(
-            "this process was not started by torchrun: it has no RANK and WORLD_SIZE",
-            hint="torchrun --nproc-per-node N SCRIPT, or build.local() for all workers in one process",
-        )
     reuse_freed_memory()
-    pulse = pulse or Pulse()
-    pulse.phase = "loading"
-    rank, world = place
-    if options.progress and progress is None and rank == 0:
-        progress = default_progress()
-    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    torch.set_num_threads(threads_for(options.threads, local_workers))
-    longest = 2 * LOADING * LIMIT * timedelta(seconds=options.stall_timeout) or FOREVER
-    open_group(rank, world, max(TIMEOUT, longest), options.exchange)
-    with ExitStack() as held:
-        try:
-            agreed = agree(options, task, rank, world, held)
-        except BaseException as error:
-            leave_after(error)  # all workers are here, and all of them stop
-            raise
-        try:
-            pulses = _pulses(pulse, agreed.options, rank, world)
-            return RankRun(agreed, rank, own_device(agreed.plan.device), progress, pulse, pulses).run()
-        except PeerLost:
-            time.sleep(LINGER)
-            raise
-        except FxpipeError as error:
-            if options.exchange is None and pulse.begun:  # else the launcher does it
-                name_checkpoint(error, agreed.options, agreed.options.out)
-            raise
-        finally:
-            pulse.end()
-            if sys.exc_info()[0] is None:
-                close_group()
-            else:
-                forget_group()
-
-
-def _pulses(pulse: Pulse, options: RunOptions, rank: int, workers: int) -> Pulses:
-    """Where the pulses of all workers can be read, this worker's among them."""
-    if options.exchange is not None:  # the launcher watches
-        return PulseFile(Path(options.exchange) / PULSES, workers)
-    with peers(rank):
-        store = StorePulses(dist.distributed_c10d._get_default_store(), workers)
-        store.put(rank, pulse.numbers)
-    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process)
-    pulse.begin()
-    return store
+    with membership(options, task, pulse) as member:
+        if options.progress and progress is None and member.rank == 0:
+            progress = default_progress()
+        agreed = member.agreed
+        return RankRun(agreed, member.rank, own_device(agreed.plan.device), progress, member.pulse, member.pulses).run()
 
 
 class RankRun:
@@ -383,16 +327,3 @@ class RankRun:
         watch.close()
         if self.record is not None and metrics is not None:
             self.record.evaluated(version, metrics, perf_counter() - begin)
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process without tearing the interpreter down.
-
-    Threads of gloo may still hold Python objects: a thread that releases one while the interpreter shuts down aborts
-    the process (SIGABRT). And the interpreter would wait for the threads of a broken process group.
-    """
-    if code == 0:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
