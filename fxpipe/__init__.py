@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fxpipe.build.build import Build as Build
+    from fxpipe.build.build import join as join
     from fxpipe.build.build import load as load
     from fxpipe.errors import FxpipeError as FxpipeError
     from fxpipe.lowering.lower import compile as compile
@@ -33,11 +34,24 @@ _HOME = {
     "Links": "fxpipe.planner.links",
     "capture": "fxpipe.tracing.capture",
     "compile": "fxpipe.lowering.lower",
+    "join": "fxpipe.build.build",
     "load": "fxpipe.build.build",
     "lower": "fxpipe.lowering.lower",
     "on_meta": "fxpipe.task.meta",
 }
-__all__ = ["Build", "Cuts", "FxpipeError", "Links", "__version__", "capture", "compile", "load", "lower", "on_meta"]
+__all__ = [
+    "Build",
+    "Cuts",
+    "FxpipeError",
+    "Links",
+    "__version__",
+    "capture",
+    "compile",
+    "join",
+    "load",
+    "lower",
+    "on_meta",
+]
 
 
 def __getattr__(name: str) -> Any:

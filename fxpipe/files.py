@@ -54,7 +54,7 @@ def check_creatable(needed: Path, asked: Path, option: str) -> None:
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path, hint: str = "choose another -o") -> Iterator[Path]:
     """A fresh folder beside `folder` that takes its place when all went well, and vanishes when it did not.
 
     On Linux the two change names in one step: whoever is killed, there is the old folder or the new one. Elsewhere, and
@@ -74,7 +74,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         if not target.exists() or not exchange(fresh, target):
             _replace(fresh, target, old)
     except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint="choose another -o") from error
+        raise BuildError(f"{folder} cannot be written: {error.strerror or error}", hint=hint) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

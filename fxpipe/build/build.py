@@ -47,6 +47,7 @@ from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
 
 if TYPE_CHECKING:
     from fxpipe.runtime.options import PipelineOptions
+    from fxpipe.runtime.process.joined import JoinedPipeline
     from fxpipe.runtime.process.local import LocalPipeline
 
 
@@ -266,6 +267,49 @@ def load(folder: str | Path) -> Build:
         node_costs=(folder / NODE_COSTS).read_text() if (folder / NODE_COSTS).is_file() else None,
         folder=folder,
     )
+
+
+def join(
+    folder: str | Path,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    model: Callable[[], nn.Module] | None = None,
+    loss_weight: Callable[[Any], Any] | None = None,
+    averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+    out: str | Path | None = None,
+    **options: Any,
+) -> JoinedPipeline:
+    """Be one worker of the processes that torchrun started, each of which runs the user's own loop with the same calls.
+
+        with fxpipe.join("build/", optimizer=make_optimizer) as pipeline:
+            for batch in data:
+                loss = pipeline.step(batch)
+
+    Args:
+        folder: of the build; each process has one with the same content.
+        optimizer, lr_scheduler, model, loss_weight, averaged, options: as those of `Build.local`, and threads and
+            stall_timeout: see `fxpipe.runtime.options.RunOptions`.
+        out: the folder for the staleness log.
+
+    Raises:
+        FxpipeError: there is no option of such a name, or it belongs to a loop of fxpipe's own; or a mistake that
+            `Build.local` finds.
+        RunError: torchrun started another number of processes than the build has workers, or none; or they were given
+            different things.
+    """
+    from fxpipe.runtime.options import RunOptions
+    from fxpipe.runtime.process.joined import JoinedPipeline
+    from fxpipe.runtime.process.own_loop import check_own_loop
+    from fxpipe.task.hooks import ObjectTask
+
+    check_own_loop(options)
+    build = load(folder)
+    given = _as_text(options if out is None else {**options, "out": out})
+    chosen = changed(RunOptions(str(build.folder)), given)
+    build._try_optimizer(optimizer, lr_scheduler, chosen)
+    task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
+    return JoinedPipeline(chosen, task)
 
 
 def read_passes(folder: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import Recipe, choose
@@ -22,7 +23,9 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.epochs import in_steps, tell_epoch
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
-from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_options
+from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
+from fxpipe.runtime.process.own_loop import OwnLoop
+from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore, resumed_options
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -36,7 +39,7 @@ from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 
 
-class LocalPipeline:
+class LocalPipeline(OwnLoop):
     """Trains a build step by step in this process.
 
         pipeline = fxpipe.load("build/").local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
@@ -83,46 +86,51 @@ class LocalPipeline:
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         self._mailbox = Mailbox(self.plan.all_edges)
-        checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
-        self.resumed = opened(options, self.recipe, self.plan, checkpoint)
-        self.fed = 0 if self.resumed is None else self.resumed.step
-        self._synchronous = self.recipe.schedule.synchronous
-        keep = keep_gradients and self._synchronous
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
+        checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
+        self._task, self._out = task, out
+        self._synchronous = self.recipe.schedule.synchronous
+        self._keep_gradients = keep_gradients and self._synchronous
+        self._epoch = epoch
+        self._set_up(checkpoint, opened(options, self.recipe, self.plan, checkpoint))
+
+    def _set_up(self, checkpoint: Checkpoint | None, resumed: Resumed | None) -> None:
+        """Open all workers, with the weights of a checkpoint if there is one."""
+        plan, task, options = self.plan, self._task, self.options
+        self.resumed = resumed
+        self.fed = 0 if resumed is None else resumed.step
         self.executors: list[Executor] = [
             open_worker(
-                self.plan,
-                folder,
+                plan,
+                self.folder,
                 w,
                 self.recipe,
                 transport,
                 task,
                 options,
                 self.device,
-                keep,
-                out,
+                self._keep_gradients,
+                self._out,
                 self.fed or None,
                 checkpoint,
             )
             for w, transport in enumerate(self.transports)
         ]
-        if epoch is not None:
-            tell_epoch(self.executors, epoch)
-        self._loss_weight = task.loss_weight
-        self._minibatches = ShapedMinibatches(self.plan, self.folder, self.executors[0].buffers, task.loss_weight)
+        if self._epoch is not None:
+            tell_epoch(self.executors, self._epoch)
+        self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self._shapes: dict[int, int] = {}
-        for executor in self.executors if self.plan.shapes else ():
+        for executor in self.executors if plan.shapes else ():
             executor.shape_of = self._shapes.__getitem__
-        stages = [stage for of_shape in self.plan.of_shapes for stage in of_shape.stages]
+        stages = [stage for of_shape in plan.of_shapes for stage in of_shape.stages]
         self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
-        self._shards = [] if self.resumed is None else restore(self.executors, self.resumed)
-        self.checkpoints = Checkpoints.of(
-            options, self.plan, self.recipe, out, self.executors, self.resumed, self._shards
-        )
+        self._shards = [] if resumed is None else restore(self.executors, resumed)
+        self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, self._shards)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
         self._rows: list[Iterator[Action]] = []
+        self._mailbox.letters.clear()
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
 
@@ -175,13 +183,9 @@ class LocalPipeline:
         if self._in_flight:
             raise self._stuck()
         self._mailbox.letters.clear()
+        for executor in self.executors:
+            executor.store.updater.take_rates()
         self._rows = []
-
-    def run(self, batches: Iterable[Any]) -> list[float]:
-        """Run a step for every batch, then a flush; return the losses."""
-        losses = [self.step(batch) for batch in batches]
-        self.flush()
-        return [float(loss) for loss in losses]
 
     def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
@@ -199,7 +203,7 @@ class LocalPipeline:
         if isinstance(batches, EvaluationData):
             return self.evaluation.run(batches, self.fed)
         given = batches
-        data = EvaluationData(self.plan, lambda: given, self.options.seed, self._loss_weight)
+        data = EvaluationData(self.plan, lambda: given, self.options.seed, self._task.loss_weight)
         return self.evaluation.run(data, self.fed)
 
     @property
@@ -209,6 +213,22 @@ class LocalPipeline:
             self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors)
             self._evaluation.evaluated = self.fed
         return self._evaluation
+
+    def save(self, folder: str | Path) -> None:
+        self.flush()
+        with replacing(Path(folder), "choose another folder") as fresh:
+            written = [write_own(fresh, self.plan, executor) for executor in self.executors]
+            write_whole(fresh, self.plan, self.recipe, self.options, self.fed, written)
+
+    def load(self, folder: str | Path) -> None:
+        self._whole()
+        self._settled("load")
+        self._set_up(*open_checkpoint(folder, self.plan, self.recipe, self.options))
+
+    def close(self) -> None:
+        self.flush()
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all parameters and persistent buffers, under every name the model has for them.
@@ -277,10 +297,6 @@ class LocalPipeline:
         for worker, executor in enumerate(self.executors):
             executor.reset()
             begin_or_go_on(executor, resumed, shards[worker] if shards else [])
-
-    @property
-    def _in_flight(self) -> bool:
-        return any(e.store.version < self.fed for e in self.executors)
 
     def _pump(self) -> None:
         """Let the workers act in turn, one action each, until none can."""
@@ -353,10 +369,6 @@ class LocalPipeline:
     def _whole(self) -> None:
         if self._broken:
             raise RunError("an earlier step failed in the middle", hint="make a new pipeline")
-
-    def _settled(self, what: str) -> None:
-        if self._in_flight:
-            raise RunError(f"{what}() was called while minibatches are in flight", hint="call flush() first")
 
     def _stuck(self) -> RunError:
         waiting = ", ".join(f"worker {w} at {action}" for w, action in enumerate(self._next))

@@ -10,8 +10,10 @@ from fxpipe.runtime.wires.moves import evaluation_edges
 
 Channel = tuple[Any, ...]
 BATCH = "batch"
-NOTES = ("behind", "total", "before", "shape", "metrics", BATCH)
-"""Kinds of notes, for clipping, for evaluation, and for the shapes of batches; each has its own tag."""
+CALL = "call"
+LOSS = "told loss"
+NOTES = ("behind", "total", "before", "shape", "metrics", BATCH, CALL, LOSS)
+"""Kinds of notes, each with its own tag: for clipping, evaluation, the shapes of batches, a user's own loop."""
 
 
 class Addresses:

@@ -22,7 +22,7 @@ from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
-from fxpipe.runtime.wires.addresses import BATCH, Addresses, Channel
+from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule import check
@@ -198,6 +198,11 @@ class DistTransport(Transport):
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
 
+    def drop_weights(self) -> None:
+        """Receive the blocks of weights that were announced, and that nothing will ask for."""
+        for key in [key for key in self._posted if key[0] == "weights"]:
+            self._finished(key, Cause("weights", "weights", key[1]))
+
     def expect_note(self, source: int, what: Note, count: int) -> None:
         self._posted["note", source, what] = self.wires.irecv_numbers(count, source, self.addresses.tag(what[0]))
 
@@ -205,8 +210,7 @@ class DistTransport(Transport):
         self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag(what[0])), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        cause = Cause("token", "batch", source) if what[0] == BATCH else Cause("norm", f"norm {what[0]}", source)
-        pending = self._finished(("note", source, what), cause)
+        pending = self._finished(("note", source, what), _cause(what[0], source))
         return self.wires.received_numbers(pending)
 
     def expect_loss(self, minibatch: int) -> None:
@@ -258,6 +262,13 @@ class DistTransport(Transport):
 
     def _keep(self, pending: tuple[Work, Tensor], to: int) -> None:
         self._sent.append(_Sent(self._now, pending, to))
+
+
+def _cause(note: str, source: int) -> Cause:
+    """What a worker waits for that waits for a note."""
+    if note == LOSS:
+        return Cause("loss", "loss", source)
+    return Cause("token", note, source) if note in (BATCH, CALL) else Cause("norm", f"norm {note}", source)
 
 
 class _Sent(NamedTuple):

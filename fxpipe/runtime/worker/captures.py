@@ -113,6 +113,16 @@ class Captures:
         return self._begun.setdefault(step, Shard(step))
 
 
+def shard_at_rest(executor: Executor) -> Shard:
+    """A worker's shard while its pipeline is empty: what it holds, and nothing in flight."""
+    store = executor.store
+    shard = Shard(store.version, store.version)
+    shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
+    shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}
+    shard.state = _copy(store.state(), {})
+    return shard
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy on the CPU, in the same layout: operators choose that of their results by it."""
     return torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach())

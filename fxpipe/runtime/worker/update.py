@@ -85,6 +85,7 @@ class Updater:
         self._rates: LearningRates | None = None
         self._discount: RateDiscount | None = None
         self._seed = seed
+        self._set: tuple[int, list[float]] | None = None  # learning rates, and the update they are for
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
         self._keeps = keep_gradients
         with random_state_kept():
@@ -118,6 +119,36 @@ class Updater:
     def lr(self) -> float | None:
         """The learning rate of the optimizer's first group, before any discount; None where there is none."""
         return None if self.optimizer is None else rate_of(self.optimizer.param_groups[0])
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates of the optimizer's groups, or those set for its next update; empty where there is none."""
+        if self._set is not None:
+            return self._set[1]
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_rates(self, update: int, rates: Sequence[float], made: int) -> None:
+        """Set the learning rates of all groups, from an update on, whichever this worker has made by now.
+
+        A scheduler goes on from there, and may set others at its next step, as in a loop of plain PyTorch.
+
+        Args:
+            made: how many updates this worker has made.
+
+        Raises:
+            RunError: there are other groups than rates.
+        """
+        if self.optimizer is None:
+            return
+        groups = len(self.optimizer.param_groups)
+        if len(rates) not in (1, groups):
+            raise RunError(
+                f"{len(rates)} learning rates were given, and the optimizer has {groups} groups of parameters",
+                hint="one rate for all groups, or one for each",
+            )
+        self._set = (update, list(rates) if len(rates) == groups else list(rates) * groups)
+        if made == update:
+            self.take_rates()
 
     @property
     def norm(self) -> float | None:
@@ -184,6 +215,8 @@ class Updater:
             found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.repair.state()}
         if self._rates is not None:
             found["rates_known"] = self._rates.known
+        if self._set is not None:
+            found["set_rates"] = self._set
         return found
 
     def load(self, found: Sequence[dict[str, Any]], updates: int, same: bool) -> None:
@@ -210,6 +243,9 @@ class Updater:
         if self._rates is not None:
             self._rates = LearningRates(self.optimizer, self.scheduler, updates, self.scheduler_due)
             self._rates.known &= all(each.get("rates_known", True) for each in known)
+
+        if "set_rates" in known[0]:
+            self.set_rates(*known[0]["set_rates"], updates)
 
         def by_name(what: str) -> dict[str, Any]:
             return {name: value for each in known for name, value in each.get(what, {}).items()}
@@ -243,6 +279,8 @@ class Updater:
 
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         late = not self._segments.is_single(minibatch)
+        if self._set is not None and minibatch >= self._set[0]:
+            self.take_rates()
         try:
             with nullcontext() if self._discount is None else self._discount.during(minibatch):
                 if self.repair is not None:
@@ -266,6 +304,17 @@ class Updater:
             raise self._failed(error, minibatch, self.scheduler) from error
         if self._rates is not None:
             self._rates.stepped()
+
+    def take_rates(self) -> None:
+        """Take the learning rates that were set, if any: the update that they are for comes next."""
+        if self.optimizer is None or self._set is None:
+            return
+        for group, rate in zip(self.optimizer.param_groups, self._set[1], strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._set = None
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update may use random numbers; torch's own optimizers do not. Keeping the state takes 0.2 ms."""

@@ -207,12 +207,12 @@ class WeightStore:
             owner = reading.owner
             if owner == self.worker:
                 continue
-            version = self.demand.newest(action, self.worker, owner, self._unread.start)
-            while self._expected[owner] < version:
-                self._expected[owner] += 1
-                for ahead, unread in self._unread.of(owner, self._expected[owner]).items():
-                    size = self._pack(unread.message.names).bytes
-                    self.transport.expect_weights(owner, self._expected[owner], ahead, size)
+            self._expect(owner, self.demand.newest(action, self.worker, owner, self._unread.start))
+
+    def expect_all(self) -> None:
+        """The pipeline is empty, and its owners did not know the end: tell the transport of all that they have sent."""
+        for owner in self._expected:
+            self._expect(owner, self.version)
 
     def waits_for(self, action: Action) -> list[Key]:
         """The replicas that an action reads and that have not been received yet."""
@@ -305,6 +305,13 @@ class WeightStore:
         if self.staleness is not None:
             self.staleness.live(self.version, self._unread.start, self.predictions.look)
             self.predictions.forget_all()
+
+    def _expect(self, owner: int, version: int) -> None:
+        while self._expected[owner] < version:
+            self._expected[owner] += 1
+            for ahead, unread in self._unread.of(owner, self._expected[owner]).items():
+                size = self._pack(unread.message.names).bytes
+                self.transport.expect_weights(owner, self._expected[owner], ahead, size)
 
     def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
         names = plan.stages[self.worker].part(phase).weights

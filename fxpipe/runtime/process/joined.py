@@ -1,0 +1,395 @@
+"""A user's own loop over processes: each has one worker of the pipeline, and makes the same calls."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.files import replacing
+from fxpipe.policy.recipe import choose
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.allocator import reuse_freed_memory
+from fxpipe.runtime.process.calls import REFUSED, Calls
+from fxpipe.runtime.process.check_run import check_unchanged
+from fxpipe.runtime.process.device import common_backend, own_device
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.epochs import in_steps
+from fxpipe.runtime.process.membership import Member, membership
+from fxpipe.runtime.process.own_checkpoint import Written, open_checkpoint, write_own, write_whole
+from fxpipe.runtime.process.own_loop import OwnLoop
+from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore
+from fxpipe.runtime.process.step_loss import Losses, StepLoss
+from fxpipe.runtime.process.training_loop import LOOKAHEAD
+from fxpipe.runtime.process.warnings import warn_if_edited
+from fxpipe.runtime.wires.addresses import Addresses
+from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.assembly import open_worker
+from fxpipe.runtime.worker.checkpoint import Checkpoint
+from fxpipe.runtime.worker.evaluation_check import check_evaluation
+from fxpipe.runtime.worker.evaluation_data import EvaluationData
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.schedule.action import Action
+from fxpipe.stages.minibatch import ShapedMinibatches
+from fxpipe.task.hooks import TrainingTask
+
+T = TypeVar("T")
+
+
+class JoinedPipeline(OwnLoop):
+    """One worker of a pipeline whose every process runs the user's loop.
+
+        with fxpipe.join("build/", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)) as pipeline:
+            for batch in data:
+                loss = pipeline.step(batch)
+            pipeline.flush()
+            metrics = pipeline.evaluate(held_out)
+
+    It has the calls of `LocalPipeline` and trains the same bits. All processes make the same calls in the same order;
+    where one does not, all end with an error that says so. The batches are those of worker 0: the others may give None.
+    Outside a call a worker computes nothing: between two steps others go on as far as they can without it.
+
+    Args:
+        options: of the run; what belongs to a loop of fxpipe's own (steps, epochs, eval_every, …) is not read.
+        task: makes the optimizer of this worker's parameters.
+
+    Attributes:
+        rank: which worker this process is.
+        fed: how many minibatches the pipeline has had, with those before the checkpoint that it goes on from.
+
+    Raises:
+        FxpipeError: as `membership` and `LocalPipeline`.
+    """
+
+    def __init__(self, options: RunOptions, task: TrainingTask) -> None:
+        self._held = ExitStack()
+        self._closed = self._broken = False
+        with self._held:
+            reuse_freed_memory()
+            member = self._held.enter_context(membership(options, task))
+            self._open(member)
+            self._held = self._held.pop_all()
+
+    def _open(self, member: Member) -> None:
+        agreed, self.rank, self._pulse = member.agreed, member.rank, member.pulse
+        self.plan, self._task = agreed.plan, agreed.task
+        self.options = in_steps(agreed.options)
+        self._inside = False
+        beat = self._pulse.after_beat
+        self._pulse.after_beat = lambda: self._beat(beat)
+        self.recipe = choose(self.plan, self.options.schedule, self.options.policy, self.options.sync_steps)
+        self.device = own_device(self.plan.device)
+        backend = common_backend(self.device, self.rank, self.plan.workers)
+        self._addresses = Addresses(self.plan, self.recipe.demand)
+        self._wires = Wires(self.rank, backend, self._addresses.channels, self.device)
+        self._transport = DistTransport.of_training(
+            self.plan, self.rank, self._wires, self._addresses, self.recipe.schedule
+        )
+        self._evaluation: DistributedEvaluation | None = None
+        self._given: Iterable[Any] = ()
+        self._set_up(agreed.checkpoint, opened(self.options, self.recipe, self.plan, agreed.checkpoint))
+        warn_if_edited(*self.executor.stages)
+        check_unchanged(agreed.files)
+        self._calls = Calls(self.rank, self.plan.workers, self._transport)
+        self._losses = Losses(self.rank, self.plan.loss_worker, self.plan.workers, self._transport)
+        with peers(self.rank):
+            dist.barrier()
+        self._pulse.phase = "training"
+
+    def _set_up(self, checkpoint: Checkpoint | None, resumed: Resumed | None) -> None:
+        """Open the worker, with the weights of a checkpoint if there is one."""
+        self.fed = 0 if resumed is None else resumed.step
+        self.executor = open_worker(
+            self.plan,
+            self.options.build,
+            self.rank,
+            self.recipe,
+            self._transport,
+            self._task,
+            self.options,
+            self.device,
+            out=self.options.out,
+            continue_after=self.fed or None,
+            checkpoint=checkpoint,
+        )
+        self.executors: list[Executor] = [self.executor]
+        self.executor.store.updater.scheduler_due(1)  # now, not at the first update
+        self._resumed, self._shards = resumed, [] if resumed is None else restore([self.executor], resumed)[0]
+        self._minibatches: ShapedMinibatches | None = None
+        if self.rank == 0:
+            self._minibatches = ShapedMinibatches(
+                self.plan, Path(self.options.build), self.executor.buffers, self._task.loss_weight
+            )
+        self._shapes: dict[int, int] = {}
+        if self.plan.shapes:
+            self.executor.shape_of = self._shapes.__getitem__
+        stages = [of_shape.stages[self.rank] for of_shape in self.plan.of_shapes]
+        self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
+        self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
+        self._row: Iterator[Action] | None = None
+        self._window: deque[Action] = deque()
+        self._watched()
+
+    def step(self, batch: Any = None) -> StepLoss:
+        """Feed one minibatch and run this worker's actions up to its next forward; return its loss.
+
+        Args:
+            batch: on worker 0; the others do not look at it.
+
+        Raises:
+            BatchError: the batch does not fit the build; on all workers, and all may go on with another.
+            RunError: a stage failed; or the processes do not make the same calls.
+            PeerLost: another process is gone.
+        """
+        with self._call():
+            minibatch, shape, parts = self.fed, None, []
+            if self._minibatches is not None:
+                try:
+                    shape, parts = self._minibatches(batch, minibatch)
+                except FxpipeError:
+                    self._calls.make(REFUSED)
+                    raise
+            self._shapes[minibatch] = int(self._calls.make("step", shape))
+            with self._working():
+                if self._row is None:
+                    self._begin()
+                for microbatch, leaves in enumerate(parts):
+                    self._leaves[minibatch, microbatch] = leaves
+                self.fed += 1
+                loss = self._losses.step(minibatch)
+                self._advance()
+            for old in [known for known in self._shapes if known < self.executor.store.version]:
+                del self._shapes[old]
+            return loss
+
+    def flush(self) -> None:
+        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
+        with self._call("flush"):
+            self._flush()
+
+    def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
+        """The mean of each of the user's metrics over `batches`, as `LocalPipeline.evaluate`; on all workers.
+
+        Args:
+            batches: on worker 0; the others do not look at them.
+
+        Raises:
+            RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
+            BatchError, TaskError: as `LocalPipeline.evaluate`, on worker 0; the others then lose it.
+        """
+        self._settled("evaluate")
+        check_evaluation(self.plan, "evaluate()")
+        with self._call("evaluate"), self._working():
+            if self._evaluation is None:
+                self._evaluation = self._make_evaluation()
+                self._watched()
+            self._given = () if batches is None else batches
+            self._pulse.phase = "evaluating"
+            found = self._evaluation.run(self.executor.state(self.fed))
+            self._pulse.phase = "training"
+            self._given = ()
+            return self._of_worker_0(found)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the parameters that this worker owns, under every name the model has for them.
+
+        The whole model is never gathered on one worker: `save` writes it.
+
+        Raises:
+            RunError: minibatches are in flight.
+        """
+        self._settled("state_dict")
+        owned = self.executor.store.parameters
+        return {
+            name: owned[p.name].detach().clone()
+            for p in self.plan.parameters
+            if p.owner == self.rank
+            for name in p.names
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """As `OwnLoop.save`; all workers return when it is whole, and all see the folder."""
+        with self._call("save"):
+            self._flush()
+            with ExitStack() as stack:
+                fresh: Path | None = None
+                error: FxpipeError | None = None
+                try:
+                    if self.rank == 0:
+                        fresh = stack.enter_context(replacing(Path(folder), "choose another folder"))
+                except FxpipeError as found:
+                    error = found
+                fresh = self._of_worker_0(fresh)
+                written: Written = {}
+                try:
+                    if fresh is not None:
+                        written = write_own(fresh, self.plan, self.executor)
+                except FxpipeError as found:
+                    error = found
+                self._agree_on(error)
+                all_written = self._gathered(written)
+                if self.rank == 0 and fresh is not None:
+                    write_whole(fresh, self.plan, self.recipe, self.options, self.fed, all_written)
+            with peers(self.rank):
+                dist.barrier()
+
+    def load(self, folder: str | Path) -> None:
+        self._settled("load")
+        with self._call("load"):
+            error: FxpipeError | None = None
+            found: tuple[Checkpoint, Resumed] | None = None
+            try:
+                found = open_checkpoint(folder, self.plan, self.recipe, self.options)
+            except FxpipeError as met:
+                error = met
+            self._agree_on(error)
+            assert found is not None
+            with self._working():
+                self._set_up(*found)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        with self._call("close"):
+            self._flush()
+            self._closed = True
+        self._held.close()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if error is not None and not self._closed:
+            self._closed = True
+            self._held.__exit__(kind, error, traceback)
+
+    def _begin(self) -> None:
+        resumed, shards = self._resumed, self._shards
+        self._resumed, self._shards = None, []
+        schedule = self.recipe.schedule
+        self._row = (
+            self.recipe.segments.actions(schedule, self.rank, self.fed)
+            if resumed is None
+            else resumed.actions(self.recipe, self.rank)
+        )
+        self._upcoming = next(self._row)
+        self._pulled = self.fed  # minibatches whose last backward has come out of the row
+        self.executor.reset()
+        self._transport.begin(self.fed)
+        begin_or_go_on(self.executor, resumed, shards)
+
+    def _advance(self, ending: bool = False) -> None:
+        """Run this worker's actions up to the first of a minibatch that was not fed; when ending, all but those."""
+        with self._random_apart():
+            while True:
+                while len(self._window) <= LOOKAHEAD and (action := self._pull(ending)) is not None:
+                    self.executor.expect(action)
+                    self._window.append(action)
+                self.executor.settle()
+                if not self._window:
+                    return
+                action = self._window.popleft()
+                first = action.phase == "F" and self.rank == 0
+                leaves = self._leaves.pop((action.minibatch, action.microbatch)) if first else None
+                loss = self.executor.execute(action, leaves)
+                if loss is not None:
+                    self._losses.tell(action.minibatch, loss)
+
+    def _pull(self, ending: bool) -> Action | None:
+        assert self._row is not None
+        while ending and self._pulled < self.fed <= self._upcoming.minibatch:
+            self._upcoming = next(self._row)
+        if self._upcoming.minibatch >= self.fed:
+            return None
+        action, self._upcoming = self._upcoming, next(self._row)
+        if action.phase == "B" and action.microbatch == self.plan.microbatches - 1:
+            self._pulled += 1
+        return action
+
+    def _flush(self) -> None:
+        if self._row is None:
+            return
+        with self._working():
+            self._advance(ending=True)
+            self._losses.settle()
+            self.executor.store.expect_all()
+            self._transport.drop_weights()
+            self._transport.finish()
+            self.executor.store.updater.take_rates()
+            self._row = None
+
+    def _make_evaluation(self) -> DistributedEvaluation:
+        data = None
+        if self.rank == 0:
+            data = EvaluationData(self.plan, lambda: self._given, self.options.seed, self._task.loss_weight)
+        return DistributedEvaluation(
+            self.plan, self.options.build, self.options.seed, self._wires, self._addresses, data
+        )
+
+    def _watched(self) -> None:
+        watches = [self.executor.watch] if self._evaluation is None else [self.executor.watch, self._evaluation.watch]
+        self._pulse.follow(*watches)
+
+    @contextmanager
+    def _call(self, name: str | None = None, number: float | None = None) -> Iterator[None]:
+        """Inside, the worker is expected to move on; `name` is told to the next one."""
+        if self._closed:
+            raise RunError("the pipeline was closed", hint="fxpipe.join(...) makes another")
+        if self._broken:
+            raise RunError("an earlier call failed in the middle", hint="end all processes, and start them again")
+        self._inside = True
+        self._pulse.move()
+        try:
+            if name is not None:
+                self._calls.make(name, number)
+            yield
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """What fails inside leaves messages under way: there is no going on."""
+        self._broken = True
+        yield
+        self._broken = False
+
+    def _beat(self, after: Callable[[], None]) -> None:
+        if not self._inside:  # the user's own code takes as long as it takes
+            self._pulse.move()
+        after()
+
+    def _agree_on_rate(self, rate: float) -> None:
+        with self._call("set_lr", rate):
+            pass
+
+    def _random_apart(self) -> AbstractContextManager[None]:
+        """Leave the process's own random state alone."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=self._draws)
+
+    def _of_worker_0(self, value: Any) -> Any:
+        box = [value]
+        with peers(self.rank):
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _gathered(self, own: T) -> list[T]:
+        found: list[Any] = [None] * self.plan.workers
+        with peers(self.rank):
+            dist.all_gather_object(found, own)
+        return found
+
+    def _agree_on(self, error: FxpipeError | None) -> None:
+        """Raise this worker's error, or that of another, on all of them."""
+        met = self._gathered(error)
+        if error is not None:
+            raise error
+        for worker, other in enumerate(met):
+            if other is not None:
+                raise RunError(f"on worker {worker}: {other.what}", where=other.where, hint=other.hint)

@@ -1,0 +1,243 @@
+"""A user's own loop: the same numbers with all workers in one process and with one in each, whatever is called when."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import halving, in_processes, optimizer, play, random_calls
+from small_models import CASES
+from torch.utils._pytree import tree_map
+
+import fxpipe
+from fxpipe.errors import CheckpointError, FxpipeError, RunError
+
+THREE = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True}
+LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"schedule": "async", "policy": "spectrain"}, {}),
+    ({"schedule": "async", "policy": "stash"}, {"clip_norm": 0.5}),
+    ({"schedule": "async", "policy": "spectrain+ef", "microbatches": 2}, {"sync_steps": 2}),
+    ({"schedule": "async", "policy": "vertical"}, {"ema": 0.9}),
+    ({"schedule": "async", "policy": "2bw+predict", "microbatches": 4}, {}),
+    ({"schedule": "1f1b", "microbatches": 4}, {"clip_norm": 0.5}),
+    ({"schedule": "gpipe", "microbatches": 2}, {}),
+    ({"schedule": "async", "policy": "pipeoptim", "dropout": True, "tied": False}, {}),
+]
+
+
+@pytest.fixture
+def many() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(7)]  # type: ignore[misc]
+
+
+def locally(build: Path, calls: Any, batches: Any, folder: Path, held_out: Any = None, **options: Any) -> Any:
+    with fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, **options) as pipeline:
+        found = play(pipeline, calls, batches, folder, held_out)
+        return found, pipeline.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_processes_train_as_one(toy: Any, many: Any, tmp_path: Path) -> None:
+    torch.save(many, tmp_path / "batches.pt")
+    loops, expected = [], []
+    for number, (built, options) in enumerate(LOOPS):
+        build = toy(**{**THREE, **built}).save(tmp_path / f"build_{number}")
+        calls = random_calls(random.Random(number), 30)
+        files = {"batches": str(tmp_path / "batches.pt"), "held_out": None}
+        loops.append({"build": str(build), "calls": calls, "options": options, **files})
+        expected.append(locally(build, calls, many, tmp_path / f"local_{number}", **options))
+    for (found, weights), (alone, state), loop in zip(in_processes(loops, 3, tmp_path), expected, loops, strict=True):
+        assert found == [alone] * 3, loop
+        for name, weight in weights.items():
+            assert torch.equal(weight, state[name]), (name, loop)
+        assert weights.keys() == state.keys() - {"seen"}
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_processes_evaluate_as_one(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    whole = case.batches(1)[0]
+    shapes = [whole, tree_map(lambda value: value[:2], whole)]
+    build = fxpipe.compile(
+        case.make(),
+        case.loss,
+        whole,
+        cost="analytic",
+        shapes=shapes[1:],
+        evaluation=(lambda model, batch: {"loss": case.loss(model, batch)}, shapes),
+    ).save(tmp_path / "build")
+    batches = case.batches(4) + shapes
+    torch.save(batches, tmp_path / "batches.pt")
+    torch.save(shapes, tmp_path / "held_out.pt")
+    calls = random_calls(random.Random(5), 30, evaluates=True)
+    assert ("evaluate",) in calls
+    alone, state = locally(build.folder, calls, batches, tmp_path / "local", shapes)
+    files = {"batches": str(tmp_path / "batches.pt"), "held_out": str(tmp_path / "held_out.pt")}
+    loop = {"build": str(build.folder), "calls": calls, "options": {}, **files}
+    ((found, weights),) = in_processes([loop], 2, tmp_path)
+    assert found == [alone] * 2
+    assert all(torch.equal(weights[name], state[name]) for name in weights)
+
+
+def test_a_step_is_that_of_a_run(toy: Any, many: Any, tmp_path: Path) -> None:
+    build = toy(**THREE, policy="spectrain").save(tmp_path / "build")
+    one, other = (fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving) for _ in range(2))
+    assert one.run(many) == [float(loss) for loss in [other.step(batch) for batch in many]]
+
+
+def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) -> None:
+    """Under a schedule without a flush, too: those in flight are updated as they were fed."""
+    build = toy(**THREE, policy="latest").save(tmp_path / "build")
+    plain = fxpipe.load(build).local(optimizer=optimizer)
+    rates: list[list[float]] = [[], [], []]
+    for executor in plain.executors:
+        updater = executor.store.updater
+        inner = updater.step
+
+        def step(minibatch: int, inner: Any = inner, updater: Any = updater, of: Any = rates[executor.worker]) -> None:
+            inner(minibatch)
+            of.append(updater.lr)
+
+        updater.step = step  # type: ignore[method-assign]
+    for number, batch in enumerate(many):
+        if number == 3:
+            plain.set_lr(0.02, 0.03)
+            assert plain.learning_rates == [0.02, 0.03]
+        plain.step(batch)
+    plain.flush()
+    assert rates == [[0.1] * 3 + [0.02] * 4] * 2 + [[None] * 7], "the last worker trains nothing"
+    with pytest.raises(RunError, match="3 learning rates were given, and the optimizer has 2 groups"):
+        plain.set_lr(1, 2, 3)
+
+
+def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path) -> None:
+    build = toy(**THREE, policy="spectrain+ef").save(tmp_path / "build")
+    with fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving) as whole:
+        whole.run(many[:4])
+        whole.set_lr(0.07)
+        whole.save(tmp_path / "saved")
+        whole.step(many[4])
+        whole.save(tmp_path / "saved")  # in place of the first
+        expected = whole.run(many[5:])
+        state = whole.state_dict()
+    fresh = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving)
+    fresh.run(many)
+    fresh.load(tmp_path / "saved")
+    assert fresh.fed == 5
+    assert fresh.run(many[5:]) == expected
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in state.items())
+    resumed = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, resume=tmp_path / "saved")
+    assert resumed.run(many[5:]) == expected
+    fresh.step(many[0])
+    with pytest.raises(RunError, match=r"load\(\) was called while minibatches are in flight"):
+        fresh.load(tmp_path / "saved")
+    fresh.flush()
+    with pytest.raises(CheckpointError, match="holds weights alone"):
+        fresh.load(build / "weights.safetensors")
+
+
+def test_an_error_in_the_loop_leaves_what_is_in_flight(toy: Any, many: Any, tmp_path: Path) -> None:
+    build = toy(**THREE).save(tmp_path / "build")
+    pipeline = fxpipe.load(build).local(optimizer=optimizer)
+
+    def loop() -> None:
+        with pipeline:
+            pipeline.step(many[0])
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        loop()
+    assert pipeline.executors[0].store.version < pipeline.fed
+
+
+@pytest.mark.parametrize("name", ["steps", "eval_every", "checkpoint_every"])
+def test_what_is_the_loops_own(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=f"{name} is no option of fxpipe.join"):
+        fxpipe.join(tmp_path, **{name: 1})
+
+
+def test_joining_takes_torchrun(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    build = toy(**THREE).save(tmp_path / "build")
+    with pytest.raises(FxpipeError, match="was not started by torchrun"):
+        fxpipe.join(build)
+
+
+SCRIPT = """
+import os, sys, torch, fxpipe
+from fxpipe.errors import FxpipeError
+rank = int(os.environ["RANK"])
+generator = torch.Generator().manual_seed(3)
+batches = [tuple(torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(4)]
+try:
+    with fxpipe.join({build!r}, threads=1) as pipeline:
+        {body}
+except FxpipeError as error:
+    print(f"worker {{rank}}: {{type(error).__name__}}: {{error.what}}", flush=True)
+print(f"worker {{rank}} is over", flush=True)
+os._exit(0)
+"""
+BODIES = {
+    "another call": (
+        "pipeline.step(batches[0]); pipeline.flush() if rank == 1 else pipeline.step(batches[1])",
+        "worker 1: RunError: worker 1 calls flush() where worker 0 calls step()",
+    ),
+    "another rate": (
+        "pipeline.set_lr(0.1 * (1 + rank))",
+        "worker 1: RunError: worker 1 calls set_lr(0.2) where worker 0 calls set_lr(0.1)",
+    ),
+    "fewer steps": (
+        "[pipeline.step(batch) for batch in batches[: 4 - (rank == 1)]]",
+        "worker 1: RunError: worker 1 calls close() where worker 0 calls step()",
+    ),
+}
+REFUSING = """
+        losses = []
+        for batch in [batches[0], (batches[0][0][:3], batches[0][1][:3]), batches[1]]:
+            try:
+                losses.append(pipeline.step(batch))
+            except FxpipeError as error:
+                print(f"worker {rank}: {type(error).__name__}", flush=True)
+        print(f"worker {rank}: {[float(loss) for loss in losses]}", flush=True)
+"""
+
+
+def torchrun(folder: Path, workers: int, code: str) -> tuple[int, str]:
+    script = folder / "train.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", BODIES)
+def test_calls_that_differ_are_told(toy: Any, tmp_path: Path, name: str) -> None:
+    body, expected = BODIES[name]
+    build = toy(**{**THREE, "schedule": "1f1b"}).save(tmp_path / "build")
+    _, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=body))
+    assert expected in written
+    assert all(f"worker {rank} is over" in written for rank in range(3)), written
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_batch_that_is_refused_is_refused_by_all(toy: Any, many: Any, tmp_path: Path) -> None:
+    build = toy(**THREE).save(tmp_path / "build")
+    code, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=REFUSING.strip()))
+    losses = fxpipe.load(build).local().run(many[:2])
+    assert code == 0, written
+    for rank in range(3):
+        assert f"worker {rank}: BatchError\n" in written
+        assert f"worker {rank}: {losses}\n" in written
