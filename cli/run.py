@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, print_table, warn, working
+from fxpipe.cli.output import echo, emit_json, note, print_table, warn, working
 from fxpipe.cli.signals import end_at_once
 
 from fxpipe.checkpoint.interval import Interval
@@ -149,10 +149,15 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         from fxpipe.runtime.process.end_process import end_process
         from fxpipe.runtime.process.rank import join
 
+        if node := _other_node():
+            note(f"{node} at work here; progress and results are shown on the node of worker 0")
         try:
-            return join(options)
+            summary = join(options)
         except PeerLost:
             end_process(1)  # the first error is another worker's, which reports it
+        if node:
+            note(f"{node} through: training is over")
+        return summary
     plan = _checked_plan(options)
     held.enter_context(writing(options.out))
     options = resumed_options(replace(options, plan_digest=plan.digest), options.out)
@@ -169,6 +174,15 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     from fxpipe.runtime.process.launch import launch
 
     return launch(options, plan.workers)
+
+
+def _other_node() -> str | None:
+    """The workers of a machine where worker 0 is not, in the first process of that machine; None in all others."""
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    if local or not rank or os.environ.get("GROUP_RANK") in (None, "0"):
+        return None
+    last = rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+    return f"worker {rank} is" if last == rank else f"workers {rank} to {last} are"
 
 
 def _checked_plan(options: RunOptions) -> Plan:

@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,38 @@ def test_torchrun_starts_the_same_command(local: Result, folder: Path, tmp_path:
     assert result.json["losses"] == local.json["losses"]
     weights = [out / "model.safetensors" for out in (tmp_path / "out", folder / "local")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_each_machine_says_that_it_works(local: Result, folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port")
+        meeting = (*meeting, free.getsockname()[1], "--no-python", sys.executable, "-m", "fxpipe")
+    run = (
+        "run",
+        folder / "build",
+        "--steps",
+        TRAINED,
+        "--seed",
+        3,
+        "--threads",
+        1,
+        "--out",
+        tmp_path / "out",
+        "--json",
+    )
+    nodes = [start_module("torch.distributed.run", "--node-rank", node, *meeting, *run) for node in range(2)]
+    first, other = (finish(node, 120) for node in nodes)
+    assert first.json["losses"] == local.json["losses"]
+    assert "at work here" not in first.err
+    assert other.out == ""
+    said = [line for line in other.err.splitlines() if line.startswith("worker 1 is ")]
+    assert said == [
+        "worker 1 is at work here; progress and results are shown on the node of worker 0",
+        "worker 1 is through: training is over",
+    ]
 
 
 def test_metrics(local: Result, folder: Path) -> None:

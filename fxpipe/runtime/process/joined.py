@@ -364,6 +364,13 @@ class JoinedPipeline(OwnLoop):
             self._pulse.move()
         after()
 
+    @property
+    def _in_flight(self) -> bool:
+        """The same on all workers, also on those that have made all their updates."""
+        segments = self.recipe.segments
+        empties = self.recipe.schedule.synchronous or segments.is_single(self.fed - 1)
+        return self._row is not None and not empties
+
     def _agree_on_rate(self, rate: float) -> None:
         with self._call("set_lr", rate):
             pass
