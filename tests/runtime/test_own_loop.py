@@ -195,6 +195,10 @@ BODIES = {
         "pipeline.set_lr(0.1 * (1 + rank))",
         "worker 1: RunError: worker 1 calls set_lr(0.2) where worker 0 calls set_lr(0.1)",
     ),
+    "no flush": (
+        "pipeline.step(batches[0]); pipeline.load('nowhere')",
+        "worker 2: RunError: load() was called while minibatches are in flight",
+    ),
     "fewer steps": (
         "[pipeline.step(batch) for batch in batches[: 4 - (rank == 1)]]",
         "worker 1: RunError: worker 1 calls close() where worker 0 calls step()",
@@ -225,7 +229,7 @@ def torchrun(folder: Path, workers: int, code: str) -> tuple[int, str]:
 @pytest.mark.parametrize("name", BODIES)
 def test_calls_that_differ_are_told(toy: Any, tmp_path: Path, name: str) -> None:
     body, expected = BODIES[name]
-    build = toy(**{**THREE, "schedule": "1f1b"}).save(tmp_path / "build")
+    build = toy(**THREE).save(tmp_path / "build")
     _, written = torchrun(tmp_path, 3, SCRIPT.format(build=str(build), body=body))
     assert expected in written
     assert all(f"worker {rank} is over" in written for rank in range(3)), written

@@ -53,12 +53,11 @@ class JoinedPipeline(OwnLoop):
             pipeline.flush()
             metrics = pipeline.evaluate(held_out)
 
-    It has the calls of `LocalPipeline` and trains the same bits. All processes make the same calls in the same order;
-    where one does not, all end with an error that says so. The batches are those of worker 0: the others may give None.
-    Outside a call a worker computes nothing: between two steps others go on as far as they can without it.
+    It trains the same bits as `LocalPipeline`. All processes make the same calls in the same order; where one does not,
+    all end with an error. Outside a call a worker computes nothing; others go on as far as they can without it.
 
     Args:
-        options: of the run; what belongs to a loop of fxpipe's own (steps, epochs, eval_every, …) is not read.
+        options: of the run, without those that `check_own_loop` refuses.
         task: makes the optimizer of this worker's parameters.
 
     Attributes:
@@ -367,8 +366,7 @@ class JoinedPipeline(OwnLoop):
     @property
     def _in_flight(self) -> bool:
         """The same on all workers, also on those that have made all their updates."""
-        segments = self.recipe.segments
-        empties = self.recipe.schedule.synchronous or segments.is_single(self.fed - 1)
+        empties = self.recipe.schedule.synchronous or self.recipe.segments.is_single(self.fed - 1)
         return self._row is not None and not empties
 
     def _agree_on_rate(self, rate: float) -> None:
