@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fxpipe
 from fxpipe.checkpoint.manifest import MANIFEST
@@ -30,7 +29,7 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, writing
 from fxpipe.runtime.process.newest_of_all import newest_of_all
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
-from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.process.together import gathered
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.task.hooks import TrainingTask, task_of_build
 
@@ -39,8 +38,6 @@ PLACES = ("build", "model_file", "weights", "resume", "out", "trace", "tensorboa
 OWN = ("progress", "exchange", "plan_digest")
 """Options that are a process's own affair."""
 MOST_LINES = 12
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
             held.enter_context(writing(options.out))
     except FxpipeError as error:
         problem = error
-    path = newest_of_all(_shelf(options), rank, world, lambda own: _gathered(own, rank, world))
+    path = newest_of_all(_shelf(options), rank, world, lambda own: gathered(own, rank, world))
     try:
         if problem is not None:
             raise problem
@@ -118,13 +115,13 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
     host = socket.gethostname()
     unsigned = checkpoint.files if checkpoint is not None and checkpoint.manifest is None else []
     identities = tuple((host, *(files.identities.get(file) or ())) for file in unsigned)
-    said = _gathered(_Said(host, facts, identities, problem), rank, world)
+    said = gathered(_Said(host, facts, identities, problem), rank, world)
     if problem is not None:
         raise problem
     _refuse_with(said)
     if any(other.checkpoint != said[0].checkpoint for other in said):
         digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
-        said = _gathered(_Said(host, facts | digests), rank, world)
+        said = gathered(_Said(host, facts | digests), rank, world)
     _refuse_differences(said, options)
     assert plan is not None
     assert task is not None
@@ -171,13 +168,6 @@ def _shelf(options: RunOptions) -> Shelf | None:
     """Where this worker is to look for the newest checkpoint; None if it is not."""
     asked = options.resume == NEWEST and options.weights is None and options.out is not None
     return Shelf.of(str(options.out)) if asked else None
-
-
-def _gathered(own: T, rank: int, world: int) -> list[T]:
-    found: list[Any] = [None] * world
-    with peers(rank):
-        dist.all_gather_object(found, own)
-    return found
 
 
 def _refuse_with(said: Sequence[_Said]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,10 @@ from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.membership import Member, membership
 from fxpipe.runtime.process.own_checkpoint import Written, open_checkpoint, write_own, write_whole
-from fxpipe.runtime.process.own_loop import OwnLoop
+from fxpipe.runtime.process.own_loop import OVER, OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
+from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses
@@ -41,7 +43,8 @@ from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 
-T = TypeVar("T")
+_NO_SHAPE = -1
+"""Told in place of the shape of a batch: there is none."""
 
 
 class JoinedPipeline(OwnLoop):
@@ -148,15 +151,27 @@ class JoinedPipeline(OwnLoop):
             RunError: a stage failed; or the processes do not make the same calls.
             PeerLost: another process is gone.
         """
+        loss = self._feed(batch)
+        if loss is None:
+            raise RunError("worker 0 has no more batches", hint="every process makes the same calls in the same order")
+        return loss
+
+    def _feed(self, batch: Any) -> StepLoss | None:
+        """A step; None where worker 0 has no more batches, which it says by giving `OVER`."""
         with self._call():
             minibatch, shape, parts = self.fed, None, []
-            if self._minibatches is not None:
+            if batch is OVER and self.rank == 0:
+                shape = _NO_SHAPE
+            elif self._minibatches is not None:
                 try:
                     shape, parts = self._minibatches(batch, minibatch)
                 except FxpipeError:
                     self._calls.make(REFUSED)
                     raise
-            self._shapes[minibatch] = int(self._calls.make("step", shape))
+            shape = int(self._calls.make("step", shape))
+            if shape == _NO_SHAPE:
+                return None
+            self._shapes[minibatch] = shape
             with self._working():
                 if self._row is None:
                     self._begin()
@@ -169,8 +184,10 @@ class JoinedPipeline(OwnLoop):
                 del self._shapes[old]
             return loss
 
+    def _batches(self, data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        return iter(data()) if self.rank == 0 else itertools.repeat(None)
+
     def flush(self) -> None:
-        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
         with self._call("flush"):
             self._flush()
 
@@ -179,10 +196,6 @@ class JoinedPipeline(OwnLoop):
 
         Args:
             batches: on worker 0; the others do not look at them.
-
-        Raises:
-            RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
-            BatchError, TaskError: as `LocalPipeline.evaluate`, on worker 0; the others then lose it.
         """
         self._settled("evaluate")
         check_evaluation(self.plan, "evaluate()")
@@ -195,7 +208,7 @@ class JoinedPipeline(OwnLoop):
             found = self._evaluation.run(self.executor.state(self.fed))
             self._pulse.phase = "training"
             self._given = ()
-            return self._of_worker_0(found)
+            return of_worker_0(found, self.rank)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the parameters that this worker owns, under every name the model has for them.
@@ -218,27 +231,12 @@ class JoinedPipeline(OwnLoop):
         """As `OwnLoop.save`; all workers return when it is whole, and all see the folder."""
         with self._call("save"):
             self._flush()
-            with ExitStack() as stack:
-                fresh: Path | None = None
-                error: FxpipeError | None = None
-                try:
-                    if self.rank == 0:
-                        fresh = stack.enter_context(replacing(Path(folder), "choose another folder"))
-                except FxpipeError as found:
-                    error = found
-                fresh = self._of_worker_0(fresh)
-                written: Written = {}
-                try:
-                    if fresh is not None:
-                        written = write_own(fresh, self.plan, self.executor)
-                except FxpipeError as found:
-                    error = found
-                self._agree_on(error)
-                all_written = self._gathered(written)
-                if self.rank == 0 and fresh is not None:
-                    write_whole(fresh, self.plan, self.recipe, self.options, self.fed, all_written)
-            with peers(self.rank):
-                dist.barrier()
+            error: FxpipeError | None = None
+            try:
+                self._write(Path(folder))
+            except FxpipeError as found:
+                error = found
+            agree_on(error, self.rank, self.plan.workers)
 
     def load(self, folder: str | Path) -> None:
         self._settled("load")
@@ -249,7 +247,7 @@ class JoinedPipeline(OwnLoop):
                 found = open_checkpoint(folder, self.plan, self.recipe, self.options)
             except FxpipeError as met:
                 error = met
-            self._agree_on(error)
+            agree_on(error, self.rank, self.plan.workers)
             assert found is not None
             with self._working():
                 self._set_up(*found)
@@ -323,6 +321,28 @@ class JoinedPipeline(OwnLoop):
             self.executor.store.updater.take_rates()
             self._row = None
 
+    def _write(self, folder: Path) -> None:
+        """Write a checkpoint: worker 0 makes the folder, all write into it, and worker 0 makes it whole."""
+        with ExitStack() as stack:
+            fresh: Path | None = None
+            error: FxpipeError | None = None
+            if self.rank == 0:
+                try:
+                    fresh = stack.enter_context(replacing(folder, "choose another folder"))
+                except FxpipeError as found:
+                    error = found
+            fresh = of_worker_0(fresh, self.rank)
+            written: Written = {}
+            if fresh is not None:
+                try:
+                    written = write_own(fresh, self.plan, self.executor)
+                except FxpipeError as found:
+                    error = found
+            agree_on(error, self.rank, self.plan.workers)
+            files = gathered(written, self.rank, self.plan.workers)
+            if self.rank == 0 and fresh is not None:
+                write_whole(fresh, self.plan, self.recipe, self.options, self.fed, files)
+
     def _make_evaluation(self) -> DistributedEvaluation:
         data = None
         if self.rank == 0:
@@ -377,24 +397,3 @@ class JoinedPipeline(OwnLoop):
         """Leave the process's own random state alone."""
         devices = [self.device] if self.device.type == "cuda" else []
         return torch.random.fork_rng(devices, enabled=self._draws)
-
-    def _of_worker_0(self, value: Any) -> Any:
-        box = [value]
-        with peers(self.rank):
-            dist.broadcast_object_list(box, 0)
-        return box[0]
-
-    def _gathered(self, own: T) -> list[T]:
-        found: list[Any] = [None] * self.plan.workers
-        with peers(self.rank):
-            dist.all_gather_object(found, own)
-        return found
-
-    def _agree_on(self, error: FxpipeError | None) -> None:
-        """Raise this worker's error, or that of another, on all of them."""
-        met = self._gathered(error)
-        if error is not None:
-            raise error
-        for worker, other in enumerate(met):
-            if other is not None:
-                raise RunError(f"on worker {worker}: {other.what}", where=other.where, hint=other.hint)
