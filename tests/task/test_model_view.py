@@ -1,4 +1,4 @@
-"""What an optimizer is shown of the model: the given parameters live, all others without values; and what stays of it."""
+"""What an optimizer is shown of the model: given parameters live, all others without values; and what stays of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def seen(make: Callable[[], nn.Module], named: list[tuple[str, nn.Parameter]]) -
 def test_given_parameters_are_live_and_all_others_have_no_values() -> None:
     named = given("tok.weight", "body.weight", "rnn.weight_hh_l0")
     view, original = seen(Net, named), Net()
-    assert type(view) is Net and type(view.norm) is nn.LayerNorm
+    assert type(view) is Net
+    assert type(view.norm) is nn.LayerNorm
     live = dict(named)
     assert view.tok.weight is view.head.weight is live["tok.weight"]
     assert view.body.weight is view.first[0] is live["body.weight"]
@@ -92,9 +93,11 @@ def test_the_model_that_was_there_keeps_its_values() -> None:
     net = Net()
     before = net.body.weight
     seen(lambda: net, given("body.weight"))
-    assert net.body.weight is before is net.first[0] and not before.is_meta
+    assert net.body.weight is before is net.first[0]
+    assert not before.is_meta
     bare = without_values(net)
-    assert all(p.is_meta for p in bare.parameters()) and not any(p.is_meta for p in net.parameters())
+    assert all(p.is_meta for p in bare.parameters())
+    assert not any(p.is_meta for p in net.parameters())
 
 
 def test_the_random_state_stays() -> None:
