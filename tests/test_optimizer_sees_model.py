@@ -177,6 +177,28 @@ def test_a_stale_policy_predicts_beside_empty_groups() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_a_run_goes_on_with_other_cuts_and_other_empty_groups(tmp_path: Path) -> None:
+    def falling(optimizer: Optimizer) -> Any:
+        """Its next rate follows from the last one, of each group."""
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+
+    def pipeline(build: fxpipe.Build, **options: Any) -> Any:
+        return build.local(optimizer=by_name, lr_scheduler=falling, **options)
+
+    build, whole = built(None), pipeline(built(None))
+    expected = [float(x) for x in whole.run(batches())]
+    before = pipeline(build, checkpoint_every="2", out=tmp_path)
+    assert [float(x) for x in before.run(batches()[:2])] == expected[:2]
+    at = ["blocks.0", "norm"]
+    after = pipeline(built(None, forward_at=at, backward_at=at), resume="newest", out=tmp_path)
+    found = [float(x) for x in after.run(batches()[2:])]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[2:]), rtol=1e-6, atol=0)
+    optimizers = [executor.store.updater.optimizer for executor in (*whole.executors, *after.executors)]
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    assert all(each == pytest.approx(rates[0]) for each in rates)
+    assert any(not group["params"] for optimizer in optimizers[3:] for group in optimizer.param_groups)
+
+
 FILE = """
 import sys
 sys.path[:0] = [{tests!r}, {tests!r} + "/support"]
