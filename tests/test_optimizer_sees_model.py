@@ -73,6 +73,14 @@ def by_depth(named: Any, model: Any) -> Optimizer:
     return torch.optim.SGD(groups, momentum=0.9)
 
 
+def of_the_guide() -> Hook:
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
+    hooks: dict[str, Any] = {}
+    exec(guide.split("### An optimizer that looks at the model")[1].split("```python\n")[1].split("```")[0], hooks)
+    found: Hook = hooks["optimizer"]
+    return found
+
+
 def warm(optimizer: Optimizer) -> LambdaLR:
     """A function for each group: as many as one process has."""
 
@@ -83,6 +91,7 @@ def warm(optimizer: Optimizer) -> LambdaLR:
 
 
 HOOKS: dict[str, Hook] = {hook.__name__: hook for hook in (by_name, by_type, by_dimension, by_depth)}
+HOOKS["guide"] = of_the_guide()
 
 
 def built(hook: Hook | None, **options: Any) -> fxpipe.Build:
