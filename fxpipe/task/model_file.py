@@ -252,7 +252,8 @@ def load_task(path: str | Path) -> Task:
         )
     warnings = []
     for name in OPTIONAL:
-        if not hasattr(module, name):
+        instead = {"optimizer": "configure_optimizers", "configure_optimizers": "optimizer"}.get(name, name)
+        if not hasattr(module, name) and not hasattr(module, instead):
             warnings += [
                 f"{path.name} defines {guess}(), which is not a hook; do you mean {name}()?"
                 for guess in difflib.get_close_matches(name, unknown, 1, 0.75)

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import TaskError, listed
+from fxpipe.errors import FxpipeError, TaskError, listed
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.meta import on_meta
 from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
 from fxpipe.task.several_optimizers import parts_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
+VALUELESS = "parameters of other workers have no values here: group them by name, shape, dtype or module"
 _CONTAINERS = (list, tuple, set, dict, OrderedDict)
 
 
@@ -98,7 +99,12 @@ class ModelViews:
         for name, parameter in named:
             vars(parameter).update(vars(present[name]))
         view = _replaced(self._model, {id(present[name]): parameter for name, parameter in named})
-        made = one_optimizer(call(view), where)
+        try:
+            made = one_optimizer(call(view), where)
+        except FxpipeError as error:
+            if "meta" in error.what:
+                error.hint = error.hint or VALUELESS
+            raise
         own = {id(parameter) for _, parameter in named}
         _take_out(made, {id(parameter) for parameter in view.parameters()} - own)
         return made

@@ -251,6 +251,19 @@ def test_a_model_files_hook_sees_the_model(tmp_path: Path, text: str) -> None:
     assert made.param_groups[0]["lr"] == 1
 
 
+def test_helpers_are_no_misspelt_hooks(tmp_path: Path) -> None:
+    hook = "def optimizer(named): return configure_optimizer(named)\ndef configure_optimizer(named): ..."
+    assert task_with(tmp_path, hook).warnings == ()
+    assert "do you mean configure_optimizers()?" in task_with(tmp_path, hook.replace("optimizer(", "opt(")).warnings[0]
+
+
+def test_what_reads_values_is_told_that_there_are_none(tmp_path: Path) -> None:
+    text = "def optimizer(named, model): return torch.optim.SGD(model.parameters(), lr=model[0].bias.norm().item())"
+    with pytest.raises(TaskError, match="meta tensors") as caught:
+        task_with(tmp_path, text).optimizer([("1.bias", nn.Parameter(torch.ones(2)))])
+    assert "no values here" in str(caught.value.hint)
+
+
 def test_an_error_in_it_says_where(tmp_path: Path) -> None:
     task = task_with(tmp_path, "def optimizer(named, model): return torch.optim.SGD(model[2].parameters())")
     with pytest.raises(TaskError, match="optimizer\\(\\) raised IndexError") as caught:
