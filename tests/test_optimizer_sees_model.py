@@ -151,6 +151,8 @@ def test_a_loaded_build_needs_the_model(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="asks for the model") as caught:
         loaded.local(optimizer=by_type)
     assert "model=" in str(caught.value.hint)
+    with pytest.raises(TaskError, match="asks for the model"):
+        loaded.join(batches, optimizer=by_type)
     one, other = loaded.local(optimizer=by_type, model=model), saved.local(optimizer=by_type)
     assert [float(x) for x in one.run(batches())] == [float(x) for x in other.run(batches())]
     with pytest.raises(TaskError, match="is another there"):

@@ -175,6 +175,6 @@ def _take_out(optimizer: torch.optim.Optimizer, foreign: set[int]) -> None:
             stay = [id(parameter) not in foreign for parameter in group["params"]]
             for key in ("params", "param_names"):  # names where it was made of pairs
                 if key in group:
-                    group[key] = [held for held, own in zip(group[key], stay, strict=True) if own]
-        for key in [key for key in part.state if isinstance(key, Tensor) and id(key) in foreign]:
-            del part.state[key]
+                    group[key] = [each for each, own in zip(group[key], stay, strict=True) if own]
+        for held in [held for held in part.state if isinstance(held, Tensor) and id(held) in foreign]:
+            del part.state[held]
