@@ -43,7 +43,8 @@ from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts, read_costs
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
-from fxpipe.task.model_file import MakeOptimizer, MakeScheduler
+from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, OptimizerHook
+from fxpipe.task.model_view import of_parameters
 
 if TYPE_CHECKING:
     from fxpipe.runtime.options import PipelineOptions
@@ -66,6 +67,7 @@ class Build:
         node_costs: what was measured, kept so that the next compile need not measure it.
         folder: where it is on disk, if it is.
         warnings: what capture wants the user to know.
+        model: gives the model that was compiled, without values; None for a loaded build.
     """
 
     plan: Plan = field(repr=False)
@@ -79,6 +81,7 @@ class Build:
     node_costs: str | None = field(default=None, repr=False)
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
+    model: Callable[[], nn.Module] | None = field(default=None, repr=False, compare=False)
 
     @property
     def workers(self) -> tuple[WorkerSummary, ...]:
@@ -136,7 +139,7 @@ class Build:
     def local(
         self,
         *,
-        optimizer: MakeOptimizer | None = None,
+        optimizer: OptimizerHook | None = None,
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
@@ -151,10 +154,12 @@ class Build:
 
         Args:
             optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
+                Where it asks for the model as well (`fxpipe.task.model_view`), with its view of that.
             lr_scheduler: made for each optimizer; none by default. It makes a step after every update; one that is
                 returned as `(scheduler, "epoch")` after every `steps_per_epoch`.
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
-                initialise them, by `seed`. Not needed with `weights`.
+                initialise them, by `seed`. Not needed with `weights`. And for an optimizer that asks for it, where
+                the build was loaded.
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             out: the folder for checkpoints and the staleness log; with `resume`, feed the batches from the step
@@ -171,6 +176,7 @@ class Build:
         from fxpipe.task.hooks import ObjectTask
 
         chosen = changed(PipelineOptions(), _as_text(options))
+        optimizer = of_parameters(optimizer, model or self.model)
         self._try_optimizer(optimizer, lr_scheduler, chosen)
         temporary = None
         folder = self.folder
@@ -189,7 +195,7 @@ class Build:
         self,
         train_data: Callable[[], Iterable[Any]],
         *,
-        optimizer: MakeOptimizer | None = None,
+        optimizer: OptimizerHook | None = None,
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
         eval_data: Callable[[], Iterable[Any]] | None = None,
@@ -229,6 +235,7 @@ class Build:
         chosen = changed(RunOptions(str(self.folder), progress=True), _as_text(options))
         if eval_data is not None:
             check_evaluation(self.plan, "eval_data")
+        optimizer = of_parameters(optimizer, model or self.model)
         self._try_optimizer(optimizer, lr_scheduler, chosen)
         task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged)
         return join(chosen, task)
@@ -272,7 +279,7 @@ def load(folder: str | Path) -> Build:
 def join(
     folder: str | Path,
     *,
-    optimizer: MakeOptimizer | None = None,
+    optimizer: OptimizerHook | None = None,
     lr_scheduler: MakeScheduler | None = None,
     model: Callable[[], nn.Module] | None = None,
     loss_weight: Callable[[Any], Any] | None = None,
@@ -307,6 +314,7 @@ def join(
     build = load(folder)
     given = _as_text(options if out is None else {**options, "out": out})
     chosen = changed(RunOptions(str(build.folder)), given)
+    optimizer = of_parameters(optimizer, model)
     build._try_optimizer(optimizer, lr_scheduler, chosen)
     task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
     return JoinedPipeline(chosen, task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import in_flight
+from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
@@ -71,7 +73,8 @@ def compile(
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
     step = captured_step(model, loss, batch, changed(options, changes), shapes, last)
-    options = step.options
+    bare = _bare(model)
+    options = replace(step.options, optimizer=of_parameters(step.options.optimizer, bare))
     evaluations = None
     if evaluation is not None:
         evaluations = capture_evaluations(
@@ -81,9 +84,18 @@ def compile(
             loss_weight=options.loss_weight,
             constant_batch=options.constant_batch,
         )
-    return lower(
+    build = lower(
         step.program, options, whole_loss=step.whole_loss, shapes=step.shapes, evaluations=evaluations, say=say
     )
+    return replace(build, model=bare)
+
+
+def _bare(model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Gives the model without values, for an optimizer that asks for it; None of a module that cannot be copied."""
+    with suppress(Exception):
+        found = without_values(model)
+        return lambda: found
+    return None
 
 
 def lower(
@@ -111,13 +123,14 @@ def lower(
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
-        TaskError: the optimizer cannot be used, or not with one for each worker.
+        TaskError: the optimizer cannot be used, or not with one for each worker; or it asks for the model.
         BackendError: the engine asked for is not there, cannot run a part, or computes something else; or costs or
             engines are to be measured where parameters have no values (`fxpipe.task.meta`).
         FxpipeError: an option that does not exist.
     """
     options = changed(options, changes)
     options.check()
+    options = replace(options, optimizer=of_parameters(options.optimizer, None))
     _check_values(program, options)
     lines = PassLines()
     observers = (*observers, lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.profile import Profile
+from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.tracing.capture import Loss
 
 
@@ -65,7 +66,8 @@ def profile_model(
     """
     say("capturing")
     step = captured_step(model, loss, batch, options)
-    captured, whole_loss, options = step.program, step.whole_loss, step.options
+    captured, whole_loss = step.program, step.whole_loss
+    options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
     program = run_passes(captured, front_passes(whole_loss=whole_loss))
     split_up = run_passes(captured, front_passes(True, whole_loss)) if three_way else program
     say("costing the step")

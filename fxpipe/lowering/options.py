@@ -25,7 +25,7 @@ from fxpipe.schedule import make as make_schedule
 
 if TYPE_CHECKING:
     from fxpipe.passes.whole_loss import WholeLoss
-    from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task
+    from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
 
 IN_PYTHON = "fxpipe.compile(...)"
 SCANNED = 8
@@ -159,7 +159,7 @@ class CompileOptions:
     links: Links | None = None
     speeds: Sequence[float] = ()
     memory: Sequence[float] = ()
-    optimizer: MakeOptimizer | None = None
+    optimizer: OptimizerHook | None = None
     lr_scheduler: MakeScheduler | None = None
     accept_optimizer_per_worker: bool = option(
         False,

@@ -32,7 +32,8 @@ from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.minibatch import Minibatches, evenly
 from fxpipe.task.hooks import ObjectTask
-from fxpipe.task.model_file import MakeOptimizer, default_optimizer
+from fxpipe.task.model_file import MakeOptimizer, OptimizerHook, default_optimizer
+from fxpipe.task.model_view import of_parameters
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.threads import threads as worker_threads
 
@@ -53,7 +54,7 @@ def measure_stages(
     build: Build,
     batch: Any,
     *,
-    optimizer: MakeOptimizer | None = None,
+    optimizer: OptimizerHook | None = None,
     threads: int | None = None,
     repeats: int | None = None,
     schedule: str | None = None,
@@ -101,7 +102,7 @@ def measure_stages(
         for rank in range(plan.workers):
             say(f"timing stage {rank + 1} of {plan.workers}")
             transport = _Ready(plan, rank, recipe.demand, values, weights, device)
-            made = optimizer or default_optimizer
+            made = of_parameters(optimizer, build.model) or default_optimizer
             worker = _Worker(plan, folder, rank, recipe, transport, made, device)
             found.append(worker.measure(leaves, repeats))
     return tuple(found)

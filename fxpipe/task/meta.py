@@ -47,13 +47,19 @@ class MetaModel:
 
 
 def on_meta(
-    make: Callable[[], nn.Module], keep: Collection[int] = (), told: Told = lambda number, parameter: None
+    make: Callable[[], nn.Module],
+    keep: Collection[int] = (),
+    told: Told = lambda number, parameter: None,
+    *,
+    all_of_it: bool = True,
 ) -> MetaModel:
     """Call `make` so that no parameter of its model takes memory for longer than a moment.
 
     Args:
         keep: births, by their number in an earlier call, whose parameters keep their values.
         told: is called with the number of every birth and the parameter, which then has no value.
+        all_of_it: if no parameter is to keep its values, those that entered their modules unseen lose them, too: not
+            wanted where `make` may give a model that was there before.
     """
     births = _Births(keep, told)
     with births.watching(), births, warnings.catch_warnings():
@@ -63,7 +69,7 @@ def on_meta(
         except FxpipeError as error:
             error.hint = error.hint or HINT
             raise
-    if not keep:
+    if all_of_it and not keep:
         for parameter in model.parameters():
             _forget_value(parameter)  # a parameter that entered its module unseen
     return MetaModel(model, tuple(births.found))

@@ -4,6 +4,7 @@ def model() -> nn.Module                      # required
 def loss(model, batch) -> Tensor              # required: a scalar
 def train_data() -> Iterable[batch]           # required by run; its first batch is the example for capture
 def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
+def optimizer(named_parameters, model)        # … that looks at the model, or configure_optimizers(model)
 def lr_scheduler(optimizer)                   # optional: a scheduler, for every update; or (scheduler, "epoch")
 def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
 def eval_data(), def metrics(model, batch)    # optional validation
@@ -15,6 +16,7 @@ constant_batch = ["grid"]                     # optional: tensors of the batch w
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -31,10 +33,11 @@ from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.task.first_batches import FirstBatches, first_batches
+from fxpipe.task.model_view import ModelViews, asks_for_model
 from fxpipe.task.one_optimizer import one_optimizer
 
 REQUIRED = ("model", "loss", "train_data")
-OPTIONAL = ("optimizer", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
+OPTIONAL = ("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
 SIGNATURES = {
     "model": "def model() -> nn.Module",
     "loss": "def loss(model, batch) -> Tensor",
@@ -42,6 +45,8 @@ SIGNATURES = {
 }
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+OptimizerHook = Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+"""A `MakeOptimizer`, or one that is called with the model as well (`fxpipe.task.model_view`)."""
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -117,10 +122,21 @@ class Task:
 
     def optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The user's optimizer for these parameters; SGD(lr=0.01, momentum=0.9) if none is defined."""
-        if not hasattr(self.module, "optimizer"):
+        if hasattr(self.module, "optimizer"):
+            hook, given = "optimizer", [named_parameters]
+            alone = not asks_for_model(self.module.optimizer)
+        elif hasattr(self.module, "configure_optimizers"):
+            hook, given, alone = "configure_optimizers", [], False
+        else:
             return default_optimizer(named_parameters)
-        made = self._call("optimizer", named_parameters)
-        return one_optimizer(made, self._place("optimizer"))
+        if alone:
+            return one_optimizer(self._call(hook, *given), self._place(hook))
+        call = functools.partial(self._call, hook, *given)
+        return self._views.optimizer(call, named_parameters, self._place(hook))
+
+    @functools.cached_property
+    def _views(self) -> ModelViews:
+        return ModelViews(self.model)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any | None:
         """What the user's hook returns: see `fxpipe.task.paced_scheduler`; None if none is defined."""
@@ -236,7 +252,8 @@ def load_task(path: str | Path) -> Task:
         )
     warnings = []
     for name in OPTIONAL:
-        if not hasattr(module, name):
+        instead = {"optimizer": "configure_optimizers", "configure_optimizers": "optimizer"}.get(name, name)
+        if not hasattr(module, name) and not hasattr(module, instead):
             warnings += [
                 f"{path.name} defines {guess}(), which is not a hook; do you mean {name}()?"
                 for guess in difflib.get_close_matches(name, unknown, 1, 0.75)

@@ -47,7 +47,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
     found = list(found)
     groups = {name: group["options"] for each in found for group in each["groups"] for name in group["params"]}
     state = {name: held for each in found for name, held in each["state"].items()}
-    for group in optimizer.param_groups:
+    alike = {len(each["groups"]) for each in found} == {len(optimizer.param_groups)}
+    for number, group in enumerate(optimizer.param_groups):
         of_group = [names[id(p)] for p in group["params"]]
         missing = [name for name in of_group if name not in groups]
         if missing:
@@ -57,6 +58,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, found: Iterable[State
             )
         for name in of_group[:1]:
             _set(group, groups[name])
+        if alike and not of_group:  # a scheduler has come as far with it as on every worker
+            _set(group, found[0]["groups"][number]["options"])
     for number, part in enumerate(parts_of(optimizer)):
         own = [each["parts"][number] for each in found if number < len(each["parts"])]
         if any("own" in each for each in own):

@@ -1,0 +1,180 @@
+"""A view of the model for a worker's optimizer: the worker's own parameters are live, all others have no values.
+
+    def optimizer(named_parameters, model):                       # asks for it by a second argument
+        norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+        return torch.optim.AdamW([
+            {"params": [p for p in model.parameters() if p not in norms]},
+            {"params": list(norms), "weight_decay": 0.0},
+        ])
+
+A view is the user's module: names, types, attributes, ties. Each of its parameters is either one of those that the
+optimizer is asked for, the very same object, or stands on the meta device in name, shape, dtype and `requires_grad`.
+Those are taken out of the optimizer afterwards. A group that has none left stays, so that every worker has the same
+groups in the same order, as a scheduler with a function for each of them needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import FxpipeError, TaskError, listed
+from fxpipe.random_state import random_state_kept
+from fxpipe.task.meta import on_meta
+from fxpipe.task.one_optimizer import OptimizerRefused, one_optimizer
+from fxpipe.task.several_optimizers import parts_of
+
+Named = Sequence[tuple[str, nn.Parameter]]
+VALUELESS = "parameters of other workers have no values here: group them by name, shape, dtype or module"
+_CONTAINERS = (list, tuple, set, dict, OrderedDict)
+
+
+def asks_for_model(hook: Callable[..., Any]) -> bool:
+    """Whether a hook `optimizer` has a second positional parameter that is named `model`, or has no default.
+
+    An optimizer's class has none, whatever its arguments: they are options.
+    """
+    if inspect.isclass(hook):
+        return False
+    try:
+        arguments = list(inspect.signature(hook).parameters.values())
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
+    places = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1 and (places[1].name == "model" or places[1].default is inspect.Parameter.empty)
+
+
+class ModelViews:
+    """Makes views of one model, which is made without values when the first is asked for.
+
+    Args:
+        make: gives the model. It is called as under `--meta`; where its code needs values, again with them: the model
+            is in memory for as long as that takes. The random state stays as it was.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def _model(self) -> nn.Module:
+        with random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they came out when the model was compiled
+            try:
+                made = on_meta(self._make, all_of_it=False).model
+            except Exception:
+                made = self._make()
+            return without_values(made)
+
+    def optimizer(
+        self, call: Callable[[nn.Module], Any], named: Named, where: str | None = None
+    ) -> torch.optim.Optimizer:
+        """The optimizer that `call` makes of a view, over parameters among these.
+
+        Attributes that model() has given its parameters are set on these, too: optimizers look at them.
+
+        Args:
+            named: live parameters by one of their names; in shape they may be smaller.
+            where: the place that errors name.
+
+        Raises:
+            OptimizerRefused: it is none, or the model has no such parameters.
+            Exception: whatever `call` raises.
+        """
+        present = dict(self._model.named_parameters(remove_duplicate=False))
+        wrong = [name for name, p in named if name not in present or present[name].dim() != p.dim()]
+        if wrong:
+            raise OptimizerRefused(
+                f"optimizer() asks for the model, and model() does not give the one that was compiled: {listed(wrong)} "
+                "is another there",
+                where=where,
+                hint="give the same model, or compile it again",
+            )
+        for name, parameter in named:
+            vars(parameter).update(vars(present[name]))
+        view = _replaced(self._model, {id(present[name]): parameter for name, parameter in named})
+        try:
+            made = one_optimizer(call(view), where)
+        except FxpipeError as error:
+            if "meta" in error.what:
+                error.hint = error.hint or VALUELESS
+            raise
+        own = {id(parameter) for _, parameter in named}
+        _take_out(made, {id(parameter) for parameter in view.parameters()} - own)
+        return made
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """The module again, with parameters on the meta device; it takes no memory, and shares buffers and all else."""
+    known: dict[int, Any] = {}
+    for parameter in model.parameters():
+        made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        made.__class__ = type(parameter)
+        vars(made).update(vars(parameter))
+        known[id(parameter)] = made
+    found: nn.Module = _replaced(model, known)
+    return found
+
+
+def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module] | None) -> Any:
+    """The hook as one that is called with named parameters alone.
+
+    Args:
+        make: gives the model; see `ModelViews`.
+
+    Raises:
+        TaskError: it asks for the model, and there is none.
+    """
+    if hook is None or not asks_for_model(hook):
+        return hook
+    if make is None:
+        raise TaskError(
+            "optimizer() asks for the model, and there is none to be had: the build knows parameters alone",
+            hint="give model=, a function that makes the model that was compiled; or ask for named_parameters alone",
+        )
+    views = ModelViews(make)
+
+    def optimizer(named_parameters: Named) -> torch.optim.Optimizer:
+        return views.optimizer(lambda view: hook(list(named_parameters), view), named_parameters)
+
+    return optimizer
+
+
+def _replaced(value: Any, known: dict[int, Any]) -> Any:
+    """The value with others in place of what is known by its id, in modules and containers of its own.
+
+    A module's attributes may hold parameters and modules in lists and dictionaries; what other objects hold stays.
+    """
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, nn.Module):
+        module = known[id(value)] = object.__new__(type(value))
+        for name, held in vars(value).items():
+            found = _replaced(held, known)
+            vars(module)[name] = type(held)(held) if found is held and type(held) in _CONTAINERS else found
+        return module
+    if type(value) in (dict, OrderedDict):
+        pairs = [(key, _replaced(held, known)) for key, held in value.items()]
+        return type(value)(pairs) if any(found is not value[key] for key, found in pairs) else value
+    if type(value) in (list, tuple, set):
+        several = [(held, _replaced(held, known)) for held in value]
+        return type(value)(found for _, found in several) if any(a is not b for a, b in several) else value
+    return value
+
+
+def _take_out(optimizer: torch.optim.Optimizer, foreign: set[int]) -> None:
+    """Remove parameters, given by their ids, from its groups and from the state that it has made of them."""
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            stay = [id(parameter) not in foreign for parameter in group["params"]]
+            for key in ("params", "param_names"):  # names where it was made of pairs
+                if key in group:
+                    group[key] = [each for each, own in zip(group[key], stay, strict=True) if own]
+        for held in [held for held in part.state if isinstance(held, Tensor) and id(held) in foreign]:
+            del part.state[held]
