@@ -60,6 +60,30 @@ def test_gpt_learns_the_standard_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.multiproc
+def test_nanogpt_learns_by_its_recipe(tmp_path: Path) -> None:
+    run = ("run", EXAMPLES / "nanogpt.py", "-n", "2", "--steps", "100", "--eval-every", "50", "--json")
+    evaluations = fxpipe(*run, "--out", tmp_path).json["evaluations"]
+    assert [e["step"] for e in evaluations] == [50, 100]
+    assert evaluations[1]["metrics"]["loss"] < min(3.0, evaluations[0]["metrics"]["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_lora_learns_on_pairs_of_lines(tmp_path: Path) -> None:
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package, reason=f"{package} is not installed; `make venv` installs it")
+    define_torchvision_ops()
+    verified = compiled("glue_lora.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
+    assert max(verified["gradients"].values()) < 1e-5
+    assert all("lora" in n or "classifier" in n or "embeddings" in n for n in verified["gradients"])
+    run = ("run", tmp_path / "build", "--epochs", "2", "--eval-every", "epoch", "--json")
+    evaluations = fxpipe(*run, "--out", tmp_path / "out").json["evaluations"]
+    assert len(evaluations) == 2
+    assert evaluations[-1]["metrics"]["accuracy"] > 0.85
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

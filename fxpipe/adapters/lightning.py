@@ -1,0 +1,261 @@
+"""A LightningModule and its data, as the hooks of a model file.
+
+    globals().update(lightning_hooks(lambda: Classifier(width=64), data=lambda: Digits("data/"), max_epochs=10))
+
+The weights that a run writes have the module's own names: `load_state_dict(load_file("out/model.safetensors"))`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TaskError
+from fxpipe.messages import warn
+from fxpipe.task.meta import on_meta
+
+Hooks = dict[str, Callable[..., Any]]
+NEVER_CALLED = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+"""Methods of a LightningModule that a pipeline has no place for: to define one is worth a warning."""
+
+
+def lightning_hooks(
+    module: Callable[[], nn.Module],
+    data: Callable[[], Any] | None = None,
+    *,
+    max_epochs: int | None = None,
+    max_steps: int | None = None,
+) -> Hooks:
+    """The hooks that train and evaluate a LightningModule as `Trainer.fit` would.
+
+    `training_step` is the loss, what `validation_step` logs are the metrics, and `configure_optimizers` is asked
+    on every worker, with stand-ins for the parameters of others. What `training_step` logs goes nowhere: the loss is in
+    `metrics.jsonl` anyway.
+
+    Args:
+        module: makes the LightningModule.
+        data: makes a LightningDataModule; by default the module has `train_dataloader()` itself.
+        max_epochs, max_steps: what `self.trainer.estimated_stepping_batches` is made of, where `configure_optimizers`
+            asks for it. How long a run is, `fxpipe run --epochs` says.
+    """
+
+    @functools.cache
+    def source() -> Any:
+        made = module() if data is None else data()
+        made.prepare_data()
+        made.setup("fit")
+        return made
+
+    def make() -> nn.Module:
+        made = module()
+        made.configure_model()  # type: ignore[operator]
+        _check(made)
+        return made
+
+    def train_data() -> Iterable[Any]:
+        batches: Iterable[Any] = source().train_dataloader()
+        return batches
+
+    def eval_data() -> Iterable[Any]:
+        batches = source().val_dataloader()
+        if isinstance(batches, (list, tuple)) and len(batches) != 1:
+            raise TaskError(
+                f"val_dataloader() returned {len(batches)} loaders, and a model file has one", hint="return one of them"
+            )
+        return batches[0] if isinstance(batches, (list, tuple)) else batches
+
+    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        own = on_meta(module).model
+        own.configure_model()  # type: ignore[operator]
+        _check(own)
+        _give(own, dict(named_parameters))
+        own._trainer = FitFacts(train_data, max_epochs, max_steps)  # type: ignore[assignment]
+        made, scheduler = _configured(own.configure_optimizers())  # type: ignore[operator]
+        given = {id(parameter) for _, parameter in named_parameters}
+        for group in made.param_groups:  # a group of none stays: the scheduler may have a rate for each
+            group["params"] = [p for p in group["params"] if id(p) in given]
+        counted = made.__dict__.pop("step", None)  # the scheduler's own, whose signature nobody can read
+        made.lightning_scheduler = scheduler, counted  # type: ignore[attr-defined]
+        return made
+
+    def lr_scheduler(optimizer: Any) -> Any:
+        scheduler, counted = optimizer.lightning_scheduler
+        if counted is not None:
+            optimizer.step = counted
+        return scheduler
+
+    hooks: Hooks = {"model": make, "loss": loss_of, "train_data": train_data}
+    hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    return {**hooks, "eval_data": eval_data, "metrics": metrics_of} if _validates(module, data) else hooks
+
+
+class FitFacts:
+    """What `configure_optimizers` may ask of `self.trainer`."""
+
+    def __init__(self, data: Callable[[], Any], max_epochs: int | None, max_steps: int | None) -> None:
+        self._data, self.max_epochs, self.max_steps = data, max_epochs, max_steps or -1
+        self.current_epoch = self.global_step = 0
+        self.accumulate_grad_batches = self.num_nodes = self.num_devices = self.world_size = 1
+
+    @property
+    def num_training_batches(self) -> int:
+        """The batches of an epoch."""
+        return len(self._data())
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """The steps of the whole training."""
+        if self.max_steps > 0:
+            return self.max_steps
+        if self.max_epochs is None:
+            raise TaskError(
+                "configure_optimizers() asks for estimated_stepping_batches, and nobody has said how long a run is",
+                hint="lightning_hooks(..., max_epochs=...) or max_steps=...",
+            )
+        return self.max_epochs * self.num_training_batches
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """What `training_step` returns, or its `loss`."""
+    with _logging(model, lambda name, value: None):
+        made = _step(model.training_step, batch)
+    loss: Tensor = made["loss"] if isinstance(made, dict) else made
+    return loss
+
+
+def metrics_of(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """What `validation_step` logs."""
+    found: dict[str, Any] = {}
+    with _logging(model, found.__setitem__):
+        _step(model.validation_step, batch)
+    if not found:
+        raise TaskError("validation_step() has logged nothing", hint='self.log("val_loss", loss)')
+    return found
+
+
+def _step(step: Any, batch: Any) -> Any:
+    """Of a step that wants the number of its batch, all batches are the first: a build is one graph."""
+    return step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
+
+
+@contextmanager
+def _logging(model: nn.Module, log: Callable[[str, Any], None]) -> Iterator[None]:
+    """`self.log` calls `log` in here."""
+
+    def one(name: str, value: Any, *_: Any, **__: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise TaskError(
+                f"self.log({name!r}, ...) was given a {type(value).__name__}, which adds up over batches in Python",
+                hint="log this batch's value, of torchmetrics.functional for one; the mean over batches is taken",
+            )
+        log(name, value)
+
+    def several(values: Any, *_: Any, **__: Any) -> None:
+        for name, value in values.items():
+            one(name, value)
+
+    model.__dict__.update(log=one, log_dict=several)
+    try:
+        yield
+    finally:
+        del model.__dict__["log"], model.__dict__["log_dict"]
+
+
+def _give(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    """Put these parameters in the places of the model's own, and stand-ins without memory in all others."""
+    device = next(iter(named.values())).device if named else torch.device("cpu")
+    every = dict(model.named_parameters(remove_duplicate=False))
+    new = {id(every[name]): parameter for name, parameter in named.items()}
+    for name, old in every.items():
+        if id(old) not in new:
+            bare = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape)
+            new[id(old)] = nn.Parameter(bare, requires_grad=old.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, new[id(old)])
+
+
+def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer, and what `lr_scheduler()` returns, of the forms that `configure_optimizers` may return.
+
+    Raises:
+        TaskError: there are several, or the scheduler waits for a metric.
+    """
+    schedulers: Any = []
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (list, tuple)):
+        made, schedulers = made
+    if isinstance(made, (list, tuple)) and len(made) == 1:
+        [made] = made
+    if isinstance(made, dict):
+        schedulers = [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
+        made = made["optimizer"]
+    if not isinstance(made, torch.optim.Optimizer) or len(schedulers) > 1:
+        raise TaskError(
+            f"configure_optimizers() returned {_kinds(made)} and {len(schedulers)} schedulers",
+            hint="return one optimizer, and one scheduler or none",
+        )
+    if not schedulers:
+        return made, None
+    [scheduler] = schedulers
+    if not isinstance(scheduler, dict):
+        scheduler = {"scheduler": scheduler}
+    if isinstance(scheduler["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TaskError("ReduceLROnPlateau waits for evaluations", hint="take a schedule of steps or epochs")
+    if scheduler.get("frequency", 1) != 1:
+        raise TaskError("a scheduler's frequency is not followed", hint="leave it 1, and make the schedule slower")
+    return made, (scheduler["scheduler"], scheduler.get("interval", "epoch"))
+
+
+def _kinds(made: Any) -> str:
+    return ", ".join(type(part).__name__ for part in made) if isinstance(made, (list, tuple)) else type(made).__name__
+
+
+def _check(model: Any) -> None:
+    if not model.automatic_optimization:
+        raise TaskError(
+            f"{type(model).__name__} optimizes by hand (automatic_optimization = False)",
+            hint="a pipeline steps the optimizer itself: let training_step() return the loss",
+        )
+
+
+def _validates(module: Callable[[], nn.Module], data: Callable[[], Any] | None) -> bool:
+    """Whether there are data to validate on and a step for them; warns of what is never called."""
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    model = on_meta(module).model
+    source = model if data is None else data()
+    defined = [name for name in NEVER_CALLED if _overrides(model, name, LightningModule)]
+    if defined:
+        warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
+    base = LightningModule if data is None else LightningDataModule
+    return _overrides(model, "validation_step", LightningModule) and _overrides(source, "val_dataloader", base)
+
+
+def _overrides(found: Any, name: str, base: type) -> bool:
+    return getattr(type(found), name, None) is not getattr(base, name, None)

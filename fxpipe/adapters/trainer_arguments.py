@@ -1,0 +1,113 @@
+"""What `TrainingArguments` ask for beyond hooks: what cannot be had is refused, what the commands do is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fxpipe.errors import TaskError
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+"""Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
+
+REFUSED = {
+    "fp16": "bf16=True needs no scaling of the loss",
+    "fp16_full_eval": "evaluations compute in the weights' own type",
+    "bf16_full_eval": "evaluations compute in the weights' own type",
+    "deepspeed": "fxpipe divides the model itself: take it out",
+    "fsdp": "fxpipe divides the model itself: take it out",
+    "parallelism_config": "fxpipe divides the model itself: take it out",
+    "use_liger_kernel": "change the model in its factory",
+    "neftune_noise_alpha": "add the noise in the model",
+    "label_smoothing_factor": "compute the smoothed loss in the model",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "load_best_model_at_end": "fxpipe run --checkpoint-every keeps checkpoints; choose one of them",
+    "resume_from_checkpoint": "fxpipe run --resume goes on from its own checkpoints",
+    "push_to_hub": "push what save_pretrained() has written",
+    "optim_target_modules": "choose the parameters by requires_grad, in the model's factory",
+}
+"""What would train otherwise, or is waited for in vain: anything but false or empty is an error."""
+
+UNHEARD = {
+    "torch_compile": "fxpipe compile --backend inductor",
+    "logging_steps": "every step is a line of OUT/metrics.jsonl",
+    "report_to": "fxpipe run --tensorboard DIR",
+    "eval_delay": "evaluations begin with the first interval",
+    "eval_on_start": "evaluations begin with the first interval",
+    "data_seed": "data follow fxpipe run --seed",
+    "full_determinism": "a run gives the same bits again anyway",
+    "torch_empty_cache_steps": "no cache is emptied",
+    "eval_accumulation_steps": "evaluations keep nothing but their sums",
+    "batch_eval_metrics": "metrics are those of each batch, and their mean",
+    "include_for_metrics": "metrics are those of each batch, and their mean",
+    "include_num_input_tokens_seen": "tokens are not counted",
+}
+"""What changes no weights and is not done: anything but the default is a warning."""
+
+
+def refuse(args: Any) -> None:
+    """Check `TrainingArguments` for what a pipeline cannot do.
+
+    Raises:
+        TaskError: there is something; all of it is named.
+    """
+    found = [f"{name}={getattr(args, name)!r}: {cure}" for name, cure in REFUSED.items() if getattr(args, name, None)]
+    if str(args.optim.value) not in OPTIMIZERS:
+        found.append(f"optim={args.optim.value!r}: take one of {', '.join(OPTIMIZERS)}, or write optimizer() yourself")
+    if args.lr_scheduler_type.value in ("reduce_lr_on_plateau", "greedy"):
+        found.append(f"lr_scheduler_type={args.lr_scheduler_type.value!r}: a schedule must not wait for evaluations")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        found.append(f"train_sampling_strategy={args.train_sampling_strategy!r}: every batch must have the same shapes")
+    if args.save_strategy.value == "best":
+        found.append("save_strategy='best': save by steps or epochs")
+    if found:
+        raise TaskError(
+            "TrainingArguments ask for what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(found)
+        )
+
+
+def unheard(args: Any) -> Iterator[str]:
+    """Each argument that is not the default and that nothing here follows, with what to do instead."""
+    for field in dataclasses.fields(args):
+        if field.name not in UNHEARD:
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(args, field.name)
+        if value != default and value not in ([], ["none"], "no"):
+            yield f"{field.name}={value!r} of TrainingArguments is not followed: {UNHEARD[field.name]}"
+
+
+def commands(args: Any, updates: Callable[[], int]) -> tuple[str, str]:
+    """The options of `fxpipe compile` and of `fxpipe run` by which they do what `TrainingArguments` say.
+
+    Args:
+        updates: how many there are, where they are no whole epochs.
+    """
+    make, train = ["--seed", str(args.seed)], []
+    if args.gradient_accumulation_steps > 1:
+        make += ["--microbatches", str(args.gradient_accumulation_steps)]
+    if args.bf16:
+        make += ["--autocast", "bf16"]
+    if args.device.type == "cuda":
+        make += ["--device", "cuda"]
+    if args.max_steps > 0:
+        train += ["--steps", str(args.max_steps)]
+    elif args.num_train_epochs == int(args.num_train_epochs):
+        train += ["--epochs", str(int(args.num_train_epochs))]
+    else:
+        train += ["--steps", str(updates())]
+    train += ["--seed", str(args.seed)]
+    if args.max_grad_norm:
+        train += ["--clip-norm", str(args.max_grad_norm)]
+    train += _every("--eval-every", args.eval_strategy.value, args.eval_steps)
+    saves = _every("--checkpoint-every", args.save_strategy.value, args.save_steps)
+    train += [*saves, "--keep", str(args.save_total_limit)] if saves and args.save_total_limit else saves
+    return shlex.join(make), shlex.join([*train, "--out", str(args.output_dir)])
+
+
+def _every(option: str, strategy: str, steps: float | None) -> list[str]:
+    if strategy == "steps" and steps and steps >= 1:
+        return [option, str(int(steps))]
+    return [option, "epoch"] if strategy == "epoch" else []

@@ -1,0 +1,211 @@
+"""What one gives to the Trainer of Hugging Face transformers, as the hooks of a model file.
+
+globals().update(trainer_hooks(model=make, args=lambda: TrainingArguments(...), train_dataset=..., data_collator=...))
+
+fxpipe compile model.py -n 2 -o build/ && fxpipe run build/ --epochs 3 --clip-norm 1.0
+python -m fxpipe.adapters.transformers model.py out/model.safetensors trained/
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fxpipe.adapters.trainer_arguments import commands, refuse, unheard
+from fxpipe.errors import TaskError
+from fxpipe.messages import say, warn
+from fxpipe.task.meta import on_meta
+from fxpipe.task.model_file import load_task
+
+Hooks = dict[str, Callable[..., Any]]
+NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""The names of parameters without weight decay, besides those of LayerNorm: those of `Trainer`."""
+
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+PROCESSES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *_SIZES)
+"""By these accelerate knows one of several processes."""
+
+
+def trainer_hooks(
+    *,
+    model: Callable[[], nn.Module],
+    args: Any,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None,
+) -> Hooks:
+    """The hooks that train as `Trainer(model_init=model, args=args(), ...)` would.
+
+    A minibatch is what Trainer makes one update of: `gradient_accumulation_steps` batches. The optimizer has Trainer's
+    groups and rates. What belongs to the commands, such as epochs and clipping, is said on stderr, with the options.
+
+    Args:
+        model: makes a new model, as `model_init` does; a PeftModel is fine.
+        args: makes TrainingArguments. Made in a file that workers load, they would take each for one of several
+            processes that train together, and wait for the others.
+        train_dataset, eval_dataset: as Trainer takes them.
+        data_collator: as Trainer takes it; it must pad all batches to the same shape.
+        metrics: what a batch is evaluated to, by name, instead of its loss. Means over batches are taken of them:
+            `compute_metrics` of Trainer, which sees all predictions at once, has no counterpart.
+
+    Raises:
+        TaskError: the arguments ask for what a pipeline does not do.
+    """
+    from transformers import Trainer, default_data_collator, get_scheduler
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    args = _arguments(args)
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    collator = data_collator or default_data_collator
+
+    @functools.cache
+    def skeleton() -> nn.Module:
+        """The model without values, for the names that it has."""
+        return on_meta(model).model
+
+    def make_model() -> nn.Module:
+        made = model()
+        if args.gradient_checkpointing:
+            made.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)  # type: ignore[operator]
+        return made
+
+    def collate(samples: list[Any]) -> Any:
+        if args.remove_unused_columns and isinstance(samples[0], dict):
+            known = _columns(skeleton(), args)
+            samples = [{key: value for key, value in sample.items() if key in known} for sample in samples]
+        return collator(samples)
+
+    def loader(dataset: Any, size: int, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
+        streamed = isinstance(dataset, torch.utils.data.IterableDataset)
+        workers: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
+        if args.dataloader_num_workers:
+            workers |= {"prefetch_factor": args.dataloader_prefetch_factor}
+        shuffle = shuffle and not streamed
+        return DataLoader(dataset, size, shuffle=shuffle, drop_last=drop_last, collate_fn=collate, **workers)
+
+    def train_data() -> Iterable[Any]:
+        shuffled = args.train_sampling_strategy == "random"
+        return loader(train_dataset, batch_size, shuffled, args.dataloader_drop_last)
+
+    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        decayed = set(get_parameter_names(skeleton(), [nn.LayerNorm], NOT_DECAYED))
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        groups = [
+            {"params": [p for name, p in named_parameters if (name in decayed) is decays], "weight_decay": decay}
+            for decays, decay in ((True, args.weight_decay), (False, 0.0))
+        ]
+        made: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **options)
+        return made
+
+    def lr_scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        steps = updates(args, train_data())
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+
+    def eval_data() -> Iterable[Any]:
+        return loader(eval_dataset, args.per_device_eval_batch_size, False, args.dataloader_drop_last)
+
+    _say_what_is_left(args, collator, lambda: updates(args, train_data()))
+    hooks: Hooks = {"model": make_model, "loss": loss_of, "train_data": train_data}
+    hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    return hooks if eval_dataset is None else hooks | {"eval_data": eval_data, "metrics": metrics or loss_alone}
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model of transformers computes where its batch has labels."""
+    made = model(**batch)
+    loss: Tensor = made["loss"] if isinstance(made, dict) else made[0]
+    return loss
+
+
+def loss_alone(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The metrics where none are given."""
+    return {"loss": loss_of(model, batch)}
+
+
+def updates(args: Any, data: Any) -> int:
+    """How many steps a schedule of rates is for: `max_steps`, or the epochs of the data."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    try:
+        length = len(data)
+    except TypeError as error:
+        raise TaskError("train_dataset has no length", hint="give TrainingArguments(max_steps=...)") from error
+    return math.ceil(args.num_train_epochs * length)
+
+
+def save_pretrained(model: nn.Module | str | Path, weights: str | Path, folder: str | Path) -> nn.Module:
+    """Write what a run has trained as transformers, or peft, does: `folder` is for their `from_pretrained`.
+
+    Args:
+        model: a model file, or a model as its `model()` makes it, which gets the weights. Of a PeftModel, the adapter
+            is written alone.
+        weights: what the run has written, such as `out/model.safetensors`.
+    """
+    from safetensors.torch import load_file
+
+    made = model if isinstance(model, nn.Module) else load_task(model).model()
+    made.load_state_dict(load_file(weights))
+    made.save_pretrained(folder)  # type: ignore[operator]
+    return made
+
+
+def _arguments(make: Any) -> Any:
+    """The TrainingArguments, made where nothing says that this process is one of several."""
+    if not callable(make):
+        raise TaskError(
+            "args is no function, and TrainingArguments that every worker makes would wait for processes of their own",
+            hint="args=lambda: TrainingArguments(...)",
+        )
+    hidden = {name: os.environ.pop(name) for name in PROCESSES if name in os.environ}
+    try:
+        made = make()
+    finally:
+        os.environ.update(hidden)
+    refuse(made)
+    return made
+
+
+def _columns(model: nn.Module, args: Any) -> set[str]:
+    """What the model's forward takes, and labels: as Trainer keeps of a data set."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return {*inspect.signature(plain.forward).parameters, "label", "label_ids", *(args.label_names or ["labels"])}
+
+
+def _say_what_is_left(args: Any, collator: Any, steps: Callable[[], int]) -> None:
+    """Once, in the process that the user has started: workers load the model file, too."""
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    if os.environ.get("RANK", "0") != "0" or (started and started.name == "fxpipe.runtime.process.child"):
+        return
+    for line in unheard(args):
+        warn(line)
+    padding = getattr(collator, "padding", None)
+    if padding is True or padding == "longest":
+        warn(
+            f"{type(collator).__name__} pads each batch to its longest sample: where lengths differ, give "
+            "padding='max_length' and max_length, since a build is for few shapes of batches"
+        )
+    make, train = commands(args, steps)
+    say(f"TrainingArguments, as options: fxpipe compile {make}; fxpipe run {train}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("python -m fxpipe.adapters.transformers MODEL.py OUT/model.safetensors FOLDER")
+    save_pretrained(*sys.argv[1:])

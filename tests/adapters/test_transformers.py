@@ -1,0 +1,221 @@
+"""`fxpipe.adapters.transformers`: what Trainer would do, as hooks, against Trainer itself."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK, fxpipe
+from families.entry import define_torchvision_ops
+from torch import nn
+
+from fxpipe.errors import TaskError
+
+pytest.importorskip("transformers", reason="transformers is not installed; `make venv` installs it")
+pytest.importorskip("accelerate", reason="accelerate is not installed; `make venv` installs it")
+define_torchvision_ops()
+
+SOURCE = """\
+import torch
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+from fxpipe.adapters.transformers import trainer_hooks
+
+
+def make():
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32,
+                        max_position_embeddings=12, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    made = BertForSequenceClassification(config)
+    PEFT
+    return made
+
+
+def samples(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        ids = torch.randint(50, (12,), generator=generator)
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": int(ids[0] > 24), "text": "unused"}
+
+
+def make_args():
+    return TrainingArguments(
+        output_dir="out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, learning_rate=5e-3,
+        weight_decay=0.1, warmup_steps=2, use_cpu=True, report_to=[], train_sampling_strategy="sequential",
+        save_strategy="no", disable_tqdm=True, logging_steps=1, MORE
+    )
+
+
+train, held_out = list(samples(64, 0)), list(samples(12, 1))
+globals().update(trainer_hooks(model=make, args=make_args, train_dataset=train, eval_dataset=held_out))
+"""
+
+
+def written(folder: Path, more: str = "", peft: str = "") -> Path:
+    path = folder / "model.py"
+    path.write_text(SOURCE.replace("MORE", more).replace("PEFT", peft))
+    return path
+
+
+def by_trainer(module: dict[str, Any], state: dict[str, torch.Tensor]) -> Any:
+    """Trainer itself, after training from these weights.
+
+    Its batches are whole: Trainer adds up the losses of accumulated ones, instead of taking their mean, where a model
+    takes keywords and does not count by `num_items_in_batch`, as Bert's.
+    """
+    from transformers import Trainer
+
+    made = module["make"]()
+    made.load_state_dict(state, strict=False)  # a build holds buffers that are not persistent, too
+    data = {"train_dataset": module["train"], "eval_dataset": module["held_out"]}
+    args = replace(module["make_args"](), per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    trainer = Trainer(model=made, args=args, **data)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups, rates, warm-up, accumulation, clipping: the same weights, through two workers."""
+    from safetensors.torch import load_file
+    from transformers import BertForSequenceClassification
+
+    from fxpipe.adapters.transformers import save_pretrained
+
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path)
+    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    assert "fxpipe run --steps 8 --seed 42 --clip-norm 1.0 --out out" in made.err
+    run = ("run", "build", "--steps", 8, "--clip-norm", 1.0, "--threads", 1, "--json")
+    summary = fxpipe(*run, "--out", tmp_path / "out").json
+    trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
+    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+    assert summary["losses"] == pytest.approx(losses, abs=2e-3)
+    trained = load_file("out/model.safetensors")
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, atol=2e-4, rtol=1e-3)
+    assert summary["evaluation"]["loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-4)
+    save_pretrained(path, "out/model.safetensors", "trained")
+    again = BertForSequenceClassification.from_pretrained("trained")
+    torch.testing.assert_close(again.classifier.weight.data, trained["classifier.weight"])
+
+
+def test_groups_and_rates_are_trainers(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    module = runpy.run_path(str(written(tmp_path, 'lr_scheduler_type="cosine"')))
+    model = module["make"]()
+    trainer = Trainer(model=model, args=module["make_args"](), train_dataset=module["train"])
+    trainer.create_optimizer_and_scheduler(8)
+    own = module["optimizer"](list(model.named_parameters()))
+    scheduler = module["lr_scheduler"](own)
+    assert type(own) is type(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+    for mine, theirs in zip(own.param_groups, trainer.optimizer.param_groups, strict=True):
+        assert {id(p) for p in mine["params"]} == {id(p) for p in theirs["params"]}
+        assert {k: v for k, v in mine.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    for _ in range(8):
+        assert scheduler.get_last_lr() == trainer.lr_scheduler.get_last_lr()
+        own.step(), scheduler.step(), trainer.optimizer.step(), trainer.lr_scheduler.step()
+
+
+def test_a_worker_may_own_parameters_of_one_kind(tmp_path: Path) -> None:
+    module = runpy.run_path(str(written(tmp_path)))
+    named = list(module["make"]().named_parameters())
+    [group] = module["optimizer"]([pair for pair in named if "LayerNorm" in pair[0]]).param_groups
+    assert group["weight_decay"] == 0
+    [group] = module["optimizer"]([("classifier.weight", named[-2][1])]).param_groups
+    assert group["weight_decay"] == 0.1
+
+
+def test_columns_that_forward_does_not_take_are_left_out(tmp_path: Path) -> None:
+    module = runpy.run_path(str(written(tmp_path)))
+    batch = next(iter(module["train_data"]()))
+    assert {key: tuple(value.shape) for key, value in batch.items()} == {
+        "input_ids": (8, 12),
+        "attention_mask": (8, 12),
+        "labels": (8,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "neftune_noise_alpha=0.1, label_smoothing_factor=0.1",
+            ["neftune_noise_alpha=0.1", "label_smoothing_factor=0.1"],
+        ),
+        ('optim="galore_adamw", optim_target_modules=["attn"]', ["optim='galore_adamw'", "optim_target_modules"]),
+        ('lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch"', ["must not wait for evaluations"]),
+    ],
+)
+def test_what_a_pipeline_does_not_do_is_refused(more: str, said: list[str], tmp_path: Path) -> None:
+    with pytest.raises(TaskError) as refused:
+        runpy.run_path(str(written(tmp_path, more)))
+    for text in said:
+        assert text in str(refused.value)
+
+
+def test_what_is_not_followed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = 'bf16=True, data_seed=7, eval_strategy="steps", eval_steps=4'
+    runpy.run_path(str(written(tmp_path, more).rename(tmp_path / "other.py")))
+    said = capsys.readouterr().err
+    assert "warning: data_seed=7 of TrainingArguments is not followed: data follow fxpipe run --seed" in said
+    assert "fxpipe compile --seed 42 --microbatches 2 --autocast bf16" in said
+    assert "--eval-every 4" in said
+
+
+def test_a_collator_that_pads_to_the_longest_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import DataCollatorWithPadding, TrainingArguments
+
+    from fxpipe.adapters.transformers import trainer_hooks
+
+    def args() -> TrainingArguments:
+        return TrainingArguments(output_dir="out", use_cpu=True, report_to=[], num_train_epochs=0.5)
+
+    collator = DataCollatorWithPadding(tokenizer=None)
+    trainer_hooks(model=lambda: nn.Linear(2, 2), args=args, train_dataset=[{}] * 64, data_collator=collator)
+    said = capsys.readouterr().err
+    assert "pads each batch to its longest sample" in said
+    assert "--steps 4 " in said
+
+
+def test_arguments_that_would_wait_for_other_processes_are_refused(tmp_path: Path) -> None:
+    source = written(tmp_path).read_text().replace("args=make_args", "args=make_args()")
+    (tmp_path / "model.py").write_text(source)
+    with pytest.raises(TaskError, match="args=lambda"):
+        runpy.run_path(str(tmp_path / "model.py"))
+
+
+@pytest.mark.slow
+def test_of_a_peft_model_the_adapter_is_trained_and_saved_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed; `make venv` installs it")
+    monkeypatch.chdir(tmp_path)
+    lora = (
+        "from peft import LoraConfig, get_peft_model; "
+        'made = get_peft_model(made, LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS"))'
+    )
+    path = written(tmp_path, peft=lora)
+    made = fxpipe("compile", path, "-n", 2, "--verify", "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    assert fxpipe("run", "build", "--steps", 8, "--local", "--threads", 1, "--out", "out").code == 0
+    monkeypatch.delitem(sys.modules, "fxpipe.adapters.transformers")  # as in a process of its own
+    monkeypatch.setattr(sys, "argv", ["", str(path), "out/model.safetensors", "trained"])
+    runpy.run_module("fxpipe.adapters.transformers", run_name="__main__")
+    from safetensors.torch import load_file
+
+    saved, trained = load_file("trained/adapter_model.safetensors"), load_file("out/model.safetensors")
+    assert not list(Path("trained").glob("model*"))
+    assert len(saved) == 2 * 2 * 4 + 2
+    for name, value in saved.items():
+        parts = name.rpartition(".")
+        alias = [n for n in trained if n.startswith(parts[0]) and n.endswith(parts[2]) and "original" not in n]
+        assert len(alias) == 1
+        torch.testing.assert_close(trained[alias[0]], value)
