@@ -68,7 +68,7 @@ def lightning_hooks(
 
     @functools.cache
     def source() -> Any:
-        made = module() if data is None else data()
+        made: Any = module() if data is None else data()
         made.prepare_data()
         made.setup("fit")
         return made

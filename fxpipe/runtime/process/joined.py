@@ -159,7 +159,8 @@ class JoinedPipeline(OwnLoop):
     def _feed(self, batch: Any) -> StepLoss | None:
         """A step; None where worker 0 has no more batches, which it says by giving `OVER`."""
         with self._call():
-            minibatch, shape, parts = self.fed, None, []
+            minibatch, shape = self.fed, None
+            parts: Sequence[Any] = ()
             if batch is OVER and self.rank == 0:
                 shape = _NO_SHAPE
             elif self._minibatches is not None:
@@ -208,7 +209,7 @@ class JoinedPipeline(OwnLoop):
             found = self._evaluation.run(self.executor.state(self.fed))
             self._pulse.phase = "training"
             self._given = ()
-            return of_worker_0(found, self.rank)
+            return of_worker_0(found or {}, self.rank)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the parameters that this worker owns, under every name the model has for them.

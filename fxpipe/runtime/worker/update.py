@@ -243,9 +243,9 @@ class Updater:
         if self._rates is not None:
             self._rates = LearningRates(self.optimizer, self.scheduler, updates, self.scheduler_due)
             self._rates.known &= all(each.get("rates_known", True) for each in known)
-
         if "set_rates" in known[0]:
-            self.set_rates(*known[0]["set_rates"], updates)
+            update, rates = known[0]["set_rates"]
+            self.set_rates(update, rates, updates)
 
         def by_name(what: str) -> dict[str, Any]:
             return {name: value for each in known for name, value in each.get(what, {}).items()}
