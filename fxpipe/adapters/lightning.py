@@ -47,7 +47,7 @@ NEVER_CALLED = (
 
 
 def lightning_hooks(
-    module: Callable[[], nn.Module],
+    module: Callable[[], Any],
     data: Callable[[], Any] | None = None,
     *,
     max_epochs: int | None = None,
@@ -74,7 +74,7 @@ def lightning_hooks(
         return made
 
     def make() -> nn.Module:
-        made = module()
+        made: nn.Module = module()
         made.configure_model()  # type: ignore[operator]
         _check(made)
         return made
@@ -244,18 +244,24 @@ def _check(model: Any) -> None:
         )
 
 
-def _validates(module: Callable[[], nn.Module], data: Callable[[], Any] | None) -> bool:
+def _validates(module: Callable[[], Any], data: Callable[[], Any] | None) -> bool:
     """Whether there are data to validate on and a step for them; warns of what is never called."""
-    from lightning.pytorch import LightningDataModule, LightningModule
-
     model = on_meta(module).model
+    if _base(model) is None:
+        raise TaskError(f"{type(model).__name__} is no LightningModule")
     source = model if data is None else data()
-    defined = [name for name in NEVER_CALLED if _overrides(model, name, LightningModule)]
+    unheard = NEVER_CALLED if data is None else ("setup", *NEVER_CALLED)
+    defined = [name for name in unheard if _overrides(model, name)]
     if defined:
         warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
-    base = LightningModule if data is None else LightningDataModule
-    return _overrides(model, "validation_step", LightningModule) and _overrides(source, "val_dataloader", base)
+    return _overrides(model, "validation_step") and _overrides(source, "val_dataloader")
 
 
-def _overrides(found: Any, name: str, base: type) -> bool:
-    return getattr(type(found), name, None) is not getattr(base, name, None)
+def _overrides(found: Any, name: str) -> bool:
+    return getattr(type(found), name, None) is not getattr(_base(found), name, None)
+
+
+def _base(found: Any) -> type | None:
+    """Lightning's own class: that of the package lightning, or of pytorch_lightning."""
+    kinds = [kind for kind in type(found).__mro__ if kind.__name__ in ("LightningModule", "LightningDataModule")]
+    return kinds[0] if kinds else None

@@ -38,6 +38,8 @@ UNHEARD = {
     "eval_on_start": "evaluations begin with the first interval",
     "data_seed": "data follow fxpipe run --seed",
     "full_determinism": "a run gives the same bits again anyway",
+    "dataloader_persistent_workers": "a data loader is made for each epoch",
+    "save_only_model": "a checkpoint is the whole run",
     "torch_empty_cache_steps": "no cache is emptied",
     "eval_accumulation_steps": "evaluations keep nothing but their sums",
     "batch_eval_metrics": "metrics are those of each batch, and their mean",

@@ -90,7 +90,10 @@ def trainer_hooks(
         streamed = isinstance(dataset, torch.utils.data.IterableDataset)
         workers: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
         if args.dataloader_num_workers:
-            workers |= {"prefetch_factor": args.dataloader_prefetch_factor}
+            workers |= {
+                name: getattr(args, f"dataloader_{name}")
+                for name in ("prefetch_factor", "multiprocessing_context", "in_order")
+            }
         shuffle = shuffle and not streamed
         return DataLoader(dataset, size, shuffle=shuffle, drop_last=drop_last, collate_fn=collate, **workers)
 

@@ -1,10 +1,10 @@
 """A view of the model for a worker's optimizer: the worker's own parameters are live, all others have no values.
 
     def optimizer(named_parameters, model):                       # asks for it by a second argument
-        norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+        norms = {p: None for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
         return torch.optim.AdamW([
             {"params": [p for p in model.parameters() if p not in norms]},
-            {"params": list(norms), "weight_decay": 0.0},
+            {"params": [*norms], "weight_decay": 0.0},
         ])
 
 A view is the user's module: names, types, attributes, ties. Each of its parameters is either one of those that the
