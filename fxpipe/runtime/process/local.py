@@ -58,6 +58,7 @@ class LocalPipeline:
     Attributes:
         fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
         checkpoints: what saves it; None if it is not to be saved.
+        waits: an evaluation changes learning rates: no worker goes on before it.
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
@@ -125,6 +126,7 @@ class LocalPipeline:
         self._rows: list[Iterator[Action]] = []
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
+        self.waits = any(executor.store.updater.metric is not None for executor in self.executors)
 
     @property
     def data_mark(self) -> Any:
@@ -146,22 +148,31 @@ class LocalPipeline:
             BatchError: the batch does not fit the build.
             RunError: a stage failed.
         """
+        minibatch = self.fed
+        self.feed(batch)
+        found, loss = self._newest
+        if found != minibatch:
+            raise self._stuck()
+        return loss
+
+    def feed(self, batch: Any) -> None:
+        """As `step`, but the minibatch's loss may come in a later one: where workers wait for an evaluation.
+
+        Raises:
+            BatchError, RunError: as `step`.
+        """
         self._whole()
         if not self._rows:
-            self._begin()
+            self.begin()
         minibatch = self.fed
         self._shapes[minibatch], parts = self._minibatches(batch, minibatch)
         for microbatch, leaves in enumerate(parts):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()
-        found, loss = self._newest
-        if found != minibatch:
-            raise self._stuck()
         version = min(executor.store.version for executor in self.executors)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
-        return loss
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
@@ -186,7 +197,8 @@ class LocalPipeline:
     def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
 
-        A batch counts as much as `loss_weight(batch)` says, or, without that hook, as it has samples.
+        A batch counts as much as `loss_weight(batch)` says, or, without that hook, as it has samples. A scheduler that
+        waits for a metric makes its step, if there were updates since the last.
 
         Raises:
             RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
@@ -200,7 +212,10 @@ class LocalPipeline:
             return self.evaluation.run(batches, self.fed)
         given = batches
         data = EvaluationData(self.plan, lambda: given, self.options.seed, self._loss_weight)
-        return self.evaluation.run(data, self.fed)
+        metrics = self.evaluation.run(data, self.fed)
+        for executor in self.executors:
+            executor.store.updater.evaluated(self.fed, metrics)
+        return metrics
 
     @property
     def evaluation(self) -> LocalEvaluation:
@@ -264,7 +279,8 @@ class LocalPipeline:
         logs = [executor.store.staleness for executor in self.executors]
         return [{"worker": log.worker, **row} for log in logs if log is not None for row in log.summary()]
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin with an empty pipeline, or go on with that of the checkpoint."""
         self._ending = False
         resumed, shards = self.resumed, self._shards
         self.resumed, self._shards = None, []
@@ -301,6 +317,8 @@ class LocalPipeline:
     def _act(self, worker: int) -> bool:
         if self.executors[worker].unsettled is not None:
             return self._settle(worker)
+        if self.waits and self._evaluation is not None and self._evaluation.awaits(worker):
+            return False
         while self._ending and self._next[worker].minibatch >= self.fed:
             if self.executors[worker].store.version == self.fed:
                 return False
@@ -336,6 +354,8 @@ class LocalPipeline:
         return True
 
     def _acted(self, worker: int) -> None:
+        if self.waits and self.checkpoints is not None:
+            self.checkpoints.take(worker)  # who goes on from there hears of the evaluation then
         if self._evaluation is not None:
             self._evaluation.after()
         if self.checkpoints is not None:

@@ -10,7 +10,7 @@ from fxpipe.runtime.wires.moves import evaluation_edges
 
 Channel = tuple[Any, ...]
 BATCH = "batch"
-NOTES = ("behind", "total", "before", "shape", "metrics", BATCH)
+NOTES = ("behind", "total", "before", "shape", "metrics", "heard", BATCH)
 """Kinds of notes, for clipping, for evaluation, and for the shapes of batches; each has its own tag."""
 
 

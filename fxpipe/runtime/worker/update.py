@@ -48,6 +48,7 @@ class Updater:
         optimizer: None where nothing is trained: the worker owns nothing, or the user's optimizer chooses none of it.
         per_epoch: the scheduler makes a step after every epoch.
         steps_per_epoch: the updates of an epoch; known before the first update where `per_epoch`.
+        metric: the scheduler makes a step after every evaluation, with this metric of it; None if it does not.
 
     Raises:
         TaskError: the user's hooks returned something other than an optimizer of these parameters, or a scheduler.
@@ -78,6 +79,8 @@ class Updater:
         self.scheduler: Any = None
         self.per_epoch = False
         self.steps_per_epoch: int | None = None
+        self.metric: str | None = None
+        self._evaluated = 0  # the newest version whose evaluation the scheduler knows
         self.predictor: Predictor | None = None
         self.repair: SpikeCompensation | ErrorFeedback | None = None
         self._divisor = divisor
@@ -95,7 +98,7 @@ class Updater:
             self._reseed("lr_scheduler")
             made = paced(task.lr_scheduler(self.optimizer))
             if made is not None:
-                self.scheduler, self.per_epoch = made.scheduler, made.per_epoch
+                self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
         if rate_discount is not None:
             self._discount = RateDiscount(self.optimizer, delays, rate_discount, segments)
         if policy.predicts:
@@ -131,13 +134,29 @@ class Updater:
             TaskError: it does so every epoch, and nobody has said how many steps that is.
         """
         if not self.per_epoch:
-            return True
+            return self.metric is None
         if self.steps_per_epoch is None:
             raise TaskError(
                 "lr_scheduler() returned a scheduler for every epoch, and it is not known how many steps that is",
                 hint="steps_per_epoch=len(DATA)",
             )
         return updates % self.steps_per_epoch == 0
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        """The weights after so many updates were evaluated: the step of a scheduler that waits for it.
+
+        Raises:
+            RunError: the scheduler failed.
+        """
+        if self.metric is None or version <= self._evaluated:
+            return
+        self._evaluated = version
+        with random_state_kept():
+            self._reseed("lr_scheduler", version)
+            try:
+                self.scheduler.step(metrics[self.metric])
+            except Exception as error:
+                raise self._failed(error, version - 1, self.scheduler) from error
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run."""
@@ -174,6 +193,8 @@ class Updater:
         name = self._names
         found["optimizer"] = optimizer_state(self.optimizer, name)
         found["scheduler"] = None if self.scheduler is None else scheduler_state(self.scheduler)
+        if self.metric is not None:
+            found["evaluated"] = self._evaluated
         if self.predictor is not None:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
             if self.predictor.keeps_gradients:
@@ -205,6 +226,7 @@ class Updater:
         load_optimizer_state(self.optimizer, [each["optimizer"] for each in known], self._names)
         if self.scheduler is not None and known[0]["scheduler"] is not None:
             self.scheduler.load_state_dict(known[0]["scheduler"])
+            self._evaluated = int(known[0].get("evaluated", 0))
         if self._discount is not None:
             self._discount.updates = updates
         if self._rates is not None:
