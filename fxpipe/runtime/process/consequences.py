@@ -83,13 +83,17 @@ class Consequences:
     @property
     def missing(self) -> bool:
         """Whether the run was interrupted before the evaluation of the step that it goes on from."""
-        found = self._replayed is not None and self._replayed["step"] == self._step
-        return self._step > 0 and self.due(self._step) and not found
+        return self._step > 0 and self.due(self._step) and not self._replays_step
 
     def go_on(self) -> None:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
-        if self._replayed is not None and self._replayed["step"] == self._step:
+        if self._replayed is not None and self._replays_step and self.due(self._step):
             self._tell_schedulers(self._step, self._replayed["metrics"])
+
+    @property
+    def _replays_step(self) -> bool:
+        """Whether the step that the run goes on from was evaluated."""
+        return self._replayed is not None and self._replayed["step"] == self._step
 
     @property
     def changes_rates(self) -> bool:

@@ -331,7 +331,6 @@ class LocalPipeline:
         executor = self.executors[worker]
         if self._evaluation is not None:
             self._evaluation.before(worker, action)
-        lr = executor.store.updater.lr
         loss = executor.execute(action, leaves)
         if loss is not None:
             self._losses[action.minibatch] = loss
@@ -340,7 +339,8 @@ class LocalPipeline:
         if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
             reported = self._losses.pop(action.minibatch)
             if self.report:
-                self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
+                updater = executor.store.updater
+                self.report(action.minibatch, float(reported), updater.lr, updater.norm)
         self._acted(worker)
         return True
 

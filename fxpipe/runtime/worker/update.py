@@ -80,7 +80,9 @@ class Updater:
         self.per_epoch = False
         self.steps_per_epoch: int | None = None
         self.metric: str | None = None
-        self._evaluated = 0  # the newest version whose evaluation the scheduler knows
+        self._evaluated = 0  # the newest version whose evaluation the scheduler knows, but for that of
+        self._heard: tuple[int, float] | None = None  # the live one, with the metric
+        self._used: float | None = None
         self.predictor: Predictor | None = None
         self.repair: SpikeCompensation | ErrorFeedback | None = None
         self._divisor = divisor
@@ -119,8 +121,11 @@ class Updater:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group, before any discount; None where there is none."""
-        return None if self.optimizer is None else rate_of(self.optimizer.param_groups[0])
+        """The learning rate of the optimizer's first group in the last update, or else the first, before any discount;
+        None where there is none."""
+        if self.optimizer is None or self._used is not None:
+            return self._used
+        return rate_of(self.optimizer.param_groups[0])
 
     @property
     def norm(self) -> float | None:
@@ -143,20 +148,13 @@ class Updater:
         return updates % self.steps_per_epoch == 0
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
-        """The weights after so many updates were evaluated: the step of a scheduler that waits for it.
+        """The live weights, after so many updates, were evaluated: a scheduler that waits for that makes a step.
 
-        Raises:
-            RunError: the scheduler failed.
+        It does so before the next update: until then, weights are predicted from this version, and some were before,
+        here and on other workers.
         """
-        if self.metric is None or version <= self._evaluated:
-            return
-        self._evaluated = version
-        with random_state_kept():
-            self._reseed("lr_scheduler", version)
-            try:
-                self.scheduler.step(metrics[self.metric])
-            except Exception as error:
-                raise self._failed(error, version - 1, self.scheduler) from error
+        if self.metric is not None and version > self._evaluated:
+            self._heard = version, metrics[self.metric]
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run."""
@@ -180,6 +178,9 @@ class Updater:
             self.clip.apply(minibatch, self.parameters)
         if self.optimizer is not None:
             with random_state_kept() if self._may_draw(self.optimizer) else nullcontext():
+                if self._heard is not None:
+                    self._step_by_metric(*self._heard)
+                self._used = rate_of(self.optimizer.param_groups[0])
                 self._update(minibatch, self.optimizer)
         if not self._keeps:
             for parameter in self.parameters:
@@ -288,6 +289,17 @@ class Updater:
             raise self._failed(error, minibatch, self.scheduler) from error
         if self._rates is not None:
             self._rates.stepped()
+
+    def _step_by_metric(self, version: int, value: float) -> None:
+        self._evaluated, self._heard = version, None
+        self._reseed("lr_scheduler", version)
+        try:
+            self.scheduler.step(value)
+        except Exception as error:
+            raise RunError(
+                f"the scheduler failed on worker {self.worker}, after step {version}: {type(error).__name__}: {error}",
+                where=f"{type(self.scheduler).__name__}.step({self.metric})",
+            ) from error
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update may use random numbers; torch's own optimizers do not. Keeping the state takes 0.2 ms."""
