@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @click.argument("build", type=click.Path())
-@option_fields(RunOptions, "steps", "epochs", "steps_per_epoch", "eval_every")
+@option_fields(RunOptions, "steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
@@ -49,6 +49,9 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     epoch: in eval mode, through the pipeline, each with its own weights. This does not change training. Under torchrun,
     the same command joins the processes that torchrun started, on one machine or many.
 
+    --save-best keeps the weights of the best of these evaluations as OUT/best.safetensors, and --patience ends the run,
+    some steps later, when there was none better in so many evaluations.
+
     --ema keeps a moving average of the weights, which is written as OUT/ema.safetensors, and evaluated last.
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the
@@ -64,6 +67,7 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 500 --sync-steps 50
     fxpipe run build/ --steps 40 --eval-every 20 --json
+    fxpipe run build/ --steps 40 --eval-every 10 --save-best accuracy --patience 3
     fxpipe run build/ --steps 50 --local --json
     fxpipe run build/ --steps 40 --trace trace.json --out run/
     fxpipe run build/ --steps 500 --backend onnxruntime
@@ -189,11 +193,13 @@ def _checked_plan(options: RunOptions) -> Plan:
     """The build's plan, after checking that it can do what is asked, is whole and current, and the output can be
     written."""
     from fxpipe.runtime.process.check_run import check_run
+    from fxpipe.runtime.process.goal import Goal
     from fxpipe.runtime.worker.evaluation_check import check_evaluation
 
     plan, _ = check_run(options)
     if options.eval_every is not None:
         check_evaluation(plan, "--eval-every")
+    Goal.of(options, plan)
     check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
     Segments.of(options.sync_steps, make_schedule(options.schedule or plan.schedule, plan.workers, plan.microbatches))
     return plan
@@ -227,7 +233,7 @@ def _evaluate(options: RunOptions, digest: str, weights: str) -> dict[str, float
 
 def _print(summary: dict[str, Any]) -> None:
     from fxpipe.observe.progress import held_out
-    from fxpipe.observe.record import AVERAGED_WEIGHTS
+    from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS
     from fxpipe.observe.run_folder import staleness_file
 
     losses = summary["losses"]
@@ -279,6 +285,9 @@ def _print(summary: dict[str, Any]) -> None:
         echo(f"trace    {summary['trace']}")
     echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
+    if best := summary.get("best"):
+        where = Path(summary["out"]) / BEST_WEIGHTS
+        echo(f"best     {where}, of step {best['step']}: {best['metric']} {best['value']:.4f}")
     if (average := Path(summary["out"]) / AVERAGED_WEIGHTS).is_file():
         echo(f"average  {average}")
 

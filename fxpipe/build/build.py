@@ -156,7 +156,8 @@ class Build:
             optimizer: made once for each worker, from its own named parameters; default SGD(lr=0.01, momentum=0.9).
                 Where it asks for the model as well (`fxpipe.task.model_view`), with its view of that.
             lr_scheduler: made for each optimizer; none by default. It makes a step after every update; one that is
-                returned as `(scheduler, "epoch")` after every `steps_per_epoch`.
+                returned as `(scheduler, "epoch")` after every `steps_per_epoch`, a ReduceLROnPlateau as `(scheduler,
+                METRIC)` after every evaluation.
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
                 initialise them, by `seed`. Not needed with `weights`. And for an optimizer that asks for it, where
                 the build was loaded.
@@ -210,8 +211,8 @@ class Build:
             optimizer, lr_scheduler, model, loss_weight, averaged: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
-            options: those of `local`, and steps, epochs, eval_every, out, trace, tensorboard, threads: see
-                `fxpipe.runtime.options.RunOptions`.
+            options: those of `local`, and steps, epochs, eval_every, save_best, patience, out, trace, tensorboard,
+                threads: see `fxpipe.runtime.options.RunOptions`.
 
         Returns:
             The summary of the run on rank 0, None elsewhere.

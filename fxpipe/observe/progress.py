@@ -26,8 +26,8 @@ class Progress(Protocol):
 
     def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None: ...
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The state after `step` steps was evaluated."""
+    def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
+        """The state after `step` steps was evaluated; there may be something to say of it."""
 
     def close(self) -> None: ...
 
@@ -54,8 +54,8 @@ class BarProgress:
         rate = self._rate(samples_per_second)
         self._bar.update(self._task, completed=step, total=total, text=_text(loss, rate))
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._bar.console.print(_evaluated(step, metrics), highlight=False, markup=False)
+    def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
+        self._bar.console.print(_evaluated(step, metrics, remark), highlight=False, markup=False)
 
     def close(self) -> None:
         self._states.looker = None
@@ -90,8 +90,8 @@ class LineProgress:
         self._stream.write(f"step {step}/{total}  {_text(loss, rate)}{left}{self._busy()}\n")
         self._stream.flush()
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._stream.write(_evaluated(step, metrics) + "\n")
+    def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
+        self._stream.write(_evaluated(step, metrics, remark) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -173,8 +173,8 @@ def held_out(metrics: Mapping[str, float | None]) -> str:
     return "held out " + ", ".join(found)
 
 
-def _evaluated(step: int, metrics: Mapping[str, float]) -> str:
-    return f"step {step}  {held_out(metrics)}"
+def _evaluated(step: int, metrics: Mapping[str, float], remark: str = "") -> str:
+    return f"step {step}  {held_out(metrics)}" + (f": {remark}" if remark else "")
 
 
 def _clock(seconds: float) -> str:

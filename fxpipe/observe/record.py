@@ -28,6 +28,7 @@ OnEvaluation = Callable[[int, "dict[str, float]", float], None]
 """Called after an evaluation with the number of steps, the means of all metrics, and the seconds that worker 0 took."""
 FINAL_WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "ema.safetensors"
+BEST_WEIGHTS = "best.safetensors"
 LOOK = 5.0
 """Seconds between two records of the workers in TensorBoard's file."""
 
@@ -43,7 +44,7 @@ class Record:
     alone, both without evaluations; `loss` and `grad_norm` are null if they are not finite. `epoch` is there only if it
     is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one, `grad_norm`
     (of all workers' gradients, before clipping) only with clipping. An evaluation has its own line after that of its
-    step: `{"step", "eval": {name: mean}}`.
+    step: `{"step", "eval": {name: mean}}`, with `"best": true` where its weights were kept as the best so far.
 
     Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
     lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
@@ -161,8 +162,8 @@ class Record:
         if self._progress is not None:
             self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate))
 
-    def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """The state after `step` steps was evaluated; worker 0 took `seconds`."""
+    def evaluated(self, step: int, metrics: dict[str, float], seconds: float, best: bool = False) -> None:
+        """The state after `step` steps was evaluated, and is the best so far or not; worker 0 took `seconds`."""
         self._evaluating += seconds
         if any(earlier["step"] == step for earlier in self.evaluations[-1:]):
             return
@@ -170,11 +171,11 @@ class Record:
         self._steady.disturbed.add(step)
         if self._file is not None:
             shown = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self._file.write({"step": step, "eval": shown})
+            self._file.write({"step": step, "eval": shown} | ({"best": True} if best else {}))
         if self._tensorboard is not None:
             self._tensorboard.evaluated(step, metrics)
         if self._progress is not None:
-            self._show(lambda progress: progress.evaluated(step, metrics))
+            self._show(lambda progress: progress.evaluated(step, metrics, *(["the best so far"] if best else [])))
 
     def sync(self) -> None:
         """Have the metrics so far on the disk itself: before a checkpoint of this step counts."""
@@ -193,7 +194,8 @@ class Record:
         if self.out is None or self._file is None:
             return
         self._file.take_place()
-        for old in (self.out / FINAL_WEIGHTS, self.out / AVERAGED_WEIGHTS, *self.out.glob(staleness_file("*"))):
+        weights = [self.out / name for name in (FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS)]
+        for old in (*weights, *self.out.glob(staleness_file("*"))):
             if old.name not in written and not old.stem.endswith(".partial"):
                 with suppress(OSError):
                     old.unlink()

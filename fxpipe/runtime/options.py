@@ -148,6 +148,8 @@ class RunOptions(PipelineOptions):
         model_file: the user's file; None means the one the plan names.
         steps, epochs: how long; one epoch if neither is given.
         eval_every: evaluate after every so many steps, or every `epoch`, too; None evaluates only the trained weights.
+        save_best: a metric: the weights of the best evaluation so far are kept as `best.safetensors` (see `Goal`).
+        patience: end the run when that metric has not improved in so many evaluations.
         trace: the file for every worker's spans, in Chrome's trace format; None writes none.
         tensorboard: the folder for TensorBoard's event files; None writes none.
         out: the folder for `metrics.jsonl`, `model.safetensors` and `run.json`; None writes none of them.
@@ -176,6 +178,20 @@ class RunOptions(PipelineOptions):
         kind=steps_or_epoch,
         metavar="N|epoch",
         help="Evaluate after every N steps, or every epoch, not only at the end.",
+    )
+    save_best: str | None = option(
+        None,
+        "--save-best",
+        metavar="METRIC",
+        help="Keep the weights with the best METRIC of all evaluations, as OUT/best.safetensors. Greater is better; "
+        "smaller for -METRIC, and for names that end in loss, error or perplexity.",
+    )
+    patience: int | None = option(
+        None,
+        "--patience",
+        minimum=1,
+        metavar="N",
+        help="End the run when the metric of --save-best has not improved in N evaluations.",
     )
     trace: str | None = option(
         None,

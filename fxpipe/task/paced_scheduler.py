@@ -1,4 +1,4 @@
-"""What `lr_scheduler()` returns: a scheduler, and whether it makes a step after every update or after every epoch."""
+"""What `lr_scheduler()` returns: a scheduler, and after what it makes a step: every update, epoch or evaluation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from fxpipe.errors import TaskError
 STEP, EPOCH = "step", "epoch"
 
 RETURNS = 'return a torch.optim.lr_scheduler, which makes a step after every update; or (scheduler, "epoch"); or None'
+OF_METRIC = (
+    'return (scheduler, "loss"): it makes a step after every evaluation, with that metric of metrics(model, batch)'
+)
+PLATEAU = "ReduceLROnPlateau"
 
 
 @dataclass(frozen=True)
 class PacedScheduler:
-    """A user's scheduler; `per_epoch` ones make a step after the last update of every epoch, others after each."""
+    """A user's scheduler: it makes a step after the last update of every epoch, if it is `per_epoch`; after every
+    evaluation, with its `metric`, if it has one; else after every update."""
 
     scheduler: Any
     per_epoch: bool = False
+    metric: str | None = None
 
 
 def paced(made: Any) -> PacedScheduler | None:
     """What `lr_scheduler()` has returned: a scheduler, `(scheduler, "epoch")`, `(scheduler, "step")`, or None.
+
+    A ReduceLROnPlateau comes with the name of a metric: `(ReduceLROnPlateau(optimizer), "loss")`.
 
     Raises:
         TaskError: it is something else.
@@ -31,6 +39,10 @@ def paced(made: Any) -> PacedScheduler | None:
     scheduler, pace = made if isinstance(made, tuple) and len(made) == 2 else (made, STEP)
     if not callable(getattr(scheduler, "step", None)):
         raise TaskError(f"lr_scheduler() returned {type(scheduler).__name__}, which has no step()", hint=RETURNS)
+    if any(base.__name__ == PLATEAU for base in type(scheduler).__mro__):  # torch is not imported here
+        if not isinstance(pace, str) or pace in (STEP, EPOCH):
+            raise TaskError(f"lr_scheduler() returned {PLATEAU} and no metric for its steps", hint=OF_METRIC)
+        return PacedScheduler(scheduler, metric=pace)
     if pace not in (STEP, EPOCH):
         raise TaskError(f"lr_scheduler() returned a scheduler for every {pace!r}", hint=RETURNS)
     return PacedScheduler(scheduler, pace == EPOCH)

@@ -37,6 +37,7 @@ from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
 from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines, written_backward
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
+from fxpipe.tracing.buffers_read import buffers_read
 from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
@@ -150,10 +151,17 @@ def capture_evaluation(
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
     traced = Traced(graph_module, (), (), tuple(notes), computed)
-    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, None)
-    read = {b.names[0] for b in program.buffers}
-    lost = [tensors.names[row][0] for row in replaced]
-    warnings = [f"it replaces {name}: every batch sees the value from before" for name in lost if name in read]
+    reader = Reader(traced, tensors, example.leaves, example.inputs)
+    program = reader.program(dump(example.spec), device, None)
+    read = buffers_read(program)
+    changed = [*reader.not_kept, *(tensors.names[row][0] for row in replaced)]
+    warnings = [
+        f"metrics(model, batch) reads {name} and changes it: in the pipeline every batch meets the value that training "
+        "has, and in eager PyTorch that of the batch before, so that the metrics may differ"
+        for name in changed
+        if name in read
+    ]
+    warnings += [f"it changes buffer {name}: the change is not kept" for name in reader.not_kept if name not in read]
     constants = {name: float(v) for name, v in found.items() if name not in computed}
     return CapturedEvaluation(replace(program, warnings=(*program.warnings, *warnings)), tuple(found), constants)
 

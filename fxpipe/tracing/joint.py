@@ -72,6 +72,7 @@ class Reader:
         self.example: dict[str, torch.Tensor] = {}
         self.constants: list[Buffer] = []
         self.warnings: list[str] = list(traced.warnings)
+        self.not_kept: list[str] = []  # buffers that an evaluation changes in place
         self.tangents: list[fx.Node] = []
         self.tokens: set[fx.Node] = set()
 
@@ -344,7 +345,7 @@ class Reader:
                         "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
                     )
                 if self.metrics is not None:
-                    self.warnings.append(f"it changes buffer {self.tensors.names[index][0]}: the change is not kept")
+                    self.not_kept.append(self.tensors.names[index][0])
                     continue
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
                 if info(self.mapped[made]).region is not None:

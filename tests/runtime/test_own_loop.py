@@ -146,6 +146,26 @@ def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path) -> None:
         fresh.load(build / "weights.safetensors")
 
 
+def test_a_plateau_in_the_loop(evaluated: Path, tmp_path: Path) -> None:
+    """The rate falls where an evaluation says so, from the next update on, though one saves and loads between."""
+
+    def plateau(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            made, "min", 0.5, 0, threshold=100, threshold_mode="abs"
+        ), "loss"
+
+    batches, held_out = torch.load(evaluated / "data.pt")
+    one, other = (fxpipe.load(evaluated / "build").local(optimizer=optimizer, lr_scheduler=plateau) for _ in range(2))
+    for _ in range(3):
+        one.run(batches)
+        one.evaluate(held_out)
+    one.save(tmp_path / "saved")
+    assert one.learning_rates == [0.05, 0.05], "the second evaluation was no better, the third is yet to count"
+    other.load(tmp_path / "saved")
+    assert one.run(batches) == other.run(batches)
+    assert one.learning_rates == other.learning_rates == [0.025, 0.025]
+
+
 def test_an_error_in_the_loop_leaves_what_is_in_flight(toy: Any, many: Any, tmp_path: Path) -> None:
     build = toy(**THREE).save(tmp_path / "build")
     pipeline = fxpipe.load(build).local(optimizer=optimizer)

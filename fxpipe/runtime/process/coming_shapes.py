@@ -24,7 +24,7 @@ class ComingShapes:
     """The shapes that one worker of a distributed run knows.
 
     Args:
-        total: how many minibatches the run has.
+        total: how many minibatches the run has; may be set to fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
     """
 
@@ -34,7 +34,7 @@ class ComingShapes:
         self._worker = worker
         self._last = plan.workers - 1
         self._transport = transport
-        self._total = total
+        self.total = total
         self._read = read
         self._shapes: dict[int, int] = {}
 
@@ -44,7 +44,7 @@ class ComingShapes:
 
     def begin(self, step: int = 0) -> None:
         """Learn the first shapes; those of the minibatches from `step` on."""
-        for minibatch in range(step, min(step + AHEAD, self._total)):
+        for minibatch in range(step, min(step + AHEAD, self.total)):
             self._learn(minibatch)
 
     def reach(self, minibatch: int, version: int) -> None:
@@ -53,7 +53,7 @@ class ComingShapes:
         Args:
             version: how many updates this worker has made: the minibatches before are forgotten.
         """
-        if minibatch + AHEAD < self._total:
+        if minibatch + AHEAD < self.total:
             self._learn(minibatch + AHEAD)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]

@@ -2,7 +2,7 @@
 
     worker 0     reads a batch, tells the next worker its shape, runs its code
     worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
-    at the end   metrics go to worker 0; once it has all of them, a note goes from worker to worker, and all train on
+    at the end   metrics go to worker 0; once it has all of them, they go from worker to worker, and all train on
 
 A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
 ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
@@ -10,6 +10,7 @@ ahead. It receives the shape of a batch, and posts that batch's receives, before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.plan.spec import Plan
+from fxpipe.runtime.process.goal import metrics_of
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
@@ -27,7 +29,7 @@ AHEAD = 2
 """How many batches a worker may be ahead: it has sent their values, and no worker has received them yet."""
 
 _OVER = -1
-"""Sent in place of a shape: there are no more batches. Sent a second time: worker 0 has all metrics."""
+"""Sent in place of a shape: there are no more batches."""
 
 
 class DistributedEvaluation:
@@ -40,6 +42,7 @@ class DistributedEvaluation:
 
     Attributes:
         watch: measures its messages, apart from those of training.
+        heard: the metrics of the newest evaluation, the same on every worker.
 
     Raises:
         BuildError: as `Evaluator`.
@@ -60,6 +63,8 @@ class DistributedEvaluation:
         self.evaluator = Evaluator(plan, wires.worker, folder, seed, self._transport)
         self.watch = self._transport.watch
         self._data = data
+        self._names = metrics_of(plan)
+        self.heard: dict[str, float] = {}
         self._batches: Iterator[Placed] | None = None
         self._moves = moves(plan)
         self._fixed: dict[str, Tensor] = {}  # received once, since they never change
@@ -100,7 +105,7 @@ class DistributedEvaluation:
             self._transport.done("F", number, 0)
         found = self._gather(shapes, weights, values)
         self._transport.finish()
-        self._pass_word()
+        self._pass_word(found)
         return found
 
     def _begin(self) -> None:
@@ -157,11 +162,16 @@ class DistributedEvaluation:
             made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
         return means(self.plan, shapes, weights, made)
 
-    def _pass_word(self) -> None:
-        """Wait until worker 0 has all metrics, and pass that on, so that no training waits for another evaluation."""
-        if self.worker:
-            self._numbers(self.worker - 1, "shape", 1)
-        self._tell(_OVER)
+    def _pass_word(self, found: dict[str, float] | None) -> None:
+        """Wait until worker 0 has all metrics, and pass them on; so no training waits for another evaluation, too."""
+        if found is None:
+            heard = self._numbers(self.worker - 1, "heard", len(self._names))
+            self.heard = dict(zip(self._names, heard.tolist(), strict=True))
+        else:
+            self.heard = found
+            heard = torch.tensor([found.get(name, math.nan) for name in self._names], dtype=torch.float64)
+        if self.worker < self.plan.workers - 1:
+            self._transport.send_note(self.worker + 1, ("heard", 0), heard)
         self._transport.finish()
 
     def _numbers(self, source: int, kind: str, count: int) -> Tensor:

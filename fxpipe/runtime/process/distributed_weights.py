@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import FinalFiles, FinalTensor, final_tensors, held
+from fxpipe.runtime.worker.final_weights import PAUSES, FinalFiles, FinalTensor, final_tensors, held
 
 
 class DistributedFinalFiles:
@@ -22,19 +22,25 @@ class DistributedFinalFiles:
 
     Args:
         pulse: this worker's; every tensor is progress.
+        pauses: as those of `FinalFiles`.
+
+    Attributes:
+        files: those that worker 0 writes; None elsewhere.
     """
 
-    def __init__(self, out: str | Path, plan: Plan, executor: Executor, pulse: Pulse) -> None:
+    def __init__(
+        self, out: str | Path, plan: Plan, executor: Executor, pulse: Pulse, pauses: Sequence[float] = PAUSES
+    ) -> None:
         self.plan = plan
         self.executor = executor
         self.rank = executor.worker
         self.pulse = pulse
-        self._files = FinalFiles(out, plan, self._agree) if self.rank == 0 else None
+        self.files = FinalFiles(out, plan, self._agree, pauses) if self.rank == 0 else None
 
     def write(self, name: str, averages: Mapping[str, Tensor] | None = None) -> None:
         """Write a file of the trained weights, or of this worker's `averages` of them."""
-        if self._files is not None:
-            self._files.write(name, lambda tensor: self._fetch(tensor, averages))
+        if self.files is not None:
+            self.files.write(name, lambda tensor: self._fetch(tensor, averages))
             return
         again = True
         while again:
@@ -51,8 +57,8 @@ class DistributedFinalFiles:
         Raises:
             RunError: on worker 0, as `FinalFiles.check`; the others wait for it, and lose it.
         """
-        if self._files is not None:
-            self._files.check()
+        if self.files is not None:
+            self.files.check()
         self._agree(False)
 
     def _agree(self, again: bool) -> bool:

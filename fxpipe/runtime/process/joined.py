@@ -51,10 +51,7 @@ class JoinedPipeline(OwnLoop):
     """One worker of a pipeline whose every process runs the user's loop.
 
         with fxpipe.join("build/", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)) as pipeline:
-            for batch in data:
-                loss = pipeline.step(batch)
-            pipeline.flush()
-            metrics = pipeline.evaluate(held_out)
+            losses = [pipeline.step(batch) for batch in data]
 
     It trains the same bits as `LocalPipeline`. All processes make the same calls in the same order; where one does not,
     all end with an error. Outside a call a worker computes nothing; others go on as far as they can without it.
@@ -74,8 +71,8 @@ class JoinedPipeline(OwnLoop):
     def __init__(self, options: RunOptions, task: TrainingTask) -> None:
         self._held = ExitStack()
         self._closed = self._broken = False
+        reuse_freed_memory()
         with self._held:
-            reuse_freed_memory()
             member = self._held.enter_context(membership(options, task))
             self._open(member)
             self._held = self._held.pop_all()
@@ -209,7 +206,9 @@ class JoinedPipeline(OwnLoop):
             found = self._evaluation.run(self.executor.state(self.fed))
             self._pulse.phase = "training"
             self._given = ()
-            return of_worker_0(found or {}, self.rank)
+            metrics = of_worker_0(found or {}, self.rank)
+            self.executor.store.updater.evaluated(self.fed, metrics)
+            return metrics
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the parameters that this worker owns, under every name the model has for them.

@@ -61,6 +61,7 @@ class LocalPipeline(OwnLoop):
     Attributes:
         fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
         checkpoints: what saves it; None if it is not to be saved.
+        waits: an evaluation changes learning rates: no worker goes on before it.
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
@@ -133,6 +134,7 @@ class LocalPipeline(OwnLoop):
         self._mailbox.letters.clear()
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
+        self.waits = any(executor.store.updater.metric is not None for executor in self.executors)
 
     @property
     def data_mark(self) -> Any:
@@ -154,22 +156,31 @@ class LocalPipeline(OwnLoop):
             BatchError: the batch does not fit the build.
             RunError: a stage failed.
         """
+        minibatch = self.fed
+        self.feed(batch)
+        found, loss = self._newest
+        if found != minibatch:
+            raise self._stuck()
+        return loss
+
+    def feed(self, batch: Any) -> None:
+        """As `step`, but the minibatch's loss may come in a later one: where workers wait for an evaluation.
+
+        Raises:
+            BatchError, RunError: as `step`.
+        """
         self._whole()
         if not self._rows:
-            self._begin()
+            self.begin()
         minibatch = self.fed
         self._shapes[minibatch], parts = self._minibatches(batch, minibatch)
         for microbatch, leaves in enumerate(parts):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
         self._pump()
-        found, loss = self._newest
-        if found != minibatch:
-            raise self._stuck()
         version = min(executor.store.version for executor in self.executors)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
-        return loss
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
@@ -190,7 +201,8 @@ class LocalPipeline(OwnLoop):
     def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are.
 
-        A batch counts as much as `loss_weight(batch)` says, or, without that hook, as it has samples.
+        A batch counts as much as `loss_weight(batch)` says, or, without that hook, as it has samples. A scheduler that
+        waits for a metric makes its step, if there were updates since the last.
 
         Raises:
             RunError: minibatches are in flight; or the build has no evaluation; or its code failed.
@@ -204,7 +216,10 @@ class LocalPipeline(OwnLoop):
             return self.evaluation.run(batches, self.fed)
         given = batches
         data = EvaluationData(self.plan, lambda: given, self.options.seed, self._task.loss_weight)
-        return self.evaluation.run(data, self.fed)
+        metrics = self.evaluation.run(data, self.fed)
+        for executor in self.executors:
+            executor.store.updater.evaluated(self.fed, metrics)
+        return metrics
 
     @property
     def evaluation(self) -> LocalEvaluation:
@@ -284,7 +299,8 @@ class LocalPipeline(OwnLoop):
         logs = [executor.store.staleness for executor in self.executors]
         return [{"worker": log.worker, **row} for log in logs if log is not None for row in log.summary()]
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin with an empty pipeline, or go on with that of the checkpoint."""
         self._ending = False
         resumed, shards = self.resumed, self._shards
         self.resumed, self._shards = None, []
@@ -317,6 +333,8 @@ class LocalPipeline(OwnLoop):
     def _act(self, worker: int) -> bool:
         if self.executors[worker].unsettled is not None:
             return self._settle(worker)
+        if self.waits and self._evaluation is not None and self._evaluation.awaits(worker):
+            return False
         while self._ending and self._next[worker].minibatch >= self.fed:
             if self.executors[worker].store.version == self.fed:
                 return False
@@ -329,7 +347,6 @@ class LocalPipeline(OwnLoop):
         executor = self.executors[worker]
         if self._evaluation is not None:
             self._evaluation.before(worker, action)
-        lr = executor.store.updater.lr
         loss = executor.execute(action, leaves)
         if loss is not None:
             self._losses[action.minibatch] = loss
@@ -338,7 +355,8 @@ class LocalPipeline(OwnLoop):
         if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
             reported = self._losses.pop(action.minibatch)
             if self.report:
-                self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
+                updater = executor.store.updater
+                self.report(action.minibatch, float(reported), updater.lr, updater.norm)
         self._acted(worker)
         return True
 
@@ -352,6 +370,8 @@ class LocalPipeline(OwnLoop):
         return True
 
     def _acted(self, worker: int) -> None:
+        if self.waits and self.checkpoints is not None:
+            self.checkpoints.take(worker)  # who goes on from there hears of the evaluation then
         if self._evaluation is not None:
             self._evaluation.after()
         if self.checkpoints is not None:

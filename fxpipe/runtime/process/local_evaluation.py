@@ -17,12 +17,15 @@ from fxpipe.runtime.worker.evaluator import Evaluator, means
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action
 
+Follow = Callable[[int, dict[str, float], list[dict[str, Tensor]]], None]
+
 
 class LocalEvaluation:
     """Evaluates the weights that a pipeline's workers hold: for every batch, one worker after the other.
 
     Attributes:
         evaluated: the newest version that was due and is evaluated.
+        follow: called after each evaluation while training, with its version, metrics, and tensors of each worker.
 
     Raises:
         BuildError: as `Evaluator`.
@@ -38,20 +41,26 @@ class LocalEvaluation:
         self._moves = moves(plan)
         self._while_training: tuple[EvaluationData, OnEvaluation] | None = None
         self.evaluated = 0
+        self.follow: Follow = lambda version, metrics, states: None
         self._passed: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def run(
-        self, data: EvaluationData, version: int, instead: Sequence[Mapping[str, Tensor]] | None = None
+        self,
+        data: EvaluationData,
+        version: int,
+        instead: Sequence[Mapping[str, Tensor]] | None = None,
+        states: Sequence[dict[str, Tensor]] | None = None,
     ) -> dict[str, float]:
         """The mean of every metric after `version` updates, all of which every worker has made.
 
         Args:
             instead: for each worker, tensors to evaluate in place of those of these names.
+            states: of each worker, if they were asked for already.
 
         Raises:
             FxpipeError: making the data, or computing with them, failed.
         """
-        states = [self._state(worker, version) for worker in range(self.plan.workers)]
+        states = self.states(version) if states is None else states
         if instead is not None:
             states = [{**state, **own} for state, own in zip(states, instead, strict=True)]
         held = [dict(state) for state in states]
@@ -96,10 +105,22 @@ class LocalEvaluation:
         for executor in self._executors:
             executor.watch.open("evaluate")
         begin = perf_counter()
-        metrics = self.run(data, version)
+        states = self.states(version)
+        metrics = self.run(data, version, states=states)
+        self.follow(version, metrics, states)
         for executor in self._executors:
             executor.watch.close()
         report(version, metrics, perf_counter() - begin)
+
+    def awaits(self, worker: int) -> bool:
+        """Whether a worker has reached a version that has yet to be evaluated."""
+        executor = self._executors[worker]
+        version = executor.store.version
+        return self._while_training is not None and version > self.evaluated and executor.evaluates(version)
+
+    def states(self, version: int) -> list[dict[str, Tensor]]:
+        """The tensors of each worker after so many updates; may be asked for once."""
+        return [self._state(worker, version) for worker in range(self.plan.workers)]
 
     def _state(self, worker: int, version: int) -> dict[str, Tensor]:
         passed = (worker, version) in self._passed

@@ -15,9 +15,11 @@ from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, check_unchanged, files_read, writing
+from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.epochs import counted, epoch_of, in_steps
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.local_best import LocalBest
 from fxpipe.runtime.process.polite_stop import PoliteStop
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_summary import (
@@ -32,7 +34,6 @@ from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import FinalFiles, held, warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
@@ -107,7 +108,10 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 for evaluator in pipeline.evaluation.evaluators:
                     for loaded in evaluator.loaded:
                         warn_if_edited(loaded)
-                pipeline.evaluation.while_training(every(options.eval_every, total), data, record.evaluated)
+            ends = Consequences(options, plan, pipeline.recipe, total, pipeline.fed, executors, True)
+            best = LocalBest(options, plan, pipeline, record, ends)
+            if data is not None:
+                best.begin(data, run_before(options))
             check_unchanged(files)
             if pipeline.resumed is not None:
                 say_resumed(pipeline.resumed)
@@ -123,13 +127,15 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 feed.marks, checkpoints.data, checkpoints.writer.logs = checkpoints.due, feed.mark, record.sync
                 checkpoints.asked = lambda: stop.asked is not None
                 checkpoints.writer.ended = stop.saved
-            for step in range(pipeline.fed, total):
+            pipeline.begin()
+            best.go_on()
+            while (step := pipeline.fed) < ends.end:
                 stop.give_up_if_saved()
                 watches[0].at(Action("F", step))
                 watches[0].open("data")
                 batch = feed.next_batch()
                 watches[0].close()
-                pipeline.step(batch)
+                pipeline.feed(batch)
             pipeline.flush()
             if checkpoints is not None:
                 checkpoints.finish()
@@ -137,7 +143,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 watch.end()
             rows = [worker_row(executor) for executor in executors]
             if not options.keep_going:
-                check_weights(total, rows)
+                check_weights(ends.end, rows)
             final = None if options.out is None else FinalFiles(options.out, plan)
             if final is not None:
                 final.write(FINAL_WEIGHTS, lambda t: held(executors[t.worker], t))
@@ -150,6 +156,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 take_place(options, plan, record, executors, averages is not None)
             recipe = pipeline.recipe
             summary = summarize_run(record, options, plan, recipe, rows, "local", torch.get_num_threads())
+            best.take_place(summary)
             if (path := options.trace) is not None:
                 traces = [WorkerTrace.of(watch) for watch in watches]
                 add_trace(
@@ -159,7 +166,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 begin = perf_counter()
                 with weights_are_safe(options.out):
                     metrics = pipeline.evaluate(data)
-                evaluated_last(record, summary, metrics, perf_counter() - begin)
+                kept = best.last(summary, metrics)
+                evaluated_last(record, summary, metrics, perf_counter() - begin, kept)
                 if averages is not None:
                     with weights_are_safe(options.out):
                         averages_evaluated(summary, pipeline.evaluation.run(data, pipeline.fed, averages))

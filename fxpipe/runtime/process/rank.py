@@ -6,7 +6,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from fxpipe.observe.live import PulseBoard
 from fxpipe.observe.progress import Progress, default_progress
 from fxpipe.observe.pulse import Pulse, Pulses
 from fxpipe.observe.record import AVERAGED_WEIGHTS, FINAL_WEIGHTS, Record, samples_by_shape, samples_of
-from fxpipe.observe.watch import Cause
 from fxpipe.policy.recipe import choose
 from fxpipe.random_state import seed_everything
 from fxpipe.runtime.options import RunOptions
@@ -28,21 +26,18 @@ from fxpipe.runtime.process.batches_read import BatchesRead
 from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.coming_shapes import ComingShapes
+from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
+from fxpipe.runtime.process.early_stop import ending
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
+from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import membership
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
-from fxpipe.runtime.process.run_summary import (
-    averages_evaluated,
-    evaluated_last,
-    summarize_run,
-    take_place,
-    worker_row,
-)
+from fxpipe.runtime.process.run_summary import summarize_run, take_place, worker_row
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -55,12 +50,10 @@ from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
-from fxpipe.runtime.worker.evaluator import every
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
-from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 
@@ -143,15 +136,18 @@ class RankRun:
         self.epoch = agree_epoch(self.executor, self.feed, rank, plan.workers)
         self._shards = [] if resumed is None else restore([self.executor], resumed)[0]
         self.evaluation: DistributedEvaluation | None = None
-        self._evaluated = self.step
         self.record: Record | None = None
         if evaluating:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
             self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data)
-            self.executor.evaluates = every(options.eval_every, self.total)
             pulse.follow(self.executor.watch, self.evaluation.watch)
         else:
             pulse.follow(self.executor.watch)
+        executors = [self.executor]
+        self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, rank == 0)
+        self.evaluations = WorkerEvaluations(
+            options, recipe, self.executor, self.evaluation, self.consequences, pulse, self.step
+        )
         if options.trace:
             self.executor.watch.record()
         self.batches: BatchesRead | None = None
@@ -206,6 +202,9 @@ class RankRun:
             warn_of_staleness(self.recipe, self.executor)
             warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
         record = self.record
+        self.consequences.on_end = self._ends
+        self.evaluations.begin(record, self.resumed is not None, run_before(options))
+        self._ends(self.consequences.end)
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
                 trace = self._train()
@@ -228,21 +227,11 @@ class RankRun:
             summary = None
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
+            self.evaluations.take_place(summary)
             if options.trace is not None:
                 seconds = self.executor.watch.elapsed
                 collect_trace(options.trace, self.rank, plan, self.recipe, trace, summary, seconds)
-            if self.evaluation is not None:
-                begin = perf_counter()
-                self.pulse.phase = "evaluating"
-                with weights_are_safe(options.out):
-                    metrics = self.evaluation.run(self.executor.state(self.total))
-                if record is not None and summary is not None and metrics is not None:
-                    evaluated_last(record, summary, metrics, perf_counter() - begin)
-                if averages is not None:
-                    with weights_are_safe(options.out):
-                        metrics = self.evaluation.run({**self.executor.state(self.total), **averages[0]})
-                    if summary is not None and metrics is not None:
-                        averages_evaluated(summary, metrics)
+            self.evaluations.last(summary, None if averages is None else averages[0])
             if record is not None:
                 record.end(summary)
         finally:
@@ -256,6 +245,7 @@ class RankRun:
         watch, record, resumed = self.executor.watch, self.record, self.resumed
         self.transport.begin(self.step)
         begin_or_go_on(self.executor, resumed, self._shards, self.total)
+        self.consequences.go_on()
         if self.feed is not None:
             self.feed.go_on(self.step, self._shards[0].data if self._shards else None)
         self._shards = []
@@ -273,6 +263,7 @@ class RankRun:
                 actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
             else:
                 actions = resumed.actions(self.recipe, self.rank, self.total)
+            actions = ending(actions, lambda: self.total, self.recipe)
             feed, report = (None, None) if record is None else (self.batches, looking(record.step, look))
             if self.coming is not None:
                 self.coming.begin(self.step)
@@ -285,6 +276,14 @@ class RankRun:
         finally:
             stop.end()
         return WorkerTrace(watch.spans, before, self._clocks())
+
+    def _ends(self, total: int) -> None:
+        """The run ends after so many steps, perhaps fewer than it was to have."""
+        self.total = total
+        if self.coming is not None:
+            self.coming.total = total
+        if self.record is not None:
+            self.record.total = total
 
     def _clocks(self) -> ClockOffset:
         return compare_clocks(self.options.trace, self.rank, self.plan.workers)
@@ -301,29 +300,9 @@ class RankRun:
         self.stop.exit()
 
     def _between(self, version: int) -> None:
-        """Between two actions: evaluate and save what is due."""
-        self._evaluate_if_due(version)
+        """Between two actions: save and evaluate what is due."""
+        if self.checkpoints is not None and self.consequences.changes_rates:
+            self.checkpoints.take(self.rank)  # who goes on from there hears of the evaluation then
+        self.evaluations.if_due(version)
         if self.checkpoints is not None:
             self.checkpoints.take(self.rank)
-
-    def _evaluate_if_due(self, version: int) -> None:
-        """Evaluate, between two actions, if this worker has just reached a version that is due."""
-        if self.evaluation is None or version == self._evaluated or not self.executor.evaluates(version):
-            return
-        self._evaluated = version
-        watch = self.executor.watch
-        watch.at(Action("B", version - 1))
-        flushed = self.recipe.schedule.synchronous or self.recipe.segments.is_single(version - 1)
-        watch.refills = not flushed
-        if self.rank and flushed:  # otherwise it would wait as long for the next minibatch
-            watch.open("wait", Cause("token", "evaluation", self.rank - 1))
-            self.evaluation.await_start()
-            watch.close()
-        begin = perf_counter()
-        watch.open("evaluate")
-        self.pulse.phase = "evaluating"
-        metrics = self.evaluation.run(self.executor.state(version))
-        self.pulse.phase = "training"
-        watch.close()
-        if self.record is not None and metrics is not None:
-            self.record.evaluated(version, metrics, perf_counter() - begin)

@@ -65,7 +65,6 @@ def train(
                 executor.watch.close()
             mine = leaves.pop()
         updater = executor.store.updater
-        lr = updater.lr
         loss = executor.execute(action, mine)
         if loss is not None and not first:
             transport.send_loss(loss)
@@ -74,4 +73,4 @@ def train(
         if first and action.phase == "B" and action.microbatch == last:
             found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
             if report is not None:
-                report(action.minibatch, float(found), lr, updater.norm)
+                report(action.minibatch, float(found), updater.lr, updater.norm)

@@ -12,7 +12,7 @@ Channel = tuple[Any, ...]
 BATCH = "batch"
 CALL = "call"
 LOSS = "told loss"
-NOTES = ("behind", "total", "before", "shape", "metrics", BATCH, CALL, LOSS)
+NOTES = ("behind", "total", "before", "shape", "metrics", "heard", BATCH, CALL, LOSS)
 """Kinds of notes, each with its own tag: for clipping, evaluation, the shapes of batches, a user's own loop."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ from fxpipe.runtime.worker.executor import Executor
 
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds between two attempts to write a file."""
+
+SHORT_PAUSES = (1.0,)
+"""The same for a file that training waits for."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,19 @@ class FinalFiles:
 
     Args:
         agree: called after every attempt with whether the tensors are wanted once more; of a distributed run.
+        pauses: seconds between two attempts.
     """
 
-    def __init__(self, out: str | Path, plan: Plan, agree: Callable[[bool], object] = lambda again: None) -> None:
+    def __init__(
+        self,
+        out: str | Path,
+        plan: Plan,
+        agree: Callable[[bool], object] = lambda again: None,
+        pauses: Sequence[float] = PAUSES,
+    ) -> None:
         self.out = Path(out)
         self._agree = agree
+        self._pauses = pauses
         self._tensors = list(final_tensors(plan))
         self._elsewhere: Path | None = None
         self._problems: list[str] = []
@@ -107,7 +118,7 @@ class FinalFiles:
         """Write a file; `fetch` gives one tensor after the other, in `final_tensors`' order, in every attempt."""
         path = self.out / name
         if self._elsewhere is None:
-            for pause in (*PAUSES, None):
+            for pause in (*self._pauses, None):
                 error = self._attempt(path, fetch)
                 if error is None:
                     self._agree(False)

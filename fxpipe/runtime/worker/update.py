@@ -48,6 +48,7 @@ class Updater:
         optimizer: None where nothing is trained: the worker owns nothing, or the user's optimizer chooses none of it.
         per_epoch: the scheduler makes a step after every epoch.
         steps_per_epoch: the updates of an epoch; known before the first update where `per_epoch`.
+        metric: the scheduler makes a step after every evaluation, with this metric of it; None if it does not.
 
     Raises:
         TaskError: the user's hooks returned something other than an optimizer of these parameters, or a scheduler.
@@ -78,6 +79,10 @@ class Updater:
         self.scheduler: Any = None
         self.per_epoch = False
         self.steps_per_epoch: int | None = None
+        self.metric: str | None = None
+        self._evaluated = 0  # the newest version whose evaluation the scheduler knows, but for that of
+        self._heard: tuple[int, float] | None = None  # the live one, with the metric
+        self._used: float | None = None
         self.predictor: Predictor | None = None
         self.repair: SpikeCompensation | ErrorFeedback | None = None
         self._divisor = divisor
@@ -96,7 +101,7 @@ class Updater:
             self._reseed("lr_scheduler")
             made = paced(task.lr_scheduler(self.optimizer))
             if made is not None:
-                self.scheduler, self.per_epoch = made.scheduler, made.per_epoch
+                self.scheduler, self.per_epoch, self.metric = made.scheduler, made.per_epoch, made.metric
         if rate_discount is not None:
             self._discount = RateDiscount(self.optimizer, delays, rate_discount, segments)
         if policy.predicts:
@@ -117,8 +122,11 @@ class Updater:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer's first group, before any discount; None where there is none."""
-        return None if self.optimizer is None else rate_of(self.optimizer.param_groups[0])
+        """The learning rate of the optimizer's first group in the last update, or else the first, before any discount;
+        None where there is none."""
+        if self.optimizer is None or self._used is not None:
+            return self._used
+        return rate_of(self.optimizer.param_groups[0])
 
     @property
     def rates(self) -> list[float]:
@@ -162,13 +170,22 @@ class Updater:
             TaskError: it does so every epoch, and nobody has said how many steps that is.
         """
         if not self.per_epoch:
-            return True
+            return self.metric is None
         if self.steps_per_epoch is None:
             raise TaskError(
                 "lr_scheduler() returned a scheduler for every epoch, and it is not known how many steps that is",
                 hint="steps_per_epoch=len(DATA)",
             )
         return updates % self.steps_per_epoch == 0
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        """The live weights, after so many updates, were evaluated: a scheduler that waits for that makes a step.
+
+        It does so before the next update: until then, weights are predicted from this version, and some were before,
+        here and on other workers.
+        """
+        if self.metric is not None and version > self._evaluated:
+            self._heard = version, metrics[self.metric]
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run."""
@@ -192,6 +209,11 @@ class Updater:
             self.clip.apply(minibatch, self.parameters)
         if self.optimizer is not None:
             with random_state_kept() if self._may_draw(self.optimizer) else nullcontext():
+                if self._heard is not None:
+                    self._step_by_metric(*self._heard)
+                if self._set is not None and minibatch >= self._set[0]:
+                    self.take_rates()
+                self._used = rate_of(self.optimizer.param_groups[0])
                 self._update(minibatch, self.optimizer)
         if not self._keeps:
             for parameter in self.parameters:
@@ -205,6 +227,10 @@ class Updater:
         name = self._names
         found["optimizer"] = optimizer_state(self.optimizer, name)
         found["scheduler"] = None if self.scheduler is None else scheduler_state(self.scheduler)
+        if self.metric is not None:
+            found["evaluated"] = self._evaluated
+            if self._heard is not None:
+                found["heard"] = self._heard
         if self.predictor is not None:
             found["last_updates"] = {name[id(p)]: (made, rate) for p, made, rate in self.predictor.state()}
             if self.predictor.keeps_gradients:
@@ -238,6 +264,8 @@ class Updater:
         load_optimizer_state(self.optimizer, [each["optimizer"] for each in known], self._names)
         if self.scheduler is not None and known[0]["scheduler"] is not None:
             self.scheduler.load_state_dict(known[0]["scheduler"])
+            self._evaluated = int(known[0].get("evaluated", 0))
+            self._heard = known[0].get("heard")
         if self._discount is not None:
             self._discount.updates = updates
         if self._rates is not None:
@@ -279,8 +307,6 @@ class Updater:
 
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         late = not self._segments.is_single(minibatch)
-        if self._set is not None and minibatch >= self._set[0]:
-            self.take_rates()
         try:
             with nullcontext() if self._discount is None else self._discount.during(minibatch):
                 if self.repair is not None:
@@ -306,8 +332,11 @@ class Updater:
             self._rates.stepped()
 
     def take_rates(self) -> None:
-        """Take the learning rates that were set, if any: the update that they are for comes next."""
-        if self.optimizer is None or self._set is None:
+        """Take the learning rates that were set, if any: the update that they are for comes next.
+
+        A scheduler's step by a metric that was heard before comes first.
+        """
+        if self.optimizer is None or self._set is None or self._heard is not None:
             return
         for group, rate in zip(self.optimizer.param_groups, self._set[1], strict=True):
             if isinstance(group["lr"], Tensor):
@@ -315,6 +344,17 @@ class Updater:
             else:
                 group["lr"] = rate
         self._set = None
+
+    def _step_by_metric(self, version: int, value: float) -> None:
+        self._evaluated, self._heard = version, None
+        self._reseed("lr_scheduler", version)
+        try:
+            self.scheduler.step(value)
+        except Exception as error:
+            raise RunError(
+                f"the scheduler failed on worker {self.worker}, after step {version}: {type(error).__name__}: {error}",
+                where=f"{type(self.scheduler).__name__}.step({self.metric})",
+            ) from error
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update may use random numbers; torch's own optimizers do not. Keeping the state takes 0.2 ms."""

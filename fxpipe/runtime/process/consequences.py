@@ -1,0 +1,168 @@
+"""What follows from the evaluations of a run: the best weights so far, its early end, learning rates that wait for it.
+
+Every worker hears all metrics of every evaluation and comes to the same conclusions, at the same version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fxpipe.errors import TaskError, near
+from fxpipe.messages import say
+from fxpipe.plan.spec import Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.early_stop import lead
+from fxpipe.runtime.process.goal import Goal, metrics_of
+from fxpipe.runtime.worker.evaluator import every
+from fxpipe.runtime.worker.executor import Executor
+
+PATIENCE = "patience"
+"""What `run.json` gives as the reason of an early end."""
+
+
+class Consequences:
+    """Those of one run, for the workers of this process.
+
+    Args:
+        options: in steps.
+        total: how many steps the run is to have.
+        step: how many were made before it went on.
+        speaks: this process tells the user.
+
+    Attributes:
+        goal: what `--save-best` asks for; None if it asks for nothing.
+        best: the step and the value of the best evaluation so far.
+        end: after how many steps the run ends.
+        stopped: why it ends before `total`; None if it does not.
+        on_end: called with the end, when it becomes an earlier one.
+
+    Raises:
+        RunError: the options ask for what cannot be done.
+        TaskError: a scheduler waits for a metric that there is not.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        plan: Plan,
+        recipe: Recipe,
+        total: int,
+        step: int,
+        executors: Sequence[Executor],
+        speaks: bool,
+    ) -> None:
+        self.goal = Goal.of(options, plan)
+        self.best: tuple[int, float] | None = None
+        self.end = total
+        self.stopped: str | None = None
+        self.on_end: Callable[[int], None] = lambda end: None
+        self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
+        self._lead = lead(recipe, bool(plan.shapes))
+        self._replayed: Mapping[str, Any] | None = None
+        self._since = 0  # evaluations since the best one
+        for executor in executors:
+            _check_metric(executor.store.updater.metric, options, plan)
+
+    def due(self, version: int) -> bool:
+        """Whether the run evaluates after so many updates, before its end."""
+        assert not isinstance(self._options.eval_every, str), "epochs are counted in steps by then"
+        return every(self._options.eval_every, self.end)(version)
+
+    def replay(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Call first, with the evaluations of the steps before."""
+        self._replayed = evaluations[-1] if evaluations else None
+        for row in evaluations:
+            self._judge(row["step"], row["metrics"])
+        if self.goal is not None and self._speaks:
+            text = "" if self.best is None else f"; {self.best[1]:.4f} of step {self.best[0]} is the best so far"
+            say(f"the weights of the best {self.goal} are kept{text}")
+
+    @property
+    def missing(self) -> bool:
+        """Whether the run was interrupted before the evaluation of the step that it goes on from."""
+        return self._step > 0 and self.due(self._step) and not self._replays_step
+
+    def go_on(self) -> None:
+        """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
+        if self._replayed is not None and self._replays_step and self.due(self._step):
+            self._tell_schedulers(self._step, self._replayed["metrics"])
+
+    @property
+    def _replays_step(self) -> bool:
+        """Whether the step that the run goes on from was evaluated."""
+        return self._replayed is not None and self._replayed["step"] == self._step
+
+    @property
+    def changes_rates(self) -> bool:
+        """Whether a worker of this process has a scheduler that waits for evaluations."""
+        return any(executor.store.updater.metric is not None for executor in self._executors)
+
+    def heard(self, version: int, metrics: Mapping[str, float]) -> bool:
+        """All workers have evaluated the weights after so many updates; whether they are the best so far."""
+        end = self.end
+        best = self._judge(version, metrics)
+        if version < end:
+            self._tell_schedulers(version, metrics)
+        if self.end < end:
+            for executor in self._executors:
+                executor.store.end(self.end)
+            self.on_end(self.end)
+        return best
+
+    def is_best(self, step: int) -> bool:
+        """Whether the best evaluation so far is that of this step."""
+        return self.best is not None and self.best[0] == step
+
+    def tell(self, summary: dict[str, Any]) -> None:
+        """Put the best evaluation, and why the run has ended early, into its summary."""
+        if self.goal is None:
+            return
+        summary["stopped"] = self.stopped
+        summary["best"] = None
+        if self.best is not None:
+            step, value = self.best
+            summary["best"] = {"metric": self.goal.metric, "step": step, "value": value}
+
+    def _judge(self, version: int, metrics: Mapping[str, float]) -> bool:
+        if self.goal is None:
+            return False
+        value = metrics.get(self.goal.metric, math.nan)
+        if self.goal.better(value, None if self.best is None else self.best[1]):
+            self.best, self._since = (version, value), 0
+            return True
+        every_steps = self._options.eval_every
+        assert isinstance(every_steps, int)
+        self._since += version % every_steps == 0  # else it was the last of a shorter run, which a longer one lacks
+        patience = self._options.patience
+        if patience is not None and self._since >= patience and self.stopped is None:
+            end = max(self._step, version + self._lead)
+            if end < self.end:
+                self.end, self.stopped = end, PATIENCE
+                if self._speaks:
+                    say(f"{self.goal.metric} has not improved in {patience} evaluations: the run ends after step {end}")
+        return False
+
+    def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:
+        for executor in self._executors:
+            executor.store.updater.evaluated(version, metrics)
+
+
+def _check_metric(metric: str | None, options: RunOptions, plan: Plan) -> None:
+    if metric is None:
+        return
+    if options.eval_every is None:
+        raise TaskError(
+            f"lr_scheduler() makes a step after every evaluation, with its {metric!r}, and the run evaluates only at "
+            "the end",
+            hint="--eval-every N, or epoch",
+        )
+    known = metrics_of(plan)
+    if metric not in known:
+        raise TaskError(
+            f"lr_scheduler() waits for the metric {metric!r}, and metrics(model, batch) gives none of that "
+            f"name{near(metric, known)}",
+            hint=f"one of {', '.join(known)}",
+        )

@@ -1,0 +1,47 @@
+"""A run that ends before the step it was to end after: where all its workers can still stop together.
+
+What ends it is known between two actions, when all workers have made the same number of updates (the version). By then
+some have begun later minibatches, have posted receives for those after them, and count on weights that are read later
+still. So the end is some steps on, where none of that reaches:
+
+    evaluated at version 20 ─→ the run ends after step 20 + `lead`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.process.coming_shapes import AHEAD
+from fxpipe.runtime.process.training_loop import LOOKAHEAD
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.check import in_flight
+
+
+def lead(recipe: Recipe, shapes: bool) -> int:
+    """How many steps after a version a run can end, if its workers hear of it at that version.
+
+    Args:
+        shapes: batches have several shapes: worker 0 reads some ahead.
+    """
+    microbatches = recipe.schedule.microbatches
+    begun = -(-max(in_flight(recipe.schedule)) // microbatches)
+    expected = -(-(LOOKAHEAD + 1) // microbatches)
+    demand = recipe.demand
+    reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # who reads weights that are expected
+    return begun + expected + reach + 2 + (AHEAD if shapes else 0)
+
+
+def ending(actions: Iterator[Action], end: Callable[[], int], recipe: Recipe) -> Iterator[Action]:
+    """The actions of minibatches before `end()`, which may become smaller meanwhile.
+
+    As `Schedule.until` has it, all of them come before so many later ones.
+    """
+    patience = 4 * recipe.schedule.workers * recipe.schedule.microbatches
+    for action in actions:
+        if action.minibatch < end():
+            yield action
+        else:
+            patience -= 1
+            if patience < 0:
+                return

@@ -1,0 +1,151 @@
+"""The evaluations of a run in one worker's process, and what its worker does about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.observe.pulse import Pulse
+from fxpipe.observe.record import BEST_WEIGHTS, Record
+from fxpipe.observe.watch import Cause
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.best_weights import BestWeights
+from fxpipe.runtime.process.consequences import Consequences
+from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.distributed_weights import DistributedFinalFiles
+from fxpipe.runtime.process.run_summary import averages_evaluated, evaluated_last, write_run
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.final_weights import SHORT_PAUSES, weights_are_safe
+from fxpipe.schedule.action import Action
+
+
+class WorkerEvaluations:
+    """Those of one worker.
+
+    Args:
+        evaluation: what evaluates; None if the run has nothing to evaluate.
+        step: the run's first.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        recipe: Recipe,
+        executor: Executor,
+        evaluation: DistributedEvaluation | None,
+        consequences: Consequences,
+        pulse: Pulse,
+        step: int,
+    ) -> None:
+        self.evaluation, self.consequences = evaluation, consequences
+        self._options, self._recipe, self._executor, self._pulse = options, recipe, executor, pulse
+        self._evaluated = self._step = step
+        self._record: Record | None = None
+        self._files: DistributedFinalFiles | None = None
+        self._best: BestWeights | None = None  # on worker 0
+        if evaluation is not None:
+            executor.evaluates = consequences.due
+
+    def begin(self, record: Record | None, goes_on: bool, earlier: Path | None) -> None:
+        """Called by all workers before training begins: what earlier evaluations of the run have led to.
+
+        Args:
+            record: on worker 0.
+            goes_on: after an interruption.
+            earlier: the output folder of the interrupted run, if it may be another one.
+        """
+        self._record = record
+        rows: list[Any] = [[]]
+        if goes_on and self.evaluation is not None:
+            if record is not None:
+                rows = [record.evaluations]
+            with peers(self._executor.worker):
+                dist.broadcast_object_list(rows, 0)
+        self.consequences.replay(rows[0])
+        if self.evaluation is not None and self.consequences.missing:
+            self._evaluated = self._step - 1
+        if self.consequences.goal is None or self._options.out is None or self.evaluation is None:
+            return
+        out, plan = self._options.out, self.evaluation.plan
+        self._files = files = DistributedFinalFiles(out, plan, self._executor, self._pulse, SHORT_PAUSES)
+        if files.files is not None:
+            check = files.files.check
+            self._best = BestWeights(out, lambda name, states: files.write(name, states[0]), check, goes_on, earlier)
+
+    def if_due(self, version: int) -> None:
+        """Evaluate, between two actions, if this worker has just reached a version that is due."""
+        if self.evaluation is None or version == self._evaluated or not self._executor.evaluates(version):
+            return
+        self._evaluated = version
+        watch = self._executor.watch
+        if version > self._step:
+            watch.at(Action("B", version - 1))
+        flushed = self._recipe.schedule.synchronous or self._recipe.segments.is_single(version - 1)
+        watch.refills = not flushed
+        if self._executor.worker and flushed:  # otherwise it would wait as long for the next minibatch
+            watch.open("wait", Cause("token", "evaluation", self._executor.worker - 1))
+            self.evaluation.await_start()
+            watch.close()
+        begin = perf_counter()
+        watch.open("evaluate")
+        self._pulse.phase = "evaluating"
+        state = self._executor.state(version)
+        self.evaluation.run(state)
+        metrics = self.evaluation.heard
+        best = self._heard(version, metrics, state)
+        self._pulse.phase = "training"
+        watch.close()
+        if self._record is not None:
+            self._record.evaluated(version, metrics, perf_counter() - begin, best)
+
+    def last(self, summary: dict[str, Any] | None, averages: Mapping[str, Tensor] | None) -> None:
+        """Evaluate the trained weights, which are written by now, and the averages of them, if there are any.
+
+        Args:
+            summary: on worker 0.
+        """
+        record, out, total = self._record, self._options.out, self.consequences.end
+        if self.evaluation is None:
+            return
+        begin = perf_counter()
+        self._pulse.phase = "evaluating"
+        state = self._executor.state(total)
+        with weights_are_safe(out):
+            self.evaluation.run(state)
+        metrics = self.evaluation.heard
+        best = self._heard(total, metrics, state)
+        if record is not None and summary is not None:
+            self.consequences.tell(summary)
+            evaluated_last(record, summary, metrics, perf_counter() - begin, best)
+        if averages is not None:
+            with weights_are_safe(out):
+                self.evaluation.run({**self._executor.state(total), **averages})
+            if summary is not None:
+                averages_evaluated(summary, self.evaluation.heard)
+
+    def take_place(self, summary: dict[str, Any] | None) -> None:
+        """The run has trained to its end, and its weights are written.
+
+        Args:
+            summary: on worker 0.
+        """
+        if self._best is not None:
+            self._best.take_place()
+        if summary is not None and self.consequences.goal is not None:
+            self.consequences.tell(summary)
+            write_run(summary)
+
+    def _heard(self, version: int, metrics: dict[str, float], state: dict[str, Tensor]) -> bool:
+        best = self.consequences.heard(version, metrics)
+        if best and self._best is not None:
+            self._best.keep([state])
+        elif best and self._files is not None:
+            self._files.write(BEST_WEIGHTS, state)
+        return best

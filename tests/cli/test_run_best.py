@@ -1,0 +1,216 @@
+"""What follows from evaluations: the best weights, an early end, rates that fall where a metric stands still."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import QUICK, fxpipe
+from model_files import write_model
+from safetensors.torch import load_file
+
+HOOKS = """
+
+def train_data():
+    torch.manual_seed(7)
+    return [{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))} for _ in range(40)]
+
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.2, momentum=0.9)
+
+
+def eval_data():
+    torch.manual_seed(8)
+    return [{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))} for _ in range(3)]
+
+
+def metrics(model, batch):
+    right = (model(batch["x"]).argmax(-1) == batch["y"]).float().mean()
+    return {"loss": loss(model, batch), "accuracy": right, "wrong": 1 - right, "nothing": right * float("nan")}
+"""
+PLATEAU = """
+
+def lr_scheduler(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), "loss"
+"""
+
+
+def built(folder: Path, more: str = "", workers: int = 2) -> Path:
+    model = write_model(folder)
+    model.write_text(model.read_text() + HOOKS + more)
+    result = fxpipe("compile", model, "-n", workers, "-o", folder / "build", *QUICK)
+    assert result.code == 0, result.err
+    return folder / "build"
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("best"))
+
+
+@pytest.fixture(scope="module")
+def plateau(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("plateau"), PLATEAU, workers=3)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path, *names: str) -> list[bytes]:
+    return [(out / name).read_bytes() for name in (names or ("best.safetensors", "model.safetensors"))]
+
+
+def best_of(rows: list[dict[str, Any]], metric: str, greater: bool) -> tuple[int, float]:
+    """The first of the best."""
+    sign = -1 if greater else 1
+    row = min(rows, key=lambda row: sign * row["metrics"][metric])
+    return row["step"], row["metrics"][metric]
+
+
+@pytest.mark.parametrize(("asked", "greater"), [("loss", False), ("accuracy", True), ("-wrong", False)])
+def test_the_best_weights_are_those_of_a_run_that_ends_there(
+    build: Path, tmp_path: Path, asked: str, greater: bool
+) -> None:
+    run = ("run", build, "--local")
+    out = tmp_path / "out"
+    result = fxpipe(*run, "--eval-every", 4, "--save-best", asked, "--out", out, "--json")
+    assert result.code == 0, result.err
+    metric = asked.removeprefix("-")
+    step, value = best_of(result.json["evaluations"], metric, greater)
+    assert result.json["best"] == {"metric": metric, "step": step, "value": value}
+    assert result.json["stopped"] is None
+    assert [row["step"] for row in lines(out) if row.get("best")][-1] == step
+    assert f"best {metric} ({'greater' if greater else 'smaller'} is better)" in result.err
+    assert fxpipe(*run, "--steps", step, "--out", tmp_path / "short").code == 0
+    assert weights(out, "best.safetensors") == weights(tmp_path / "short", "model.safetensors")
+
+
+def test_the_last_evaluation_counts_and_nothing_finite_is_no_best(build: Path, tmp_path: Path) -> None:
+    run = ("run", build, "--local", "--steps", 6, "--eval-every", 10)
+    found = fxpipe(*run, "--save-best", "loss", "--out", tmp_path / "out", "--json").json
+    assert found["best"]["step"] == 6
+    best, model = (load_file(tmp_path / "out" / name) for name in ("best.safetensors", "model.safetensors"))
+    assert all(best[name].equal(model[name]) for name in model)
+    found = fxpipe(*run, "--save-best", "nothing", "--out", tmp_path / "out", "--json").json
+    assert found["best"] is None
+    assert not (tmp_path / "out" / "best.safetensors").exists()  # that of the run before is gone, as its weights are
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+def test_processes_stop_together_where_one_process_does(build: Path, tmp_path: Path, schedule: str) -> None:
+    run = ("run", build, "--schedule", schedule, "--eval-every", 4, "--save-best", "loss", "--patience", 2)
+    found = [
+        fxpipe(*run, *how, "--out", tmp_path / name, "--json").json
+        for name, how in (("local", ("--local",)), ("many", ()))
+    ]
+    assert found[0]["stopped"] == found[1]["stopped"] == "patience"
+    assert found[0]["steps"] == found[1]["steps"] < 40
+    assert found[0]["evaluations"] == found[1]["evaluations"]
+    assert found[0]["best"] == found[1]["best"]
+    assert found[0]["losses"] == found[1]["losses"]
+    assert weights(tmp_path / "local") == weights(tmp_path / "many")
+    plain = ("run", build, "--schedule", schedule, "--steps", found[0]["steps"])
+    assert fxpipe(*plain, "--local", "--out", tmp_path / "plain").code == 0
+    assert weights(tmp_path / "many", "model.safetensors") == weights(tmp_path / "plain", "model.safetensors")
+
+
+def test_patience_ends_a_run(build: Path, tmp_path: Path) -> None:
+    run = ("run", build, "--local", "--eval-every", 4, "--save-best", "loss", "--patience", 2)
+    result = fxpipe(*run, "--out", tmp_path / "out", "--json")
+    found = result.json
+    assert found["stopped"] == "patience"
+    ended = found["best"]["step"] + 8
+    assert ended < found["steps"] <= ended + 12
+    assert found["evaluations"][-1]["step"] == found["steps"] == len(found["losses"])
+    assert f"loss has not improved in 2 evaluations: the run ends after step {found['steps']}" in result.err
+    assert [row["step"] for row in lines(tmp_path / "out") if "loss" in row] == list(range(1, found["steps"] + 1))
+
+
+@pytest.mark.parametrize("cut", [10, 12, 30])
+def test_a_resumed_run_remembers(build: Path, tmp_path: Path, cut: int) -> None:
+    """It stops where the whole one does, with the same best weights; also after the end of its patience."""
+    run = ("run", build, "--local", "--eval-every", 4, "--save-best", "loss")
+    whole = fxpipe(*run, "--patience", 3, "--out", tmp_path / "whole", "--json").json
+    assert whole["stopped"] == "patience"
+    part = (*run, "--checkpoint-every", 2, "--keep", 100, "--out", tmp_path / "part")
+    assert fxpipe(*part, "--steps", min(cut, whole["steps"])).code == 0
+    more = fxpipe(*part, "--patience", 3, "--resume", "--json")
+    assert more.code == 0, more.err
+    assert more.json["steps"] == whole["steps"]
+    assert more.json["best"] == whole["best"] or cut % 4  # the end of the part was evaluated, too
+    assert weights(tmp_path / "part", "model.safetensors") == weights(tmp_path / "whole", "model.safetensors")
+    if more.json["best"] == whole["best"]:
+        assert weights(tmp_path / "part", "best.safetensors") == weights(tmp_path / "whole", "best.safetensors")
+
+
+def test_going_on_elsewhere_takes_the_best_weights_along(build: Path, tmp_path: Path) -> None:
+    run = ("run", build, "--local", "--eval-every", 4, "--save-best", "loss")
+    part = fxpipe(*run, "--steps", 12, "--checkpoint-every", 12, "--out", tmp_path / "part", "--json").json
+    resume = ("--resume", tmp_path / "part" / "checkpoints" / "step-12")
+    more = fxpipe(*run, "--steps", 12, *resume, "--out", tmp_path / "more", "--json").json
+    assert more["best"] == part["best"]
+    assert weights(tmp_path / "part", "best.safetensors") == weights(tmp_path / "more", "best.safetensors")
+
+
+def rates(out: Path) -> list[float]:
+    return [row["lr"] for row in lines(out) if "lr" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_plateau_in_processes_and_resumed(plateau: Path, tmp_path: Path) -> None:
+    run = ("run", plateau, "--policy", "spectrain", "--eval-every", 4, "--out")
+    for name, how in (("local", ("--local",)), ("many", ())):
+        assert fxpipe(*run, tmp_path / name, *how).code == 0
+    assert rates(tmp_path / "local") == rates(tmp_path / "many")
+    assert len(set(rates(tmp_path / "local"))) > 2
+    for steps in (16, 18):
+        out = tmp_path / f"part{steps}"
+        assert fxpipe(*run, out, "--steps", steps, "--checkpoint-every", steps).code == 0
+        more = fxpipe(*run, out, "--checkpoint-every", steps, "--resume")
+        assert more.code == 0, more.err
+        assert rates(out) == rates(tmp_path / "local")
+        assert weights(out, "model.safetensors") == weights(tmp_path / "local", "model.safetensors")
+    assert weights(tmp_path / "many", "model.safetensors") == weights(tmp_path / "local", "model.safetensors")
+
+
+def test_a_plateau_follows_the_metric(plateau: Path, tmp_path: Path) -> None:
+    """As in a loop: the rate of a step is what all evaluations before it have made of it."""
+    import torch
+
+    out = tmp_path / "out"
+    result = fxpipe("run", plateau, "--local", "--eval-every", 4, "--out", out)
+    assert result.code == 0, result.err
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.2)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    expected = []
+    held = {row["step"]: row["eval"]["loss"] for row in lines(out) if "eval" in row}
+    for step in range(1, 41):
+        expected.append(optimizer.param_groups[0]["lr"])
+        if step in held:
+            scheduler.step(held[step])
+    assert rates(out) == expected
+
+
+def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path: Path) -> None:
+    def error(folder: Path, *arguments: object) -> str:
+        result = fxpipe("run", folder, "--out", tmp_path / "out", *arguments)
+        assert result.code != 0
+        assert not (tmp_path / "out" / "metrics.jsonl").exists()
+        return " ".join(result.err.split())
+
+    assert "--save-best needs --eval-every" in error(build, "--save-best", "loss")
+    assert "--patience needs --save-best" in error(build, "--eval-every", 4, "--patience", 2)
+    said = error(build, "--eval-every", 4, "--save-best", "acuracy")
+    assert "gives no 'acuracy', did you mean 'accuracy'?" in said
+    assert "evaluates only at the end" in error(plateau, "--local")
+    wrong = built(tmp_path, PLATEAU.replace('"loss"', '"lss"'))
+    assert "waits for the metric 'lss'" in error(wrong, "--local", "--eval-every", 4)
+    bare = built(tmp_path, PLATEAU.replace(', "loss"', ""))
+    assert 'return (scheduler, "loss")' in error(bare, "--local", "--eval-every", 4)
