@@ -161,7 +161,12 @@ class LocalPipeline:
         version = min(executor.store.version for executor in self.executors)
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
-        return loss
+        return loss.reshape(-1)[0] if self.plan.metrics else loss
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What `loss(model, batch)` returned next to the loss, of the newest minibatch; empty before the first."""
+        return dict(zip(self.plan.metrics, self._newest[1].tolist()[1:], strict=False)) if self.plan.metrics else {}
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
@@ -322,7 +327,9 @@ class LocalPipeline:
         if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
             reported = self._losses.pop(action.minibatch)
             if self.report:
-                self.report(action.minibatch, float(reported), lr, executor.store.updater.norm)
+                value, *metrics = reported.reshape(-1).tolist()
+                named = dict(zip(self.plan.metrics, metrics, strict=True))
+                self.report(action.minibatch, value, lr, executor.store.updater.norm, named)
         self._acted(worker)
         return True
 

@@ -74,4 +74,6 @@ def train(
         if first and action.phase == "B" and action.microbatch == last:
             found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
             if report is not None:
-                report(action.minibatch, float(found), lr, updater.norm)
+                value, *metrics = found.reshape(-1).tolist()
+                named = dict(zip(plan.metrics, metrics, strict=True))
+                report(action.minibatch, value, lr, updater.norm, named)
