@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fxpipe.passes.analysis.microbatches import microbatches_of
@@ -26,9 +26,8 @@ def with_metrics(found: Microbatches) -> Microbatches:
     made = found
     while names:
         both = microbatches_of(program, metrics=names)
-        lost = [
-            name for name, node in program.metrics().items() if name in names and isinstance(both.known[node], Lost)
-        ]
+        nodes = program.metrics()
+        lost = [name for name in names if isinstance(both.known[nodes[name]], Lost)]
         names = [name for name in names if name not in lost]
         if not lost:
             made = both if _asked(both, found) == _asked(found, found) else found
@@ -42,7 +41,12 @@ def _asked(of: Microbatches, found: Microbatches) -> Any:
     calls = found.known.keys()
     likelihoods = [node for node in of.likelihoods if node in calls]
     several = (of.totals, of.numbers, of.factors, of.divided)
-    return [likelihoods, of.kept & calls, *({n: v for n, v in asked.items() if n in calls} for asked in several)]
+    return [
+        likelihoods,
+        of.batch_norm,
+        of.kept & calls,
+        *({n: v for n, v in asked.items() if n in calls} for asked in several),
+    ]
 
 
 def _keep_own_values(found: Microbatches, metrics: Collection[str]) -> None:
@@ -59,13 +63,18 @@ def _keep_own_values(found: Microbatches, metrics: Collection[str]) -> None:
         if output.kind == "metric" and output.target in metrics and outputs[i] in changed:
             again = _behind(outputs[i], changed)
             if not any(is_random(n) for n in again):  # another draw would change those after it
-                copies: dict[fx.Node, fx.Node] = {}
-                for node in (n for n in program.graph.nodes if n in again):
-                    with program.graph.inserting_before(backward):
-                        copies[node] = program.graph.node_copy(node, lambda n: copies.get(n, n))
-                    copies[node].meta = {**node.meta, INFO: info(node).copy(), "seq_nr": None}
-                outputs[i] = copies[outputs[i]]
+                outputs[i] = _copied(program.graph, [n for n in program if n in again], backward)
     program.graph.output_node().args = (tuple(outputs),)
+
+
+def _copied(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+    """The last of some calls, computed again by calls without a backward."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        with graph.inserting_before(before):
+            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+        copies[node].meta = {**node.meta, INFO: info(node).copy(), "seq_nr": None}
+    return copies[nodes[-1]]
 
 
 def _behind(node: fx.Node, among: Collection[fx.Node]) -> set[fx.Node]:
