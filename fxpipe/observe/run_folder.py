@@ -67,6 +67,7 @@ class _Run(TypedDict, total=False):
     forecast: dict[str, Any]
     workers: list[_WorkerJson]
     time_losses: list[_LossJson]
+    last_metrics: dict[str, float | None]
     evaluation: dict[str, float | None]
     evaluations: list[_Evaluation]
     schedule: str
