@@ -166,7 +166,11 @@ class LocalPipeline:
     @property
     def metrics(self) -> dict[str, float]:
         """What `loss(model, batch)` returned next to the loss, of the newest minibatch; empty before the first."""
-        return dict(zip(self.plan.metrics, self._newest[1].tolist()[1:], strict=False)) if self.plan.metrics else {}
+        return (
+            dict(zip(self.plan.metrics, self._newest[1].reshape(-1).tolist()[1:], strict=False))
+            if self.plan.metrics
+            else {}
+        )
 
     def flush(self) -> None:
         """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
