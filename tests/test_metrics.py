@@ -201,7 +201,9 @@ def test_processes_write_what_one_process_writes(built: Path, tmp_path: Path) ->
     assert all(row["metrics"]["half"] == 0.5 for row in lines[0])
     assert all(row["metrics"]["right"] == pytest.approx(8 * row["metrics"]["accuracy"]) for row in lines[0])
     for name, summary in zip("lp", summaries, strict=True):
-        assert read_run(tmp_path / name)["last_metrics"] == summary["last_metrics"] == lines[0][-1]["metrics"]
+        read = read_run(tmp_path / name)
+        assert read["step_metrics"]["accuracy"] == [row["metrics"]["accuracy"] for row in lines[0]]
+        assert read["last_metrics"] == summary["last_metrics"] == lines[0][-1]["metrics"]
 
 
 def test_the_progress_line_has_metrics() -> None:
