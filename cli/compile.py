@@ -219,6 +219,7 @@ def _print(
         echo(
             f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
+            + (f", largest metric error {max(agreement.metrics.values()):.1e}" if agreement.metrics else "")
         )
     if plan.meta:
         echo("weights: none (--meta); a run has model() make those of each worker there, or reads --weights")

@@ -9,6 +9,7 @@ from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
 from fxpipe.passes.fold import Fold
+from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.passes.order_evaluation import OrderEvaluation
@@ -44,6 +45,7 @@ def front_passes(split_backward: bool = False, whole_loss: WholeLoss | None = No
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
         *([whole_loss] if whole_loss else []),  # after fold: detached values do not hide what they are
+        JoinMetrics(whole_loss.microbatches if whole_loss else 1),  # after whole_loss, which knows the loss alone
         KeepLayouts(),  # before anything is copied or cut: copies are laid out like what they copy
         *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
         Units(),  # after fold: what it dropped must not count as something a cut can separate

@@ -115,6 +115,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
         yield f"replicas  {', '.join(replicas)}: {sum(sizes[n] for n in replicas):,} bytes"
     if frozen:
         yield f"frozen    {len(frozen)} parameters, {sum(sizes[n] for n in frozen):,} bytes"
+    if metrics := stage.parts["F"].spec.metrics:
+        yield f"metrics   after the loss, in one tensor: {', '.join(metrics)}"
     yield f"receives  {arriving:,} bytes a microbatch"
     yield f"sends     {out:,} bytes a microbatch"
     yield ""

@@ -20,9 +20,10 @@ from fxpipe.plan.spec import PartSpec, Phase
 class Split(Pass):
     """Give the program its stages; the graph itself stays as it is.
 
-    A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss, the buffers' new values
-    and the saved values. Its backward takes weights, buffers and the saved values, and returns gradients. A stage of
-    an evaluation has one part, which takes what forward takes, and returns metrics.
+    A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss (one tensor with
+    its metrics, if it has some), the buffers' new values and the saved values. Its backward takes weights, buffers and
+    the saved values, and returns gradients. A stage of an evaluation has one part, which takes what forward takes, and
+    returns metrics.
 
     Before:  y = mm(h, w2)  # F w0           After:  stage 0 forward   (h, w2): y = mm(h, w2); send(y)
              y_send_1 = send(y)  # F w0              stage 1 forward   (): y = recv()
@@ -62,6 +63,7 @@ class _Interface:
         self.gradients = program.gradients()
         self.metrics = program.metrics()
         self.loss = program.loss_node
+        self.loss_metrics = program.loss_metrics
 
     def saved(self, worker: int, forward: list[fx.Node], backward: list[fx.Node]) -> list[fx.Node]:
         """What this worker's backward keeps from its forward, in the order in which it exists."""
@@ -117,7 +119,7 @@ class _Interface:
             gradients=tuple(self.parameters[name] for name in gradients),
             loss=loss is not None,
             random=any(is_random(n) for n in calls),
-            metrics=tuple(metrics),
+            metrics=self.loss_metrics if loss is not None else tuple(metrics),
         )
         return Part(function, graph, spec, edges)
 

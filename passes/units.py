@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fxpipe.passes.analysis.metric_nodes import loss_itself, metric_nodes, place_metrics
 from fxpipe.passes.analysis.sources import sources_of
 from fxpipe.passes.analysis.weight_gradients import mark_weight_gradients
 from torch import fx
@@ -23,7 +24,8 @@ class Units(Pass):
     and what is made from parameters, constants or the batch alone (a transposed weight, a mask) joins its first reader.
     Backward: a node takes the unit of its forward node, by autograd's own numbering (`seq_nr`); a sum of gradients, and
     any node with inputs from earlier units, the earliest unit among its inputs. So a backward edge never runs towards a
-    later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked.
+    later unit, and independent forward and backward cuts are safe. What makes weight gradients alone is marked. What
+    serves metrics alone opens no unit: it stays with what it is computed of.
     """
 
     name: ClassVar[str] = "units"
@@ -35,9 +37,14 @@ class Units(Pass):
         nodes = list(program)
         placeholders = program.placeholders
         buffers = {new: placeholders[name] for name, new in program.updates().items()}
-        units = _forward([n for n in nodes if info(n).phase == "F"], sources_of(program).cheap, buffers)
-        if program.loss_node is not None:
-            _backward([n for n in nodes if info(n).phase == "B"], nodes, info(program.loss_node).unit)
+        loss = loss_itself(program)
+        metrics = dict.fromkeys(metric_nodes(program) if loss is not None else ())
+        counted = [n for n in nodes if n not in metrics]
+        units = _forward([n for n in counted if info(n).phase == "F"], sources_of(program).cheap, buffers)
+        if loss is not None:
+            _backward([n for n in nodes if info(n).phase == "B"], counted, info(loss).unit)
+            own = [placeholders[row.node] for row in (*program.parameters, *program.buffers)]
+            place_metrics(metrics, {node: _last_reader(node) for node in own if metrics})
         for node in nodes:
             record = info(node)
             if record.phase == "B" and not record.module:

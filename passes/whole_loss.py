@@ -13,6 +13,7 @@ from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
 from fxpipe.passes.analysis.share_rules import fills, operator_of
 from fxpipe.passes.analysis.whole_call import Place, WholeCall, changed_numbers, whole_call
+from fxpipe.passes.analysis.whole_metrics import with_metrics
 from fxpipe.passes.fold import remove_dead
 from torch import fx
 
@@ -44,6 +45,7 @@ class WholeLoss(Pass):
         checked: it is known that the program and the whole batch have one loss and the same gradients on one batch,
             whose microbatches count differently if they are weighed.
         accepted: the loss may differ from the whole batch's, as the user says.
+        unlike: warnings of metrics that were found to differ from the whole batch's.
 
     Before:                                     After (2 microbatches):
         count = sum(ne(target, -100))               half = div(total_0, 2)
@@ -59,16 +61,19 @@ class WholeLoss(Pass):
     weighted: bool = False
     checked: bool = False
     accepted: bool = False
+    unlike: tuple[str, ...] = ()
 
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         found = microbatches_of(program)
+        found = with_metrics(found)
         if found.batch_norm is not None:
             norm = info(found.batch_norm)
             program = replace(program, batch_norm=norm.module or norm.source or found.batch_norm.name)
         if changed := changed_buffers(found):
             program = replace(program, warnings=(*program.warnings, _often(changed, self.microbatches)))
         loss = found.loss
+        program = replace(program, warnings=(*program.warnings, *self.unlike))
         if isinstance(loss, Lost):
             if self.weighted:
                 said = () if self.checked else (f"{UNPROVED}{UNCHECKED}: {UNTRIED}",)
@@ -89,11 +94,12 @@ class WholeLoss(Pass):
         for divided in found.divided.values():
             for node, reader in divided:
                 change.divide(node, reader)
+        summed = tuple(name for name, node in program.metrics().items() if found.known.get(node) is Share.SUM)
         program = change.program()
         remove_dead(program.graph)
         how: Literal["mean", "sum"] = "sum" if loss is Share.SUM else "mean"
         whole_numbers = program.whole_numbers or bool(found.divided)
-        return replace(program, loss_of_microbatches=how, whole_numbers=whole_numbers)
+        return replace(program, loss_of_microbatches=how, whole_numbers=whole_numbers, summed_metrics=summed)
 
 
 def _often(buffers: Sequence[str], microbatches: int) -> str:
@@ -145,7 +151,8 @@ def _weighted(program: Program) -> Program:
         weighed = call(graph, aten.mul.Tensor, (loss, factor), {}, loss)
     weighed.meta[CORRECTS] = True
     output = graph.output_node()
-    output.args = (tuple(weighed if node is loss else node for node in program.output_nodes),)
+    outputs = zip(program.output_nodes, program.outputs, strict=True)
+    output.args = (tuple(weighed if o.kind == "loss" else node for node, o in outputs),)
     for begin in [n for n in program if info(n).phase == "B" and n.name == "d_loss"]:
         with graph.inserting_before(begin.next):
             made = call(graph, aten.mul.Tensor, (begin, factor), {}, begin)

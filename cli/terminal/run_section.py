@@ -29,6 +29,8 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
     losses = [loss for loss in run["metrics"]["loss"] if loss is not None]
     if losses:
         console.print(f"loss {losses[0]:.4g} → {losses[-1]:.4g}")
+    for name, value in (run.get("last_metrics") or {}).items():
+        print_text(console, f"{name} {'–' if value is None else f'{value:.4g}'} in the last step")
     for evaluation in run["evaluations"][-1:]:
         print_text(console, held_out(evaluation["metrics"]))
     workers = run.get("workers") or []

@@ -1,8 +1,8 @@
 """The law of the program, per level; checked after each pass.
 
-CAPTURED  every output is the loss, a gradient of a trained parameter or a buffer's new value, or all are metrics;
-          every placeholder is in a table and comes before all calls; forward comes before backward, and an evaluation
-          has no backward.
+CAPTURED  every output is the loss, a gradient of a trained parameter, a buffer's new value or a metric; without a loss
+          all are metrics. Every placeholder is in a table and comes before all calls; forward comes before backward,
+          and an evaluation has no backward.
 FOLDED    no call only repeats its input, and something reads every value, except random draws.
 NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
           Until nodes have workers, units never decrease along an F edge and never increase along a B edge.
@@ -59,9 +59,9 @@ def _captured(program: Program) -> None:
     if len(program.output_nodes) != len(program.outputs):
         raise VerifyError("the output tuple and its table differ in length")
     if "B" in program.phases:
-        if program.loss_node is None or sum(o.kind == "loss" for o in program.outputs) != 1:
+        if sum(o.kind == "loss" for o in program.outputs) != 1:
             raise VerifyError("a program has exactly one loss")
-    elif any(o.kind != "metric" for o in program.outputs):
+    elif not program.outputs or any(o.kind != "metric" for o in program.outputs):
         raise VerifyError("an evaluation gives metrics and nothing else")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):

@@ -1,8 +1,9 @@
 """The program: one torch.fx graph that holds forward, loss and backward, with its tables.
 
 Placeholders are parameters, buffers (constants of the model among them) and the batch's tensors; the single output is a
-flat tuple of the loss, the buffers' new values and the parameters' gradients, or of an evaluation's metrics. Every
-other node is an ATen call. A program runs at every level (`run`), so a pass can be tested by what it computes.
+flat tuple of the loss, the buffers' new values, the parameters' gradients and the metrics that the loss came with, or
+of an evaluation's metrics. Every other node is an ATen call. A program runs at every level (`run`), so a pass can be
+tested by what it computes.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ class Program:
         differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
         whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has.
         batch_norm: where the first batch norm is that normalises each microbatch by itself; '' if there is none.
+        summed_metrics: the step's metrics that are, of a minibatch, the sum of its microbatches'; others are the mean.
+        loss_metrics: the metrics that the loss output has after the loss, once `passes/join_metrics.py` has put them
+            there: it is one tensor then.
         totals: computes of a microbatch what is added up over the minibatch, for leaves of the batch that the user's
             batches do not have (`fxpipe/passes/whole_loss.py`).
     """
@@ -155,6 +159,8 @@ class Program:
     differs_from_whole: str = ""
     whole_numbers: bool = False
     batch_norm: str = ""
+    summed_metrics: tuple[str, ...] = ()
+    loss_metrics: tuple[str, ...] = ()
     totals: Program | None = None
 
     def copy(self, **changes: Any) -> Program:
@@ -188,7 +194,7 @@ class Program:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """F and B of a training step; F alone of an evaluation, whose outputs are metrics."""
-        return ("F",) if any(o.kind == "metric" for o in self.outputs) else ("F", "B")
+        return ("F", "B") if any(o.kind == "loss" for o in self.outputs) else ("F",)
 
     @property
     def files(self) -> dict[str, str]:
@@ -196,7 +202,7 @@ class Program:
         return {stage.file: stage.source for stage in self.stages}
 
     def metrics(self) -> dict[str, fx.Node]:
-        """Node by metric; empty for a training step."""
+        """Node by metric; those of a training step are outputs until they are joined to the loss."""
         return {o.target: n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "metric"}
 
     def gradients(self) -> dict[str, fx.Node]:

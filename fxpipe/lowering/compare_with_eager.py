@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from fxpipe.runtime.worker.stage_code import explained
 from fxpipe.stages.compare import FLOOR_OF_SUMS, wide_dtype
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
-from fxpipe.stages.minibatch import Minibatches
+from fxpipe.stages.minibatch import Minibatches, weights_of
 from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
 from fxpipe.task.loss_weights import LossWeight
+from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -38,6 +39,9 @@ from fxpipe.tracing.model_state import preserved
 # Largest relative error. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
 TOLERANCE = {None: 1e-4, "bf16": 1e-1, "fp16": 1e-1}
 FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
+
+SMALLEST = 1e-3
+"""A metric that is nearer to zero than this is measured against this."""
 
 CANCELS = 1e5
 """A loss whose terms cancel is rounding: its error is relative to so many last bits of the largest gradient's norm."""
@@ -53,6 +57,7 @@ class Agreement:
         not_finite: what is infinite or NaN in eager PyTorch itself: there only the places of that were compared.
             Buffers, such as masks, may be infinite.
         zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
+        metrics: of each metric, against what it is of the whole batch, or what its values on the microbatches make.
     """
 
     loss: float
@@ -61,6 +66,7 @@ class Agreement:
     not_compared: str = ""
     not_finite: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -68,7 +74,7 @@ class Agreement:
 
     @property
     def largest(self) -> float:
-        return max([self.loss, *self.gradients.values(), *self.buffers.values()])
+        return max([self.loss, *self.gradients.values(), *self.buffers.values(), *self.metrics.values()])
 
 
 def compare_with_eager(
@@ -89,23 +95,30 @@ def compare_with_eager(
     """
     plan = build.plan
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
-    by_parts = compare(_emitted(build, batch, seed, loss_weight), eager)
+    emitted = _emitted(build, batch, seed, loss_weight)
+    metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))
+    by_parts = replace(compare(emitted, eager), metrics=metric_errors(emitted, metrics))
     if plan.microbatches == 1 or plan.differs_from_whole:
         return by_parts
     steady = SteadyRandomness()
     with steady:
         eager = eager_step(plan, model, loss, batch, seed, whole=True)
-        whole = compare(_emitted(build, batch, seed, loss_weight), eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR)
+        emitted = _emitted(build, batch, seed, loss_weight)
+        whole = compare(emitted, eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR)
+    whole = replace(whole, metrics=metric_errors(emitted, eager.metrics))
     changed = bool(plan.made or plan.whole_numbers)  # the loss of a microbatch is not the user's function of it
     if changed:
         by_parts = replace(by_parts, loss=0.0, gradients={})
     if steady.unknown:
+        by_parts = replace(by_parts, metrics={} if changed else by_parts.metrics)
         why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
         return replace(by_parts, not_compared=why) if changed else by_parts
     gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
     if plan.batch_norm and not changed:  # rounding grows through it, and other kernels serve other sizes
         gradients = by_parts.gradients
+    metric = {n: min(error, by_parts.metrics.get(n, error)) for n, error in whole.metrics.items()}
     together = replace(by_parts, loss=max(whole.loss, by_parts.loss), gradients=gradients, zero=whole.zero)
+    together = replace(together, metrics=metric)
     return replace(together, not_finite=_each(by_parts.not_finite, whole.not_finite))
 
 
@@ -127,11 +140,15 @@ def _each(*names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names."""
+    """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names.
+
+    `metrics` has those of each batch that was stepped on: one of a whole minibatch, or one of each microbatch.
+    """
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    metrics: tuple[dict[str, float], ...] = ()
 
 
 class SumOfMicrobatches:
@@ -139,14 +156,20 @@ class SumOfMicrobatches:
 
     Args:
         divisor: what the sums are divided by.
+        metrics: the names of what comes after the loss, in one tensor.
     """
 
-    def __init__(self, divisor: int) -> None:
+    def __init__(self, divisor: int, metrics: Sequence[str] = ()) -> None:
         self._divisor = divisor
+        self._names = metrics
+        self._metrics = torch.zeros(len(metrics))
         self.loss = torch.zeros(())
         self.gradients: dict[str, torch.Tensor] = {}
 
     def add_loss(self, value: torch.Tensor) -> None:
+        if self._names:
+            self._metrics += value[1:].detach().cpu() / self._divisor
+            value = value[0]
         self.loss = self.loss + value.detach().cpu() / self._divisor
 
     def add_gradient(self, name: str, value: torch.Tensor) -> None:
@@ -154,7 +177,8 @@ class SumOfMicrobatches:
         self.gradients[name] = self.gradients[name] + share if name in self.gradients else share
 
     def step(self, buffers: dict[str, torch.Tensor]) -> Step:
-        return Step(self.loss, self.gradients, buffers)
+        named = dict(zip(self._names, self._metrics.tolist(), strict=True))
+        return Step(self.loss, self.gradients, buffers, (named,))
 
 
 def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
@@ -181,6 +205,36 @@ def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
         ),
         zero=tuple(n for n, norm in norms.items() if norm == 0 and eager.gradients[n].numel()),
     )
+
+
+def of_minibatch(eager: Step, weights: Sequence[float] = ()) -> list[dict[str, float]]:
+    """What the metrics of a minibatch may be, by those of its microbatches: means, sums, weighted means."""
+    rows, count = eager.metrics, len(eager.metrics)
+    names = rows[0] if rows else ()
+    found = [{n: sum(row[n] for row in rows) / divisor for n in names} for divisor in (count, 1)]
+    if weights:
+        found.append({n: sum(w * row[n] for w, row in zip(weights, rows, strict=True)) / count for n in names})
+    return found
+
+
+def metric_errors(found: Step, expected: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """How far each metric is from the nearest of what it may be, relative to that."""
+    (own,) = found.metrics
+    return {name: min(_off(value, one[name]) for one in expected) for name, value in own.items()}
+
+
+def _off(found: float, expected: float) -> float:
+    if not math.isfinite(expected):
+        return 0.0 if found == expected or (math.isnan(found) and math.isnan(expected)) else math.inf
+    return abs(found - expected) / max(abs(expected), SMALLEST)
+
+
+def _weights(plan: Plan, batch: Any, loss_weight: LossWeight | None) -> list[float]:
+    """How much each microbatch counts, if that is not the same."""
+    if not plan.loss_weight or loss_weight is None:
+        return []
+    parts = split(batch, plan.microbatches, {leaf.name: leaf.dim for leaf in plan.given})
+    return [float(w) for w in weights_of(loss_weight, parts, 0, "cpu")]
 
 
 def _eps(loss: torch.Tensor) -> float:
@@ -251,11 +305,13 @@ def run_eagerly(
     known = dict(model.named_parameters(remove_duplicate=False))
     parts = pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, parts)  # the step may change it
     total = torch.zeros(())
+    named: list[dict[str, float]] = []
     with torch.random.fork_rng(), preserved(model, loss), _values_kept((*held.values, *known.values())):
         for j, part in enumerate(parts):
             torch.manual_seed(seed + j)
             with _eager(loss, "loss(model, batch)"), context():
-                value = loss(model, part)
+                value, found = loss_and_metrics(loss(model, part))
+            named.append({name: float(torch.as_tensor(v).detach()) for name, v in found.items()})
             with _eager(loss, "backward()"):
                 value.backward()  # its own gradient, as hooks in a pipeline see it; it is divided below
             total = total + value.detach().cpu() / divisor
@@ -268,7 +324,7 @@ def run_eagerly(
                 gradients[names[0]] = sum(found[1:], found[0]) / divisor
         now = held.now()
         values = {name: now[name].detach().clone() for name in buffers if name in now}
-    return Step(total, gradients, values)
+    return Step(total, gradients, values, tuple(named))
 
 
 @contextlib.contextmanager
@@ -312,7 +368,7 @@ def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None
     plan = build.plan
     stages = load_stages(plan, build.files)
     state = dict(build.tensors)
-    made = SumOfMicrobatches(plan.loss_divisor)
+    made = SumOfMicrobatches(plan.loss_divisor, plan.metrics)
 
     def function(worker: int, phase: Phase) -> Function:
         stage, name = stages[worker], "forward" if phase == "F" else "backward"

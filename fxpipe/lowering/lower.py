@@ -27,6 +27,7 @@ from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
 from fxpipe.passes import back_passes, front_passes
 from fxpipe.passes.analysis.edge_timings import edge_timings
+from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.passes.whole_loss import WholeLoss
@@ -138,9 +139,10 @@ def lower(
     program = run_passes(program, front, observers)
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
-    profile = profile_of(program, costs.optimizer.seconds_per_byte)
+    planned = without_metrics(program)
+    profile = profile_of(planned, costs.optimizer.seconds_per_byte)
     setting = options.setting(program.device, costs.optimizer)
-    choice = choose_cuts(program, profile, options, setting)
+    choice = choose_cuts(planned, profile, options, setting)
     program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
     build = _with_optimizer(_build(program, costs, profile, setting, choice, lines), options)
     if program.totals is not None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program, value
-from fxpipe.lowering.compare_with_eager import Agreement, Step, SumOfMicrobatches, compare, run_eagerly
+from fxpipe.lowering.compare_with_eager import Agreement, Step, SumOfMicrobatches, compare, metric_errors, run_eagerly
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
@@ -21,6 +21,7 @@ from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Share
 from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
+from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.passes.keep_layouts import KeepLayouts
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
 from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
@@ -31,6 +32,9 @@ from fxpipe.tracing.capture import Loss, autocasting, capture
 
 SMALL = 1e-5
 """How far apart two losses may be, relative to the larger one, to count as one number of different rounding."""
+
+UNLIKE = 1e-3
+"""The same for two metrics."""
 
 GROWN = 1e-2
 """The same through batch norms: of a few values that are nearly alike, a norm makes last bits large."""
@@ -162,6 +166,8 @@ def checked_loss(
         found = _step(made, parts, options)
     agreement = compare(found, eager, FLOOR_OF_SUMS)
     limit = _limit(program)
+    if not steady.unknown:
+        tried = replace(tried, unlike=_unlike(found, eager, max(UNLIKE, limit)))
     if agreement.largest <= limit:
         return replace(tried, checked=_count_differently(parts, program, options))
     if steady.unknown or made.differs_from_whole:
@@ -174,12 +180,22 @@ def checked_loss(
     raise _differs(made, found.loss, eager, agreement, options)
 
 
+def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
+    """A sentence for each metric that the microbatches do not make the whole batch's."""
+    return tuple(
+        f"the metric {name!r} is a mean over microbatches: {found.metrics[0][name]:.4g} on the first batch, of which "
+        f"eager PyTorch makes {eager.metrics[0][name]:.4g} as a whole"
+        for name, error in metric_errors(found, eager.metrics).items()
+        if error > limit
+    )
+
+
 def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> None:
     """Refuse a program that computes something else than eager PyTorch, on the one microbatch that there is."""
     steady = SteadyRandomness()
     with steady:
         eager = _whole(program, model, loss, batch, 1)
-        found = _step(KeepLayouts()(Fold()(program)), [batch], options)
+        found = _step(KeepLayouts()(JoinMetrics()(Fold()(program))), [batch], options)
     agreement = compare(found, eager, FLOOR_OF_SUMS)
     limit = _limit(program)
     if agreement.largest <= limit or steady.unknown:
@@ -206,7 +222,7 @@ def _limit(program: Program) -> float:
 
 def _made(whole_loss: WholeLoss, program: Program) -> Program:
     """The captured program as it can run."""
-    return KeepLayouts()(whole_loss(Fold()(program)))
+    return KeepLayouts()(JoinMetrics(whole_loss.microbatches)(whole_loss(Fold()(program))))
 
 
 def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatches: int) -> Step:
@@ -241,7 +257,8 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> St
         {b.node: made[b.leaf.name][j] for b in program.batch if b.node and b.leaf.name in made}
         for j in range(len(parts))
     ]
-    minibatch = SumOfMicrobatches(len(parts) if program.loss_of_microbatches == "mean" else 1)
+    divisor = len(parts) if program.loss_of_microbatches == "mean" else 1
+    minibatch = SumOfMicrobatches(divisor, program.loss_metrics)
     names = {p.node: p.names[0] for p in program.parameters}
     values = dict(program.values)
     for batch, extra in zip(batches, more, strict=True):

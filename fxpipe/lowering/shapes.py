@@ -89,6 +89,12 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     back = back_passes(cuts, options.command, shape=number)
     program = run_passes(program, back, [lines], dumped_as=f"shape_{number}_")
     made = make_plan(program, options.setting(program.device))
+    if made.metrics != plan.metrics:
+        raise BatchError(
+            f"loss(model, batch) returns the metrics {list(plan.metrics)} for the first batch, and "
+            f"{list(made.metrics)} for batches of shape {number}",
+            hint="return the same metrics, in the same order, for every batch",
+        )
     _check_alike(plan, made, number)
     one = dataclasses.replace(plan, totals=None, evaluations=(), shapes=())
     alone = dataclasses.replace(build, plan=one)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from fxpipe.messages import plain
 from fxpipe.observe.live import Board, Looker, WorkerState
 from fxpipe.observe.pulse import PERIOD
+from fxpipe.task.metrics import NO_METRICS
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -24,7 +25,9 @@ class Progress(Protocol):
     def watch(self, board: Board) -> None:
         """Training begins; `board` tells what the workers are doing."""
 
-    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None: ...
+    def __call__(
+        self, step: int, total: int, loss: float, samples_per_second: float, metrics: Mapping[str, float]
+    ) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
         """The state after `step` steps was evaluated; there may be something to say of it."""
@@ -50,9 +53,11 @@ class BarProgress:
     def watch(self, board: Board) -> None:
         self._states.looker = Looker(board)
 
-    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
+    def __call__(
+        self, step: int, total: int, loss: float, samples_per_second: float, metrics: Mapping[str, float] = NO_METRICS
+    ) -> None:
         rate = self._rate(samples_per_second)
-        self._bar.update(self._task, completed=step, total=total, text=_text(loss, rate))
+        self._bar.update(self._task, completed=step, total=total, text=_text(loss, rate, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
         self._bar.console.print(_evaluated(step, metrics, remark), highlight=False, markup=False)
@@ -78,7 +83,9 @@ class LineProgress:
         self._states.looker = Looker(board)
         self._before = perf_counter()
 
-    def __call__(self, step: int, total: int, loss: float, samples_per_second: float) -> None:
+    def __call__(
+        self, step: int, total: int, loss: float, samples_per_second: float, metrics: Mapping[str, float] = NO_METRICS
+    ) -> None:
         rate = self._rate(samples_per_second)
         now = perf_counter()
         steps = None if self._before is None else self._steps(1 / max(now - self._before, 1e-9))
@@ -87,7 +94,7 @@ class LineProgress:
             return
         self._last = now
         left = "" if steps is None or step >= total else f"  {_clock((total - step) / steps)} left"
-        self._stream.write(f"step {step}/{total}  {_text(loss, rate)}{left}{self._busy()}\n")
+        self._stream.write(f"step {step}/{total}  {_text(loss, rate, metrics)}{left}{self._busy()}\n")
         self._stream.flush()
 
     def evaluated(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
@@ -163,8 +170,9 @@ def _table(states: Sequence[WorkerState]) -> Any:
     return table
 
 
-def _text(loss: float, rate: float) -> str:
-    return f"loss {loss:.4f}  {rate:.1f} samples/s"
+def _text(loss: float, rate: float, metrics: Mapping[str, float]) -> str:
+    values = [f"loss {loss:.4f}", *(f"{plain(name)} {value:.4f}" for name, value in metrics.items())]
+    return f"{'  '.join(values)}  {rate:.1f} samples/s"
 
 
 def held_out(metrics: Mapping[str, float | None]) -> str:

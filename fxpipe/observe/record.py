@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -20,10 +20,11 @@ from fxpipe.observe.progress import Progress
 from fxpipe.observe.run_folder import METRICS, RUN, staleness_file
 from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
+from fxpipe.task.metrics import NO_METRICS
 
-OnStep = Callable[[int, float, "float | None", "float | None"], None]
-"""Called after a minibatch with its number, its loss, worker 0's learning rate if it trains, and the norm of all
-gradients if they are clipped."""
+OnStep = Callable[[int, float, "float | None", "float | None", Mapping[str, float]], None]
+"""Called after a minibatch with its number, its loss, worker 0's learning rate if it trains, the norm of all gradients
+if they are clipped, and the metrics that the loss came with."""
 OnEvaluation = Callable[[int, "dict[str, float]", float], None]
 """Called after an evaluation with the number of steps, the means of all metrics, and the seconds that worker 0 took."""
 FINAL_WEIGHTS = "model.safetensors"
@@ -39,12 +40,14 @@ STEADY = 4
 class Record:
     """Collects a run's steps on worker 0.
 
-    A line of `metrics.jsonl` is `{"step", "loss", "epoch", "lr", "grad_norm", "seconds", "samples_per_second"}`: steps
-    and epochs count from 1, `seconds` is the time since training began and `samples_per_second` that of this step
-    alone, both without evaluations; `loss` and `grad_norm` are null if they are not finite. `epoch` is there only if it
-    is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one, `grad_norm`
-    (of all workers' gradients, before clipping) only with clipping. An evaluation has its own line after that of its
-    step: `{"step", "eval": {name: mean}}`, with `"best": true` where its weights were kept as the best so far.
+    A line of `metrics.jsonl` is `{"step", "loss", "metrics", "epoch", "lr", "grad_norm", "seconds",
+    "samples_per_second"}`: steps and epochs count from 1, `seconds` is the time since training began and
+    `samples_per_second` that of this step alone, both without evaluations; `loss`, `grad_norm` and each of `metrics`
+    are null if they are not finite. `metrics` (`{name: value}`) is there only if the loss comes with some, `epoch`
+    only if it is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one,
+    `grad_norm` (of all workers' gradients, before clipping) only with clipping. An evaluation has its own line after
+    that of its step: `{"step", "eval": {name: mean}}`, with `"best": true` where its weights were kept as the best so
+    far.
 
     Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
     lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
@@ -64,6 +67,7 @@ class Record:
         samples_of: tells how many samples a minibatch has, where they differ.
         steps_per_epoch: how many steps an epoch has, where that is known.
         losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
+        metrics: of the last step.
         evaluations: `{"step", "metrics"}` each, with those that were kept.
         evaluation_seconds: worker 0's, of those before the last step.
         own_steps: how many steps were trained since this object was made.
@@ -92,6 +96,7 @@ class Record:
         self.steps_per_epoch = steps_per_epoch
         self.total = total
         self.losses = array("d")
+        self.metrics: dict[str, float] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
         self.own_steps = 0
@@ -131,7 +136,14 @@ class Record:
         if self._progress is not None:
             self._progress.watch(board)
 
-    def step(self, minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
+    def step(
+        self,
+        minibatch: int,
+        loss: float,
+        lr: float | None,
+        norm: float | None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> None:
         """A minibatch is finished."""
         now = perf_counter()
         samples = self.samples_of(minibatch)
@@ -143,9 +155,12 @@ class Record:
         self._samples += samples
         self.own_steps += 1
         self.losses.append(loss)
+        self.metrics = dict(metrics)
         seconds = self._earlier + self.seconds
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
+            if metrics:
+                line["metrics"] = _finite(metrics)
             if self.steps_per_epoch is not None:
                 line["epoch"] = minibatch // self.steps_per_epoch + 1
             if lr is not None:
@@ -154,13 +169,13 @@ class Record:
                 line["grad_norm"] = norm if math.isfinite(norm) else None
             self._file.write(line | {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)})
         if self._tensorboard is not None:
-            self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds)
+            self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds, metrics)
             if self._looker is not None and now - self._looked >= LOOK:
                 self._looked = now
                 found = [{"busy": state.busy, "waiting": state.waiting} for state in self._looker.look()]
                 self._tensorboard.workers(minibatch + 1, found)
         if self._progress is not None:
-            self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate))
+            self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate, metrics))
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float, best: bool = False) -> None:
         """The state after `step` steps was evaluated, and is the best so far or not; worker 0 took `seconds`."""
@@ -170,8 +185,7 @@ class Record:
         self.evaluations.append({"step": step, "metrics": metrics})
         self._steady.disturbed.add(step)
         if self._file is not None:
-            shown = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self._file.write({"step": step, "eval": shown} | ({"best": True} if best else {}))
+            self._file.write({"step": step, "eval": _finite(metrics)} | ({"best": True} if best else {}))
         if self._tensorboard is not None:
             self._tensorboard.evaluated(step, metrics)
         if self._progress is not None:
@@ -251,6 +265,8 @@ class Record:
             return
         loss = row.get("loss")
         self.losses.append(loss if isinstance(loss, int | float) else math.nan)
+        named = row.get("metrics")
+        self.metrics = {n: math.nan if v is None else v for n, v in named.items()} if isinstance(named, dict) else {}
         if isinstance(row.get("seconds"), int | float):
             self._earlier = row["seconds"]
 
@@ -261,6 +277,11 @@ class Record:
             show(self._progress)
         except (OSError, ValueError):  # the latter if it is closed
             self._progress = None
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON has it: null for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class _Steady:

@@ -67,6 +67,7 @@ class _Run(TypedDict, total=False):
     forecast: dict[str, Any]
     workers: list[_WorkerJson]
     time_losses: list[_LossJson]
+    last_metrics: dict[str, float | None]
     evaluation: dict[str, float | None]
     evaluations: list[_Evaluation]
     schedule: str
@@ -98,6 +99,7 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
         folder      as it was given
         problems    what is missing or wrong, a sentence each
         metrics     columns of one length: step, loss, lr, grad_norm, seconds, samples_per_second; null where absent
+        step_metrics  the same for each metric that the losses came with, by its name
         evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
         staleness   for each worker and group of its optimizer: {worker, group, step, stale, ahead, rmse, rms}: columns
         timeline    {seconds, minibatches, of, spans: [[worker, kind, minibatch, microbatch, start, end]]} or null:
@@ -117,11 +119,12 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
     run = _summary(folder, problems)
     if digest is not None:
         _check_build(folder, run, digest, problems)
-    metrics, evaluations = _metrics(folder, run, problems)
+    metrics, named, evaluations = _metrics(folder, run, problems)
     evaluations = run.get("evaluations") or evaluations
     staleness = _staleness(folder, run, problems)
     timeline = _timeline(folder, run, problems)
-    found = {"metrics": metrics, "evaluations": evaluations, "staleness": staleness, "timeline": timeline}
+    found = {"metrics": metrics, "step_metrics": named, "evaluations": evaluations}
+    found |= {"staleness": staleness, "timeline": timeline}
     return {**run, "folder": str(folder), "problems": problems, **found}
 
 
@@ -166,9 +169,10 @@ def _check_build(folder: Path, run: dict[str, Any], digest: str, problems: list[
 
 def _metrics(
     folder: Path, run: dict[str, Any], problems: list[str]
-) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
-    """The steps by column, and the evaluations between them."""
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
+    """The steps by column, the metrics that their losses came with, and the evaluations between them."""
     columns: dict[str, list[Any]] = {name: [] for name in _METRICS}
+    named: dict[str, list[Any]] = {}
     evaluations: list[dict[str, Any]] = []
     lost = "loss and throughput over time are missing"
     for row in _rows(folder / METRICS, ("step",), "step", lost, problems, besides="eval"):
@@ -176,12 +180,17 @@ def _metrics(
             values = {name: _number(value) for name, value in row["eval"].items()}
             evaluations.append({"step": row["step"], "metrics": values})
             continue
+        for name, value in row["metrics"].items() if isinstance(row.get("metrics"), dict) else ():
+            missing = len(columns["step"]) - len(named.setdefault(name, []))
+            named[name] += [*[None] * missing, _number(value)]
         for name, column in columns.items():
             column.append(_number(row.get(name)))
     shown, steps = len(columns["step"]), run.get("steps")
     if steps is not None and steps > shown and (folder / METRICS).is_file():
         problems.append(f"{METRICS} holds {shown} of the run's {steps} steps")
-    return columns, evaluations
+    for column in named.values():
+        column += [None] * (shown - len(column))
+    return columns, named, evaluations
 
 
 def _staleness(folder: Path, run: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from fxpipe.errors import RunError
 from fxpipe.files import check_creatable
 from fxpipe.observe.appended_file import AppendedFile
+from fxpipe.task.metrics import NO_METRICS
 
 _INSTALL = "pip install tensorboard"
 _SETTINGS = (
@@ -41,10 +42,10 @@ def check_tensorboard(folder: str | Path) -> None:
 class TensorboardLog:
     """Writes one run into `folder`, next to existing event files.
 
-    Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, and one for each value of
-    each worker, like `busy/worker_0`; `eval/NAME` for evaluations. Texts at the end: `settings`, `results` and
-    `time_losses`. TensorBoard's relative time counts from when this object was made. An event that cannot be written
-    ends no run (see `AppendedFile`).
+    Scalars, by step: `train/loss`, `train/lr`, `train/grad_norm`, `train/samples_per_second`, `train/NAME` for each
+    metric that the loss came with, and one for each value of each worker, like `busy/worker_0`; `eval/NAME` for
+    evaluations. Texts at the end: `settings`, `results` and `time_losses`. TensorBoard's relative time counts from when
+    this object was made. An event that cannot be written ends no run (see `AppendedFile`).
 
     Args:
         continue_after: what earlier files of this folder have after this step is forgotten when they are read.
@@ -79,7 +80,14 @@ class TensorboardLog:
             self._add(session_log=SessionLog(status=SessionLog.START))
 
     def step(
-        self, step: int, loss: float, lr: float | None, norm: float | None, samples_per_second: float, seconds: float
+        self,
+        step: int,
+        loss: float,
+        lr: float | None,
+        norm: float | None,
+        samples_per_second: float,
+        seconds: float,
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> None:
         """A step is finished, `seconds` after training began; None is left out."""
         self._step, self._seconds = step, seconds
@@ -87,6 +95,8 @@ class TensorboardLog:
         for name, value in values.items():
             if value is not None:
                 self._scalar(f"train/{name}", value)
+        for name, value in metrics.items():
+            self._scalar(f"train/{name}", value)
 
     def workers(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         """What the workers are doing, by rank: `{"busy": 0.9, "waiting": 0.08}`, shares of the time."""

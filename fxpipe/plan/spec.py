@@ -114,7 +114,8 @@ class PartSpec:
         gradients: parameter names whose gradients backward returns.
         loss: whether forward returns the loss (else it returns None there).
         random: whether the code draws random numbers.
-        metrics: of an evaluation: the names of the metrics that its function returns.
+        metrics: of an evaluation: the names of the metrics that its function returns; of a forward that returns the
+            loss: of those that come after it, in one tensor of float32.
     """
 
     weights: tuple[str, ...] = ()
@@ -300,6 +301,11 @@ class Plan:
     def loss_divisor(self) -> int:
         """What the sum of the microbatches' losses, and of their gradients, is divided by."""
         return self.microbatches if self.loss_of_microbatches == "mean" else 1
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that the hook `loss` returns next to the loss."""
+        return self.stages[self.loss_worker].forward.metrics
 
     @property
     def tensors(self) -> tuple[ParameterSpec | BufferSpec, ...]:

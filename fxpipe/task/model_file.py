@@ -1,7 +1,7 @@
 """The user's file: plain PyTorch, functions found by name.
 
 def model() -> nn.Module                      # required
-def loss(model, batch) -> Tensor              # required: a scalar
+def loss(model, batch) -> Tensor              # required: a scalar; or (scalar, {name: metric})
 def train_data() -> Iterable[batch]           # required by run; its first batch is the example for capture
 def optimizer(named_parameters) -> Optimizer  # optional; default SGD(lr=0.01, momentum=0.9)
 def optimizer(named_parameters, model)        # … that looks at the model, or configure_optimizers(model)

@@ -34,6 +34,7 @@ from fxpipe.ir.program import Program
 from fxpipe.plan.spec import LeafSpec
 from fxpipe.random_state import drew_without_torch, random_state, set_random_state
 from fxpipe.task.batch import check_constants, describe, dump, tensor_spec
+from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines, written_backward
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
@@ -46,8 +47,9 @@ from fxpipe.tracing.joint import Reader, Traced, frozen_updates
 from fxpipe.tracing.known_values import KnownValues
 from fxpipe.tracing.lasting_state import Unknown, still_changing, told
 from fxpipe.tracing.refusals import dense, explain, own_gradients, scalar, scalars
+from fxpipe.tracing.step_metrics import forget_numbers, metric_tensors
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+Loss = Callable[[nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]"]
 Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,7 +69,7 @@ def capture(
     Args:
         model: any module; put in train mode if it is not (its submodules stay as the user left them). If its parameters
             have no values (`fxpipe.task.meta`), they count as being where the batch is.
-        loss: returns a scalar tensor.
+        loss: returns a scalar tensor, or that and a dictionary of metrics: scalar tensors and numbers.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
         autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
         constant_batch: the tensors of the batch whose values the step may read, as numbers, shapes and branches: by
@@ -239,15 +241,20 @@ def _trace(
     count = len(tensors.values)
     replaced: list[int] = []
     lost: list[int] = []
+    named: dict[str, torch.Tensor] = {}
+    place = user_lines.definition(loss)
     watch = origin.TracedStep()
 
     def step(*args: torch.Tensor) -> list[torch.Tensor]:
-        """The loss, and the new values of tensors that the step has replaced."""
+        """The loss, the new values of tensors that the step has replaced, and the metrics."""
         held, (batch, known) = args[:count], example.batch(args[count:])
         with tensors.replaced(held):
             tensors.hook(held)
             with autocasting(device, autocast), origin.recording(model, watch, args, tensors.stand_ins, known):
-                value = scalar(loss(model, batch), user_lines.definition(loss))
+                returned, metrics = loss_and_metrics(loss(model, batch))
+                value = scalar(returned, place)
+                named.clear()
+                named.update(metric_tensors(metrics, device, place))
             own_gradients(value, watch, tensors)
             new = tensors.rebound()
         fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
@@ -255,7 +262,7 @@ def _trace(
         replaced[:] = [row for row in new if row in fits]
         if any(value is a for a in args):
             value = value.clone()  # a loss that is a parameter
-        return [value, *(new[row].detach().clone() for row in replaced)]
+        return [value, *(new[row].detach().clone() for row in replaced), *named.values()]
 
     with tensors.python.preserved():  # what the backward changes, and the forward draws: the rest is put back
         before = tensors.python.snapshot()
@@ -263,7 +270,9 @@ def _trace(
         tensors.changes += tensors.python.changes(before)
     if tensors.hooked:
         notes.append(f"gradient hooks see one microbatch's gradient at a time: those of {', '.join(tensors.hooked)}")
-    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes))
+    if named:
+        forget_numbers(graph_module.graph, len(named))
+    return Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), step_metrics=tuple(named))
 
 
 def _state_notes(
@@ -287,7 +296,7 @@ def _state_notes(
         batch, known = example.batch(given)
         with origin.recording(model, watch, made, tensors.stand_ins, known):
             with autocasting(device, autocast):
-                value = loss(model, batch)
+                value, _ = loss_and_metrics(loss(model, batch))
             effects.backward()
             hooked = effects.hooks or tensors.hooked or autograd_graph.has_functions(value)
             gradients = _gradients(value, trained) if hooked else ()

@@ -6,7 +6,6 @@ torch's descriptors (`meta["desc"]`) tell inputs and outputs apart, `partitioner
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ class Traced(NamedTuple):
 
     `replaced`: their rows, in the order of the outputs after the loss; `lost`: rows whose new value has another shape
     or dtype, or is not a tensor. `metrics`: the names of an evaluation's outputs; it has no loss and keeps no new
-    values.
+    values. `step_metrics`: the names of the outputs after those, which the step returned next to the loss.
     """
 
     graph_module: fx.GraphModule
@@ -51,6 +50,7 @@ class Traced(NamedTuple):
     lost: tuple[int, ...]
     warnings: tuple[str, ...]
     metrics: tuple[str, ...] | None = None
+    step_metrics: tuple[str, ...] = ()
 
 
 class Reader:
@@ -63,6 +63,7 @@ class Reader:
         self.replaced = traced.replaced
         self.lost = traced.lost
         self.metrics = traced.metrics
+        self.step_metrics = traced.step_metrics
         self.tensors = tensors
         self.leaves = leaves
         self.inputs = inputs
@@ -157,7 +158,7 @@ class Reader:
             )
         slots = [by_index[i] for i in range(len(by_index))]
         for i, (node, name) in enumerate(zip(slots, names, strict=True)):
-            made = self.graph.placeholder(identifier(name))
+            made = self.graph.placeholder(origin.identifier(name))
             made.target = made.name  # two names may make one identifier
             made.meta["val"] = node.meta["val"]
             self.mapped[node] = made
@@ -239,7 +240,7 @@ class Reader:
     def _rename(self, node: fx.Node, phase: Phase, module: str) -> None:
         target = node.target
         base = str(getattr(target, "_opname", None) or getattr(target, "__name__", "value"))
-        stem = identifier(f"{module}.{base}" if module else base)
+        stem = origin.identifier(f"{module}.{base}" if module else base)
         node._rename(("d_" if phase == "B" else "") + stem)
 
     def _is_effect(self, node: fx.Node) -> bool:
@@ -276,7 +277,7 @@ class Reader:
         self._refuse_view(found, "a tensor from outside the model", where)
         before = [n for n in self.graph.nodes if n.op == "placeholder"]  # all come before the calls
         with self.graph.inserting_after(before[-1] if before else None):
-            made = self.graph.placeholder(identifier(f"constant_{len(self.constants)}"))
+            made = self.graph.placeholder(origin.identifier(f"constant_{len(self.constants)}"))
         made.meta["val"] = node.meta.get("val", found)
         self.values[made.name] = found.detach()
         self.constants.append(Buffer(made.name, (made.name,), persistent=False, constant=True))
@@ -313,6 +314,9 @@ class Reader:
                 outputs.append(Output("metric", self.metrics[desc.idx]))
             elif kind == "PlainAOTOutput" and desc.idx == 0:
                 outputs.append(Output("loss"))
+            elif kind == "PlainAOTOutput" and (metric := desc.idx - 1 - len(self.replaced)) >= 0:
+                made = _without_copies(made)
+                outputs.append(Output("metric", self.step_metrics[metric]))
             elif kind == "PlainAOTOutput":
                 row = self.replaced[desc.idx - 1]
                 if row >= self.tensors.registered and not self.mapped[slots[row]].users:
@@ -392,9 +396,3 @@ def _strip_device_index(node: fx.Node) -> None:
 
     node.args = pytree.tree_map(strip, node.args)
     node.kwargs = pytree.tree_map(strip, node.kwargs)
-
-
-def identifier(name: str) -> str:
-    """A Python name for a dotted path: `blocks.3.ln` becomes `blocks_3_ln`."""
-    made = re.sub(r"\W+", "_", name).strip("_")
-    return made if made and not made[0].isdigit() else f"_{made}"

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -312,3 +313,9 @@ class _Recorder(TorchFunctionMode):
 def version_hint() -> str:
     """The hint for errors that come if torch's tracing internals have changed."""
     return f"fxpipe is tested with torch {', '.join(TESTED)}; this is torch {torch.__version__}"
+
+
+def identifier(name: str) -> str:
+    """A Python name for a dotted path: `blocks.3.ln` becomes `blocks_3_ln`."""
+    made = re.sub(r"\W+", "_", name).strip("_")
+    return made if made and not made[0].isdigit() else f"_{made}"

@@ -7,9 +7,10 @@ is unknown or mixes samples, and so is all that is computed from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fxpipe.passes.analysis.backward_calls import BackwardCalls
+from fxpipe.passes.analysis.metric_nodes import metric_nodes
 from fxpipe.passes.analysis.share import Lost, Microbatches, Rows, Share
 from fxpipe.passes.analysis.share_rules import (
     OperatorCall,
@@ -31,7 +32,9 @@ from fxpipe.ir.aten import is_getitem, is_random
 from fxpipe.ir.program import Program, info
 
 
-def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = None) -> Microbatches:
+def microbatches_of(
+    program: Program, dims: Mapping[str, int | None] | None = None, metrics: Collection[str] = ()
+) -> Microbatches:
     """Derive what each forward value is; linear in the graph, for each value that must be known of the whole batch.
 
     Args:
@@ -39,6 +42,7 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
             on the whole batch, all that is derived is held against that.
         dims: by leaf of the batch, the dimension along which it is cut; None if every microbatch gets all of it. By
             default what the leaves themselves say.
+        metrics: of the step, those that are derived, too; the calls that serve the others alone are passed over.
     """
     placeholders = program.placeholders
     leaves = {placeholders[b.node]: b.leaf for b in program.batch if b.node}
@@ -51,7 +55,13 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
     batch = min(sizes.values(), default=1)
     updated = program.updates()
     constants = {placeholders[b.node] for b in program.buffers if b.node not in updated}
-    found = Microbatches(program, batch=batch, backward=BackwardCalls(program), changing=frozenset(updated))
+    found = Microbatches(
+        program,
+        batch=batch,
+        backward=BackwardCalls(program),
+        changing=frozenset(updated),
+        passed_over=frozenset(metric_nodes(program, besides=metrics)),
+    )
     found.parts = min((_parts(node, dims[leaves[node].name], n) for node, n in sizes.items()), default=0)
     while True:
         before = dict(found.totals)
@@ -70,7 +80,7 @@ def microbatches_of(program: Program, dims: Mapping[str, int | None] | None = No
                 found.known[node] = Lost(f"{leaves[node].name} has {sizes[node]} rows for {batch} samples", node.name)
             found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         for node in program:
-            if info(node).phase == "F":
+            if info(node).phase == "F" and node not in found.passed_over:
                 _derive(found, node)
                 found.known[node] = held_against_whole(OperatorCall(found, node), found.known[node])
         if found.totals == before:

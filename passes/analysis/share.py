@@ -93,6 +93,7 @@ class Microbatches:
         divided: by an addition of a sum and what is none, the values that are sums, too, once they are divided by the
             number of microbatches, each with the call that reads it.
         batch_norm: the first normalisation over the samples of a microbatch.
+        passed_over: calls that serve metrics, of which nothing is derived.
     """
 
     program: Program
@@ -109,6 +110,7 @@ class Microbatches:
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
     divided: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
     batch_norm: fx.Node | None = None
+    passed_over: frozenset[fx.Node] = frozenset()
 
     @property
     def loss(self) -> Known:

@@ -8,15 +8,16 @@ by call: a number that is another one there depends on how many samples there ar
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from fxpipe.passes.analysis.metric_nodes import metric_nodes
 from torch import Tensor, fx
 
 from fxpipe.ir.aten import is_getitem
-from fxpipe.ir.program import Program, info, value
+from fxpipe.ir.program import Output, Program, info, value
 from fxpipe.plan.spec import Phase
 
 aten = torch.ops.aten
@@ -104,8 +105,14 @@ def beside(program: Program, whole: Program | str) -> Program:
             node.meta[WHOLE] = whole
         return program
     pairs = _inputs(program, whole)
-    mine = _phase(program, "F")
-    if (first := _pair(mine, _phase(whole, "F"), pairs)) is not None:
+    extra, its_extra = metric_nodes(program), metric_nodes(whole)
+    mine, theirs = _forward(program, extra), _forward(whole, its_extra)
+    first = _pair(mine, theirs, pairs)
+    _pair(extra, its_extra, pairs)
+    for node in extra:
+        if not computes_nothing(node):
+            node.meta.setdefault(WHOLE, "the step on the whole batch has other metrics")
+    if first is not None:
         place = f" ({info(first).source})" if info(first).source else ""
         for node in mine[mine.index(first) :]:
             node.meta[WHOLE] = f"the step on the whole batch does something else from here on{place}"
@@ -124,16 +131,26 @@ def beside(program: Program, whole: Program | str) -> Program:
     return program
 
 
+def _forward(program: Program, besides: Collection[fx.Node]) -> list[fx.Node]:
+    left_out = set(besides)
+    return [n for n in _phase(program, "F") if n not in left_out]
+
+
 def _phase(program: Program, phase: Phase) -> list[fx.Node]:
     return [n for n in program if info(n).phase == phase]
 
 
 def _same_outputs(program: Program, whole: Program, pairs: dict[fx.Node, fx.Node]) -> bool:
     """Whether all parameters get their gradients from calls that are one."""
-    if [(o.kind, o.target) for o in program.outputs] != [(o.kind, o.target) for o in whole.outputs]:
+    here, there = _outputs(program), _outputs(whole)
+    if list(here) != list(there):
         return False
-    outputs = zip(program.output_nodes, whole.output_nodes, strict=True)
-    return all(_partner(mine, pairs) is _computed(its) for mine, its in outputs)
+    return all(_partner(mine, pairs) is _computed(there[what]) for what, mine in here.items())
+
+
+def _outputs(program: Program) -> dict[Output, fx.Node]:
+    """All but the metrics."""
+    return {o: n for n, o in zip(program.output_nodes, program.outputs, strict=True) if o.kind != "metric"}
 
 
 def _has_one_sample(pairs: dict[fx.Node, fx.Node]) -> bool:

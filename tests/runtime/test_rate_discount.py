@@ -24,7 +24,7 @@ def test_schedulers_and_metrics_never_see_it(toy: Any, batches: Any, tmp_path: P
 
     pipeline = pipeline_of(folder, optimizer, lambda o: ExponentialLR(o, 0.9), policy="stash", rate_discount=4)
     shown: list[float | None] = []
-    pipeline.report = lambda minibatch, loss, lr, norm: shown.append(lr)
+    pipeline.report = lambda minibatch, loss, lr, norm, metrics: shown.append(lr)
     pipeline.run(batches)
     plain = [0.1 * 0.9**t for t in range(len(batches))]
     assert shown == pytest.approx(plain)

@@ -173,7 +173,7 @@ def run_in_threads(
                 transport,
                 recipe.segments.until(recipe.schedule, worker, len(data)),
                 (lambda m: split(data[m], m)[1]) if first else None,
-                (lambda m, loss, lr, norm: run.losses.append(loss)) if first else None,
+                (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
                 evaluations[worker],
                 coming and coming.reach,
             )

@@ -134,11 +134,14 @@ def memory(rows: Sequence[Json]) -> Markup:
     return table("Peak memory", columns, peaks)
 
 
-def steps(metrics: dict[str, list[Any]]) -> Markup:
+def steps(metrics: dict[str, list[Any]], named: dict[str, list[Any]]) -> Markup:
     names = ("loss", "lr", "grad_norm", "seconds", "samples_per_second")
     known = [name for name in names if any(v is not None for v in metrics.get(name, ()))]
     columns = [counted("step", "step"), *(Column(name.replace("_", " "), name) for name in known)]
-    return table("Steps", columns, _rows(metrics, ["step", *known]))
+    keys = {f"own_{i}": name for i, name in enumerate(named)}  # names may have dots
+    columns += [Column(name, key) for key, name in keys.items()]
+    whole = metrics | {key: named[name] for key, name in keys.items()}
+    return table("Steps", columns, _rows(whole, ["step", *known, *keys]))
 
 
 def spent(workers: Sequence[Json], kinds: Sequence[str]) -> Markup:

@@ -50,9 +50,6 @@ _NO_SHAPE = -1
 class JoinedPipeline(OwnLoop):
     """One worker of a pipeline whose every process runs the user's loop.
 
-        with fxpipe.join("build/", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)) as pipeline:
-            losses = [pipeline.step(batch) for batch in data]
-
     It trains the same bits as `LocalPipeline`. All processes make the same calls in the same order; where one does not,
     all end with an error. Outside a call a worker computes nothing; others go on as far as they can without it.
 
@@ -94,11 +91,12 @@ class JoinedPipeline(OwnLoop):
         )
         self._evaluation: DistributedEvaluation | None = None
         self._given: Iterable[Any] = ()
+        self._newest: StepLoss | None = None
         self._set_up(agreed.checkpoint, opened(self.options, self.recipe, self.plan, agreed.checkpoint))
         warn_if_edited(*self.executor.stages)
         check_unchanged(agreed.files)
         self._calls = Calls(self.rank, self.plan.workers, self._transport)
-        self._losses = Losses(self.rank, self.plan.loss_worker, self.plan.workers, self._transport)
+        self._losses = Losses(self.plan, self.rank, self._transport)
         with peers(self.rank):
             dist.barrier()
         self._pulse.phase = "training"
@@ -138,10 +136,7 @@ class JoinedPipeline(OwnLoop):
         self._watched()
 
     def step(self, batch: Any = None) -> StepLoss:
-        """Feed one minibatch and run this worker's actions up to its next forward; return its loss.
-
-        Args:
-            batch: on worker 0; the others do not look at it.
+        """Feed one minibatch, worker 0's, and run this worker's actions up to its next forward; return its loss.
 
         Raises:
             BatchError: the batch does not fit the build; on all workers, and all may go on with another.
@@ -176,7 +171,7 @@ class JoinedPipeline(OwnLoop):
                 for microbatch, leaves in enumerate(parts):
                     self._leaves[minibatch, microbatch] = leaves
                 self.fed += 1
-                loss = self._losses.step(minibatch)
+                loss = self._newest = self._losses.step(minibatch)
                 self._advance()
             for old in [known for known in self._shapes if known < self.executor.store.version]:
                 del self._shapes[old]
@@ -209,6 +204,10 @@ class JoinedPipeline(OwnLoop):
             metrics = of_worker_0(found or {}, self.rank)
             self.executor.store.updater.evaluated(self.fed, metrics)
             return metrics
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {} if self._newest is None else self._newest.metrics
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the parameters that this worker owns, under every name the model has for them.

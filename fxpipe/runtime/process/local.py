@@ -37,15 +37,14 @@ from fxpipe.runtime.worker.final_weights import final_tensors, held
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
+from fxpipe.task.metrics import named_numbers
 
 
 class LocalPipeline(OwnLoop):
     """Trains a build step by step in this process.
 
         pipeline = fxpipe.load("build/").local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
-        for batch in data:
-            loss = pipeline.step(batch)
-        pipeline.flush()
+        losses = pipeline.run(data)
         model.load_state_dict(pipeline.state_dict())
 
     The process's own random state is left alone.
@@ -89,10 +88,9 @@ class LocalPipeline(OwnLoop):
         self._mailbox = Mailbox(self.plan.all_edges)
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
-        self._task, self._out = task, out
+        self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
         self._keep_gradients = keep_gradients and self._synchronous
-        self._epoch = epoch
         self._set_up(checkpoint, opened(options, self.recipe, self.plan, checkpoint))
 
     def _set_up(self, checkpoint: Checkpoint | None, resumed: Resumed | None) -> None:
@@ -149,8 +147,7 @@ class LocalPipeline(OwnLoop):
     def step(self, batch: Any) -> Tensor:
         """Feed one minibatch and run every action that can run; return its loss (a detached float32 scalar).
 
-        With a synchronous schedule, and in the first `sync_steps` steps, the update is then made; with `async`, some
-        backwards of this minibatch, and of those before it, may wait for later steps or `flush`.
+        With `async`, some backwards of this minibatch, and of those before it, may wait for later steps or `flush`.
 
         Raises:
             BatchError: the batch does not fit the build.
@@ -161,7 +158,7 @@ class LocalPipeline(OwnLoop):
         found, loss = self._newest
         if found != minibatch:
             raise self._stuck()
-        return loss
+        return loss.reshape(-1)[0]
 
     def feed(self, batch: Any) -> None:
         """As `step`, but the minibatch's loss may come in a later one: where workers wait for an evaluation.
@@ -182,8 +179,12 @@ class LocalPipeline(OwnLoop):
         for old in [known for known in self._shapes if known < version]:
             del self._shapes[old]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        minibatch, found = self._newest
+        return named_numbers(found, self.plan.metrics)[1] if minibatch >= 0 else {}
+
     def flush(self) -> None:
-        """Finish the backwards and updates of everything fed; the next step starts with an empty pipeline."""
         self._whole()
         if not self._in_flight:
             return
@@ -356,7 +357,8 @@ class LocalPipeline(OwnLoop):
             reported = self._losses.pop(action.minibatch)
             if self.report:
                 updater = executor.store.updater
-                self.report(action.minibatch, float(reported), updater.lr, updater.norm)
+                value, metrics = named_numbers(reported, self.plan.metrics)
+                self.report(action.minibatch, value, updater.lr, updater.norm, metrics)
         self._acted(worker)
         return True
 

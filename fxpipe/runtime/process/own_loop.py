@@ -72,6 +72,11 @@ class OwnLoop(ABC):
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """The mean of each of the user's metrics over `batches`, in eval mode, on the weights as they are."""
 
+    @property
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """What `loss(model, batch)` returned next to the loss of the newest minibatch; empty before the first."""
+
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Finish what is in flight, and make a checkpoint: weights, optimizers, schedulers, generators' seeds.

@@ -103,6 +103,8 @@ def summarize_run(
     could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
     `not_finite` counts the losses, and in the end the trained weights, that were not finite: 0 without `keep_going`.
 
+    `last_metrics` is there if the loss comes with metrics: those of the last step.
+
     `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
@@ -162,6 +164,8 @@ def summarize_run(
         "log_problems": problems,
         "losses": record.losses.tolist(),
     }
+    if record.metrics:
+        summary["last_metrics"] = record.metrics
     for evaluation in record.evaluations:
         add_evaluation(summary, evaluation["step"], evaluation["metrics"])
     write_run(summary)

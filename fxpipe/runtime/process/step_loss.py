@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.addresses import LOSS
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.task.metrics import named_numbers
 
 MOST = 256
 """Losses that a worker has yet to receive: of that many steps ago, they have come."""
@@ -21,18 +23,29 @@ class StepLoss:
     nothing: ask every so many steps, or for that of some steps ago.
     """
 
-    def __init__(self, find: Callable[[], float]) -> None:
+    def __init__(self, find: Callable[[], Tensor], names: Sequence[str]) -> None:
         self._find = find
-        self._found: float | None = None
+        self._names = names
+        self._found: tuple[float, dict[str, float]] | None = None
 
     def __float__(self) -> float:
+        return self._numbers[0]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What `loss(model, batch)` returned next to the loss; waits, too."""
+        return self._numbers[1]
+
+    @property
+    def _numbers(self) -> tuple[float, dict[str, float]]:
         if self._found is None:
-            self._found = self._find()
+            self.set(self._find())
+            assert self._found is not None
         return self._found
 
-    def set(self, loss: float) -> None:
-        """It is known."""
-        self._found = loss
+    def set(self, numbers: Tensor) -> None:
+        """It is known, with its metrics after it."""
+        self._found = named_numbers(numbers, self._names)
 
     def item(self) -> float:
         """The number."""
@@ -42,46 +55,46 @@ class StepLoss:
         return format(float(self), form)
 
     def __repr__(self) -> str:
-        return f"StepLoss({'on its way' if self._found is None else self._found})"
+        return f"StepLoss({'on its way' if self._found is None else self._found[0]})"
 
 
 class Losses:
     """The losses of all steps, as one process knows them.
 
     Args:
-        source: the loss worker.
-        workers: how many there are.
+        transport: of this worker.
     """
 
-    def __init__(self, worker: int, source: int, workers: int, transport: Transport) -> None:
+    def __init__(self, plan: Plan, worker: int, transport: Transport) -> None:
         self._worker = worker
-        self._source = source
-        self._others = [other for other in range(workers) if other != source]
+        self._source = plan.loss_worker
+        self._names = plan.metrics
+        self._others = [other for other in range(plan.workers) if other != plan.loss_worker]
         self._transport = transport
         self._coming: dict[int, StepLoss] = {}
 
     def step(self, minibatch: int) -> StepLoss:
         """A step begins: its loss, to be asked for."""
-        loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch))
+        loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch), self._names)
         if self._worker != self._source:
-            self._transport.expect_note(self._source, (LOSS, minibatch), 1)
+            self._transport.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
             if len(self._coming) > MOST:
                 float(next(iter(self._coming.values())))
         return loss
 
     def tell(self, minibatch: int, loss: Tensor) -> None:
         """On the loss worker: a loss is known."""
-        numbers = loss.detach().reshape(1).to("cpu", torch.float64)
+        numbers = loss.detach().reshape(-1).to("cpu", torch.float64)
         for other in self._others:
             self._transport.send_note(other, (LOSS, minibatch), numbers)
-        self._coming.pop(minibatch).set(float(numbers))
+        self._coming.pop(minibatch).set(numbers)
 
     def settle(self) -> None:
         """The pipeline is empty: receive what has not been asked for."""
         for loss in list(self._coming.values()):
             float(loss)
 
-    def _receive(self, minibatch: int) -> float:
-        found = float(self._transport.recv_note(self._source, (LOSS, minibatch))[0])
+    def _receive(self, minibatch: int) -> Tensor:
+        found = self._transport.recv_note(self._source, (LOSS, minibatch))
         del self._coming[minibatch]
         return found

@@ -13,6 +13,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.schedule.action import Action
+from fxpipe.task.metrics import named_numbers
 
 LOOKAHEAD = 4
 """Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
@@ -73,4 +74,5 @@ def train(
         if first and action.phase == "B" and action.microbatch == last:
             found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
             if report is not None:
-                report(action.minibatch, float(found), updater.lr, updater.norm)
+                value, metrics = named_numbers(found, plan.metrics)
+                report(action.minibatch, value, updater.lr, updater.norm, metrics)

@@ -143,6 +143,7 @@ class DistTransport(Transport):
         self._now = 0
         self._loss_channel = ("loss", plan.loss_worker, 0)
         self._loss_worker = plan.loss_worker
+        self._loss_count = 1 + len(plan.metrics)
 
     @staticmethod
     def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
@@ -215,16 +216,16 @@ class DistTransport(Transport):
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
-        pending = self.wires.irecv(1, torch.float32, self._loss_worker, self._loss_channel)
+        pending = self.wires.irecv(self._loss_count, torch.float32, self._loss_worker, self._loss_channel)
         self._posted["loss", minibatch] = pending
 
     def send_loss(self, loss: Tensor) -> None:
-        """Report a minibatch's loss (a float32 scalar) to worker 0."""
-        self._keep(self.wires.isend(loss.reshape(1), 0, self._loss_channel), 0)
+        """Report a minibatch's loss, with its metrics after it (float32), to worker 0."""
+        self._keep(self.wires.isend(loss.reshape(-1), 0, self._loss_channel), 0)
 
     def recv_loss(self, minibatch: int) -> Tensor:
-        """On worker 0: wait for a minibatch's loss."""
-        return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))[0]
+        """On worker 0: wait for a minibatch's loss, with its metrics after it."""
+        return self._wait(("loss", minibatch), Cause("loss", "loss", self._loss_worker))
 
     def done(self, phase: str, minibatch: int, microbatch: int) -> None:
         if phase == "F":

@@ -92,7 +92,8 @@ class Executor:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
 
         Returns:
-            The minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says.
+            The minibatch's loss (float32) after its last F on the loss worker: what `Plan.loss_of_microbatches` says;
+            with its metrics after it (`Plan.metrics`), if it has some.
 
         Raises:
             RunError: the stage's code failed; names the worker, the action and the emitted line.
@@ -110,7 +111,7 @@ class Executor:
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         if result is not None and self.on_loss is not None:
-            self.on_loss(action.minibatch, result)
+            self.on_loss(action.minibatch, result.reshape(-1)[0])
         return result
 
     @property

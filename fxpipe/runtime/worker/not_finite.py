@@ -86,8 +86,8 @@ def check_loss(
 def looking(report: OnStep, look: Callable[[int, float], None]) -> OnStep:
     """A report of steps that looks at each loss, once the step is recorded."""
 
-    def both(minibatch: int, loss: float, lr: float | None, norm: float | None) -> None:
-        report(minibatch, loss, lr, norm)
+    def both(minibatch: int, loss: float, lr: float | None, norm: float | None, metrics: Mapping[str, float]) -> None:
+        report(minibatch, loss, lr, norm, metrics)
         look(minibatch, loss)
 
     return both

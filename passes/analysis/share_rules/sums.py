@@ -103,7 +103,8 @@ def _divisible(call: OperatorCall, node: fx.Node) -> list[tuple[fx.Node, fx.Node
         return None
     if node not in call.found.backward.depends:
         return [(node, call.node)]
-    if [u for u in node.users if u.op == "call_function" and info(u).phase == "F"] != [call.node]:
+    readers = [u for u in node.users if u.op == "call_function" and info(u).phase == "F"]
+    if [u for u in readers if u not in call.found.passed_over] != [call.node]:
         return None
     if operator_of(node) in ("add", "sub") and len(node.all_input_nodes) == 2:
         inner = OperatorCall(call.found, node)

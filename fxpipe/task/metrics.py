@@ -1,0 +1,24 @@
+"""The metrics that `loss(model, batch)` returns next to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
+
+def loss_and_metrics(returned: Any) -> tuple[Any, dict[Any, Any]]:
+    """What the hook `loss` returned, apart: `(loss, {"accuracy": ...})`, or the loss alone, which has no metrics."""
+    match returned:
+        case (loss, Mapping() as metrics) if isinstance(returned, tuple):
+            return loss, dict(metrics)
+        case _:
+            return returned, {}
+
+
+def named_numbers(found: Any, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """A minibatch's loss and its metrics by name, of the one tensor in which they travel (see `PartSpec.metrics`)."""
+    loss, *metrics = found.reshape(-1).tolist()
+    return loss, dict(zip(names, metrics, strict=True))

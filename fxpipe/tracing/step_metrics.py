@@ -1,0 +1,82 @@
+"""The metrics of a training step while it is traced: checked, and made scalars that no gradient goes through."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.errors import CaptureError
+
+TAKEN = ("loss", "lr", "grad_norm", "samples_per_second")
+"""What is shown of every step next to its metrics."""
+
+
+def metric_tensors(metrics: Mapping[Any, Any], device: str, where: str | None) -> dict[str, Tensor]:
+    """The metrics as float32 scalars by name, without gradients; numbers become constants.
+
+    Args:
+        device: where numbers are put.
+        where: the user's line.
+
+    Raises:
+        CaptureError: one has no name, the name of something else, or is not one real number.
+    """
+    return {name: _scalar(name, value, device, where) for name, value in metrics.items()}
+
+
+def _scalar(name: Any, value: Any, device: str, where: str | None) -> Tensor:
+    if not isinstance(name, str) or not name or "\n" in name:
+        raise CaptureError(
+            f"loss(model, batch) calls a metric {name!r}", where=where, hint="name metrics by strings of one line"
+        )
+    if name in TAKEN:
+        raise CaptureError(
+            f"loss(model, batch) returned a metric named {name!r}, which the step has already",
+            where=where,
+            hint="name it otherwise: 'ce'",
+        )
+    if isinstance(value, Tensor):
+        if value.dim() > 0 or value.is_complex():
+            raise CaptureError(
+                f"loss(model, batch) returned the metric {name!r} as a tensor of shape {list(value.shape)} and "
+                f"{value.dtype}, not as a real scalar",
+                where=where,
+                hint="reduce it: .mean()",
+            )
+        if value.device.type != torch.device(device).type and not value.is_meta:
+            return value.detach().to(device, torch.float32)
+        return value.detach().float().clone()  # a copy: it may be the loss, a parameter, or have two names
+    if not isinstance(value, numbers.Real):
+        raise CaptureError(
+            f"loss(model, batch) returned the metric {name!r} as a {type(value).__name__}, not as a number",
+            where=where,
+            hint="return a scalar tensor or a number",
+        )
+    return torch.full((), float(value), dtype=torch.float32, device=device)
+
+
+def forget_numbers(graph: fx.Graph, count: int) -> None:
+    """Take autograd's numbers from the forward nodes that serve the step's metrics alone: they have no backward.
+
+    What no gradient goes through has the number of the call that comes after it, whose backward it would be given.
+
+    Args:
+        graph: the traced one.
+        count: of metrics, which are the last of the step's own outputs.
+    """
+    output = graph.output_node()
+    described = list(zip(torch.utils._pytree.tree_leaves(output.args[0]), output.meta["desc"], strict=True))
+    plain = [(node, desc) for node, desc in described if type(desc).__name__ == "PlainAOTOutput"]
+    metrics = {desc for _, desc in sorted(plain, key=lambda pair: pair[1].idx)[len(plain) - count :]}
+    needed = {node for node, desc in described if isinstance(node, fx.Node) and desc not in metrics}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node in needed or (not node.users) or any(user in needed for user in node.users if user is not output):
+            needed.add(node)
+        else:
+            node.meta.pop("seq_nr", None)

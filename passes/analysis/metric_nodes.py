@@ -1,0 +1,69 @@
+"""The calls that serve the metrics of a training step alone, and the program without them.
+
+Nobody pays for them with another plan: they open no units, and units are planned as if they were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from torch import fx
+
+from fxpipe.ir.aten import is_getitem
+from fxpipe.ir.program import Program, info
+
+
+def loss_itself(program: Program) -> fx.Node | None:
+    """The loss without the metrics that `join_metrics` has put after it; None for an evaluation."""
+    joined = program.loss_node
+    return joined.args[0][0] if joined is not None and program.loss_metrics else joined  # type: ignore[index, return-value]
+
+
+def metric_nodes(program: Program, besides: Collection[str] = ()) -> list[fx.Node]:
+    """The calls whose values go nowhere but into the metrics, in order; the one that joins them to the loss is last.
+
+    Args:
+        besides: metrics that count as anything else does.
+    """
+    outputs = zip(program.output_nodes, program.outputs, strict=True)
+    left_out = {"loss" if program.loss_metrics else "metric"}
+    needed = {n for n, o in outputs if o.kind not in left_out or o.target in besides}
+    needed |= {n for n in [loss_itself(program)] if n is not None}
+    ends, found = set(program.output_nodes), []
+    for node in reversed(list(program)):
+        if node in needed or (node not in ends and not node.users) or any(user in needed for user in node.users):
+            needed.add(node)
+        else:
+            found.append(node)
+    return found[::-1]
+
+
+def without_metrics(program: Program) -> Program:
+    """The program that has the loss alone; itself if that has no metrics."""
+    if not program.loss_metrics:
+        return program
+    program = program.copy()
+    loss, joined, extra = loss_itself(program), program.loss_node, metric_nodes(program)
+    program.graph.output_node().args = (tuple(loss if n is joined else n for n in program.output_nodes),)
+    for node in reversed(extra):
+        program.graph.erase_node(node)
+    return replace(program, loss_metrics=())
+
+
+def place_metrics(nodes: Collection[fx.Node], last_reader: dict[fx.Node, int]) -> None:
+    """Give the calls of metrics the units of what they are computed of, when all other calls have theirs.
+
+    Args:
+        last_reader: of the model's own tensors, the last unit whose forward reads them: no worker gets weights for
+            metrics that it does not have already.
+    """
+    for node in nodes:
+        near = [info(n).unit if n.op == "call_function" else last_reader.get(n, -1) for n in node.all_input_nodes]
+        info(node).unit = max(near, default=-1)
+    for node in reversed(list(nodes)):  # made of the batch alone: where it is read
+        if info(node).unit < 0:
+            info(node).unit = min((info(n).unit for n in node.users if n.op == "call_function"), default=0)
+    for node in nodes:
+        if is_getitem(node):  # a tuple never crosses workers, its elements do
+            info(node).unit = info(node.all_input_nodes[0]).unit

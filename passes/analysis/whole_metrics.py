@@ -1,0 +1,88 @@
+"""What the metrics of microbatches are of the whole minibatch's, without changing anything of the loss for that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fxpipe.passes.analysis.microbatches import microbatches_of
+from fxpipe.passes.analysis.share import Lost, Microbatches
+from torch import fx
+
+from fxpipe.ir.aten import is_random
+from fxpipe.ir.program import INFO, info
+
+
+def with_metrics(found: Microbatches) -> Microbatches:
+    """What is known of the loss, and of those metrics for which that can be derived and asks nothing else of the loss.
+
+    A metric of which nothing can be derived, and all metrics where those that can be derived would change what the
+    loss is computed of, are computed of the microbatch's own values.
+    """
+    program = found.program
+    names = list(program.metrics())
+    if isinstance(found.loss, Lost):
+        return found
+    made = found
+    while names:
+        both = microbatches_of(program, metrics=names)
+        nodes = program.metrics()
+        lost = [name for name in names if isinstance(both.known[nodes[name]], Lost)]
+        names = [name for name in names if name not in lost]
+        if not lost:
+            made = both if _asked(both, found) == _asked(found, found) else found
+            break
+    _keep_own_values(made, program.metrics().keys() - (set(names) if made is not found else set()))
+    return made
+
+
+def _asked(of: Microbatches, found: Microbatches) -> Any:
+    """All that is asked of the calls which the loss is computed of."""
+    calls = found.known.keys()
+    likelihoods = [node for node in of.likelihoods if node in calls]
+    several = (of.totals, of.numbers, of.factors, of.divided)
+    return [
+        likelihoods,
+        of.batch_norm,
+        of.kept & calls,
+        *({n: v for n, v in asked.items() if n in calls} for asked in several),
+    ]
+
+
+def _keep_own_values(found: Microbatches, metrics: Collection[str]) -> None:
+    """Compute again, for some metrics, what will be made the whole minibatch's for the loss."""
+    program = found.program
+    changed = {*found.totals, *found.numbers, *found.factors, *found.likelihoods}
+    changed |= {reader for pairs in found.divided.values() for _, reader in pairs}
+    for node in program:
+        if info(node).phase == "F" and any(n in changed for n in node.all_input_nodes):
+            changed.add(node)
+    outputs = list(program.output_nodes)
+    backward = next((n for n in program if info(n).phase == "B"), program.graph.output_node())
+    for i, output in enumerate(program.outputs):
+        if output.kind == "metric" and output.target in metrics and outputs[i] in changed:
+            again = _behind(outputs[i], changed)
+            if not any(is_random(n) for n in again):  # another draw would change those after it
+                outputs[i] = _copied(program.graph, [n for n in program if n in again], backward)
+    program.graph.output_node().args = (tuple(outputs),)
+
+
+def _copied(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+    """The last of some calls, computed again by calls without a backward."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        with graph.inserting_before(before):
+            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+        copies[node].meta = {**node.meta, INFO: info(node).copy(), "seq_nr": None}
+    return copies[nodes[-1]]
+
+
+def _behind(node: fx.Node, among: Collection[fx.Node]) -> set[fx.Node]:
+    """A node, and all of some nodes that it is computed of."""
+    found, stack = {node}, [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in among and source not in found:
+                found.add(source)
+                stack.append(source)
+    return found
