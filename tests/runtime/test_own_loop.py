@@ -191,7 +191,7 @@ def followed(pipeline: Any, batches: Any, held_out: Any, **options: Any) -> list
     def on_eval(step: int, measured: dict[str, float]) -> bool:
         nonlocal evaluations
         evaluations += 1
-        seen.append(("eval", step, measured))
+        seen.append(("eval", step, {**measured, **pipeline.metrics}))
         if evaluations == 2:
             pipeline.set_lr(0.05)
         return evaluations == 5
@@ -215,7 +215,12 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evaluation = (lambda model, batch: {"loss": case.loss(model, batch)}, batches[:2])
     folder = tmp_path_factory.mktemp("build")
     torch.save((batches, batches[:2]), folder / "data.pt")
-    fxpipe.compile(case.make(), case.loss, batches[0], cost="analytic", evaluation=evaluation).save(folder / "build")
+
+    def loss(model: Any, batch: Any) -> Any:
+        found = case.loss(model, batch)
+        return found, {"twice": 2 * found.detach()}
+
+    fxpipe.compile(case.make(), loss, batches[0], cost="analytic", evaluation=evaluation).save(folder / "build")
     return folder
 
 
@@ -227,6 +232,8 @@ def test_a_loop_that_calls(evaluated: Path) -> None:
     evals = [("eval", 2), ("eval", 4), ("eval", 6), ("eval", 8), ("eval", 10)]
     assert steps == [*evals[:2], ("epoch", 1), *evals[2:4], ("epoch", 2), evals[4], ("epoch", 3)]
     assert [found for kind, _, found in (each for each in seen if each[0] == "step")] == losses
+    twice = [found["twice"] for kind, _, found in (each for each in seen if each[0] == "eval")]
+    assert twice == pytest.approx([2 * loss for loss in losses[1::2]], rel=1e-6)
     expected = []
     for number, batch in enumerate((batches * 3)[:10], 1):
         expected.append(other.step(batch))
