@@ -14,7 +14,7 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import PAUSES, FinalFiles, FinalTensor, final_tensors, held
+from fxpipe.runtime.worker.final_weights import FinalFiles, FinalTensor, final_tensors, held
 
 
 class DistributedFinalFiles:
@@ -29,7 +29,7 @@ class DistributedFinalFiles:
     """
 
     def __init__(
-        self, out: str | Path, plan: Plan, executor: Executor, pulse: Pulse, pauses: Sequence[float] = PAUSES
+        self, out: str | Path, plan: Plan, executor: Executor, pulse: Pulse, pauses: Sequence[float] | None = None
     ) -> None:
         self.plan = plan
         self.executor = executor

@@ -15,6 +15,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.coming_shapes import AHEAD
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import in_flight
 
 
@@ -24,12 +25,16 @@ def lead(recipe: Recipe, shapes: bool) -> int:
     Args:
         shapes: batches have several shapes: worker 0 reads some ahead.
     """
-    microbatches = recipe.schedule.microbatches
-    begun = -(-max(in_flight(recipe.schedule)) // microbatches)
-    expected = -(-(LOOKAHEAD + 1) // microbatches)
     demand = recipe.demand
     reach = max(demand.reach(owner) for owner in range(demand.plan.workers))  # who reads weights that are expected
-    return begun + expected + reach + 2 + (AHEAD if shapes else 0)
+    return furthest(recipe.schedule) + reach + 1 + (AHEAD if shapes else 0)
+
+
+def furthest(schedule: Schedule) -> int:
+    """How far a worker at version v has looked ahead, at most: to an action of minibatch v plus this."""
+    begun = -(-max(in_flight(schedule)) // schedule.microbatches)
+    expected = -(-(LOOKAHEAD + 1) // schedule.microbatches)
+    return begun + expected + 1
 
 
 def ending(actions: Iterator[Action], end: Callable[[], int], recipe: Recipe) -> Iterator[Action]:

@@ -96,7 +96,7 @@ class FinalFiles:
 
     Args:
         agree: called after every attempt with whether the tensors are wanted once more; of a distributed run.
-        pauses: seconds between two attempts.
+        pauses: seconds between two attempts, if they are not `PAUSES`.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class FinalFiles:
         out: str | Path,
         plan: Plan,
         agree: Callable[[bool], object] = lambda again: None,
-        pauses: Sequence[float] = PAUSES,
+        pauses: Sequence[float] | None = None,
     ) -> None:
         self.out = Path(out)
         self._agree = agree
-        self._pauses = pauses
+        self._pauses = PAUSES if pauses is None else pauses
         self._tensors = list(final_tensors(plan))
         self._elsewhere: Path | None = None
         self._problems: list[str] = []

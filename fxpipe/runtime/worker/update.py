@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import RunError, TaskError
+from fxpipe.errors import RunError, TaskError, near
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.policy.base import Policy
 from fxpipe.policy.optimizers.error_feedback import ErrorFeedback
@@ -183,9 +183,18 @@ class Updater:
 
         It does so before the next update: until then, weights are predicted from this version, and some were before,
         here and on other workers.
+
+        Raises:
+            TaskError: there is no such metric.
         """
-        if self.metric is not None and version > self._evaluated:
-            self._heard = version, metrics[self.metric]
+        if self.metric is None or version <= self._evaluated:
+            return
+        if self.metric not in metrics:
+            raise TaskError(
+                f"lr_scheduler() waits for the metric {self.metric!r}, and there is none{near(self.metric, metrics)}",
+                hint=f"one of {', '.join(metrics)}",
+            )
+        self._heard = version, metrics[self.metric]
 
     def begin(self, minibatch: int) -> None:
         """The first forward of a minibatch is about to run."""
