@@ -5,7 +5,7 @@ evaluated. Plain PyTorch: no download, nothing of fxpipe. From the repository's 
 
     fxpipe run examples/nanogpt.py -n 2 --steps 600 --eval-every 200
 
-After 600 updates it predicts held-out bytes with about 2.2 nats each; a uniform guess has 5.55.
+After 600 updates it predicts held-out bytes with 2.38 nats each; a uniform guess has 5.55.
 """
 
 import math

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.adapters.said_once import is_first_process
 from fxpipe.errors import TaskError
 from fxpipe.messages import warn
 from fxpipe.task.meta import on_meta
@@ -252,7 +253,7 @@ def _validates(module: Callable[[], Any], data: Callable[[], Any] | None) -> boo
     source = model if data is None else data()
     unheard = NEVER_CALLED if data is None else ("setup", *NEVER_CALLED)
     defined = [name for name in unheard if _overrides(model, name)]
-    if defined:
+    if defined and is_first_process():
         warn(f"{type(model).__name__}.{', '.join(defined)}: a pipeline does not call it")
     return _overrides(model, "validation_step") and _overrides(source, "val_dataloader")
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer_arguments import commands, refuse, unheard
 from fxpipe.errors import TaskError
 from fxpipe.messages import say, warn
@@ -192,9 +193,7 @@ def _columns(model: nn.Module, args: Any) -> set[str]:
 
 
 def _say_what_is_left(args: Any, collator: Any, steps: Callable[[], int]) -> None:
-    """Once, in the process that the user has started: workers load the model file, too."""
-    started = getattr(sys.modules["__main__"], "__spec__", None)
-    if os.environ.get("RANK", "0") != "0" or (started and started.name == "fxpipe.runtime.process.child"):
+    if not is_first_process():
         return
     for line in unheard(args):
         warn(line)

@@ -162,10 +162,15 @@ def test_what_a_pipeline_does_not_do_is_refused(configure: str, said: str, tmp_p
         module["optimizer"](list(module["model"]().named_parameters()))
 
 
-def test_methods_that_are_not_called_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_that_are_not_called_are_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = "return torch.optim.SGD(self.parameters(), lr=0.1)\n\n    def on_train_epoch_end(self):\n        pass"
     runpy.run_path(str(written(tmp_path, more)))
     assert "Classifier.on_train_epoch_end: a pipeline does not call it" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    runpy.run_path(str(written(tmp_path, more)))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_metric_that_adds_up_is_refused() -> None:

@@ -106,9 +106,10 @@ def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(again.classifier.weight.data, trained["classifier.weight"])
 
 
-def test_groups_and_rates_are_trainers(tmp_path: Path) -> None:
+def test_groups_and_rates_are_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer
 
+    monkeypatch.chdir(tmp_path)  # where Trainer makes its output_dir
     module = runpy.run_path(str(written(tmp_path, 'lr_scheduler_type="cosine"')))
     model = module["make"]()
     trainer = Trainer(model=model, args=module["make_args"](), train_dataset=module["train"])

@@ -1,0 +1,12 @@
+"""Where an adapter may say something: workers load the model file, too, and would all say it again."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that the user has started, or the first of those that torchrun has."""
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    return os.environ.get("RANK", "0") == "0" and (started is None or started.name != "fxpipe.runtime.process.child")
