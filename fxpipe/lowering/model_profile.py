@@ -66,8 +66,9 @@ def profile_model(
     say("capturing")
     step = captured_step(model, loss, batch, options)
     captured, whole_loss, options = step.program, step.whole_loss, step.options
-    program = run_passes(captured, front_passes(whole_loss=whole_loss))
-    split_up = run_passes(captured, front_passes(True, whole_loss)) if three_way else program
+    metrics = bool(captured.metrics())
+    program = run_passes(captured, front_passes(False, whole_loss, metrics))
+    split_up = run_passes(captured, front_passes(True, whole_loss, metrics)) if three_way else program
     say("costing the step")
     costs = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte
