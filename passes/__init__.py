@@ -36,16 +36,21 @@ def default_passes(
     return [*front_passes(split_backward, whole_loss), Cost(device=device), *back_passes(cuts, command)]
 
 
-def front_passes(split_backward: bool = False, whole_loss: WholeLoss | None = None) -> list[Pass]:
+def front_passes(
+    split_backward: bool = False, whole_loss: WholeLoss | None = None, metrics: bool = False
+) -> list[Pass]:
     """Captured program in, program with units out: its costs can be measured.
 
     Args:
         whole_loss: for a program that was captured on one of several microbatches.
+        metrics: whether its loss comes with some.
     """
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
         *([whole_loss] if whole_loss else []),  # after fold: detached values do not hide what they are
-        JoinMetrics(whole_loss.microbatches if whole_loss else 1),  # after whole_loss, which knows the loss alone
+        *(
+            [JoinMetrics(whole_loss.microbatches if whole_loss else 1)] if metrics else []
+        ),  # after whole_loss, which knows the loss alone
         KeepLayouts(),  # before anything is copied or cut: copies are laid out like what they copy
         *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
         Units(),  # after fold: what it dropped must not count as something a cut can separate

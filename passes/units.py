@@ -43,8 +43,8 @@ class Units(Pass):
         units = _forward([n for n in counted if info(n).phase == "F"], sources_of(program).cheap, buffers)
         if loss is not None:
             _backward([n for n in nodes if info(n).phase == "B"], counted, info(loss).unit)
-            own = [placeholders[row.node] for row in (*program.parameters, *program.buffers)]
-            place_metrics(metrics, {node: _last_reader(node) for node in own if metrics})
+            own = {p.node for p in program.parameters} | {b.node for b in program.buffers}
+            place_metrics(metrics, {placeholders[name]: _last_reader(placeholders[name]) for name in own if metrics})
         for node in nodes:
             record = info(node)
             if record.phase == "B" and not record.module:

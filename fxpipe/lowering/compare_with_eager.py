@@ -310,8 +310,8 @@ def run_eagerly(
         for j, part in enumerate(parts):
             torch.manual_seed(seed + j)
             with _eager(loss, "loss(model, batch)"), context():
-                value, found = loss_and_metrics(loss(model, part))
-            named.append({name: float(torch.as_tensor(v).detach()) for name, v in found.items()})
+                value, metrics = loss_and_metrics(loss(model, part))
+            named.append({name: float(torch.as_tensor(v).detach()) for name, v in metrics.items()})
             with _eager(loss, "backward()"):
                 value.backward()  # its own gradient, as hooks in a pipeline see it; it is divided below
             total = total + value.detach().cpu() / divisor

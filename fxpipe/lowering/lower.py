@@ -135,7 +135,7 @@ def lower(
     _check_values(program, options)
     lines = PassLines()
     observers = (*observers, lines)
-    front = front_passes(options.splits_backward, whole_loss or options.whole_loss())
+    front = front_passes(options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()))
     program = run_passes(program, front, observers)
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)

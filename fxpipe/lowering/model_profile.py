@@ -13,6 +13,7 @@ from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import step_costs
 from fxpipe.passes import front_passes
+from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.profile import Profile
@@ -68,16 +69,17 @@ def profile_model(
     step = captured_step(model, loss, batch, options)
     captured, whole_loss = step.program, step.whole_loss
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
-    program = run_passes(captured, front_passes(whole_loss=whole_loss))
-    split_up = run_passes(captured, front_passes(True, whole_loss)) if three_way else program
+    metrics = bool(captured.metrics())
+    program = run_passes(captured, front_passes(False, whole_loss, metrics))
+    split_up = run_passes(captured, front_passes(True, whole_loss, metrics)) if three_way else program
     say("costing the step")
     costs = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte
-    whole = apart = profile_of(run_passes(program, [costs.of_nodes]), rate)
+    whole = apart = profile_of(without_metrics(run_passes(program, [costs.of_nodes])), rate)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, costs.optimizer)
-        apart = profile_of(run_passes(split_up, [again.of_nodes]), rate)
+        apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate)
     first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
     samples = (first.shape[0] if first.shape else 1) * options.count
     return ModelProfile(
