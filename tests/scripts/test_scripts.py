@@ -1,0 +1,102 @@
+"""Training scripts in the manner of well-known ones: fxpipe trains them as they train themselves.
+
+`NAME.py` is an ordinary script, whose `main()` returns the loss of every step and what it measures at the end;
+`NAME_task.py` is the model file that its user would write. Both begin with the same weights and read the same batches,
+since a script seeds before it makes its model, as `compile` does, and again before it reads its data, as `run` does.
+
+Losses are of float32. Microbatches and eager PyTorch add the same gradients in another order, and optimizers that
+divide by the size of a gradient carry such differences on: hence a tolerance, for each script.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK, fxpipe
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Script:
+    """How a script is run.
+
+    Attributes:
+        length: of the run, as options.
+        compiled: more options of the compile.
+        run: more options of the run: what the script does in its loop.
+        tolerance: relative, of losses and of metrics.
+        processes: whether the workers are processes, and not in the one of the test.
+    """
+
+    name: str
+    length: tuple[str, ...]
+    microbatches: int = 2
+    compiled: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+    tolerance: float = 1e-5
+    processes: bool = False
+
+
+SCRIPTS = [
+    Script("mnist", ("--epochs", "4")),
+]
+
+
+def run_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[str, float]]:
+    monkeypatch.syspath_prepend(HERE)
+    with torch.random.fork_rng():
+        losses, measured = importlib.import_module(name).main()
+    assert len(losses) >= 10
+    return losses, measured
+
+
+def trained(script: Script, folder: Path, *options: str) -> tuple[list[float], dict[str, float]]:
+    """What `fxpipe run` of the build in `folder` writes."""
+    where = () if script.processes else ("--local",)
+    command = (
+        "run",
+        folder / "build",
+        "--out",
+        folder / "out",
+        *script.length,
+        *where,
+        *script.run,
+        *options,
+        "--json",
+    )
+    summary = fxpipe(*command, "--threads", "1").json
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line], summary["evaluation"]
+
+
+def built(script: Script, folder: Path, schedule: str) -> Any:
+    task = HERE / f"{script.name}_task.py"
+    options = ("-n", 2, "--schedule", schedule, "--microbatches", script.microbatches, *script.compiled)
+    return fxpipe("compile", task, "-o", folder / "build", *options, *QUICK, "--json")
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.name for script in SCRIPTS])
+def test_it_trains_as_the_script_does(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, measured = run_itself(script.name, monkeypatch)
+    compiled = built(script, tmp_path, "1f1b")
+    assert compiled.code == 0, compiled.err
+    print(compiled.err, file=sys.stderr)
+    ours, evaluation = trained(script, tmp_path)
+    assert ours == pytest.approx(losses, rel=script.tolerance)
+    assert evaluation == pytest.approx(measured, rel=script.tolerance)
+    assert losses[-1] < losses[0]
+
+    ours, evaluation = trained(script, tmp_path, "--schedule", "async")
+    assert len(ours) == len(losses)
+    assert all(map(math.isfinite, (*ours, *evaluation.values())))
