@@ -48,6 +48,9 @@ class Script:
 
 SCRIPTS = [
     Script("mnist", ("--epochs", "4")),
+    Script("imagenet", ("--epochs", "5"), microbatches=1),
+    Script("word_language_model", ("--epochs", "1"), run=("--clip-norm", "0.25")),
+    Script("nanogpt", ("--steps", "24"), run=("--clip-norm", "1.0")),
 ]
 
 
@@ -73,7 +76,7 @@ def trained(script: Script, folder: Path, *options: str) -> tuple[list[float], d
         *options,
         "--json",
     )
-    summary = fxpipe(*command, "--threads", "1").json
+    summary = fxpipe("run", folder / "build", "--out", folder / "out", *options).json
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], summary["evaluation"]
 
