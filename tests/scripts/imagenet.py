@@ -1,4 +1,4 @@
-"""A residual network with batch norm: label smoothing, no decay of norms, warmup and cosine by the epoch, top-1, top-5."""
+"""A residual network with batch norm: smoothed labels, no decay of norms, rates by the epoch, top-1 and top-5."""
 
 import torch
 from digit_images import digit_images

@@ -51,6 +51,11 @@ SCRIPTS = [
     Script("imagenet", ("--epochs", "5"), microbatches=1),
     Script("word_language_model", ("--epochs", "1"), run=("--clip-norm", "0.25")),
     Script("nanogpt", ("--steps", "24"), run=("--clip-norm", "1.0")),
+    Script("glue", ("--epochs", "2"), compiled=("--scan", "20")),
+    Script("lora", ("--epochs", "3")),
+    Script("translation", ("--epochs", "2")),
+    Script("vae", ("--epochs", "3")),
+    Script("recommendation", ("--epochs", "3")),
 ]
 
 
@@ -65,17 +70,7 @@ def run_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float],
 def trained(script: Script, folder: Path, *options: str) -> tuple[list[float], dict[str, float]]:
     """What `fxpipe run` of the build in `folder` writes."""
     where = () if script.processes else ("--local",)
-    command = (
-        "run",
-        folder / "build",
-        "--out",
-        folder / "out",
-        *script.length,
-        *where,
-        *script.run,
-        *options,
-        "--json",
-    )
+    options = (*script.length, *where, *script.run, *options, "--threads", "1", "--json")
     summary = fxpipe("run", folder / "build", "--out", folder / "out", *options).json
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], summary["evaluation"]
