@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 from commands import QUICK, fxpipe
+
+import fxpipe as library
 
 HERE = Path(__file__).parent
 
@@ -57,6 +58,7 @@ SCRIPTS = [
     Script("vae", ("--epochs", "3")),
     Script("recommendation", ("--epochs", "3")),
 ]
+LOOP = Script("early_stopping", (), tolerance=1e-4)
 
 
 def run_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[str, float]]:
@@ -89,7 +91,6 @@ def test_it_trains_as_the_script_does(script: Script, tmp_path: Path, monkeypatc
     losses, measured = run_itself(script.name, monkeypatch)
     compiled = built(script, tmp_path, "1f1b")
     assert compiled.code == 0, compiled.err
-    print(compiled.err, file=sys.stderr)
     ours, evaluation = trained(script, tmp_path)
     assert ours == pytest.approx(losses, rel=script.tolerance)
     assert evaluation == pytest.approx(measured, rel=script.tolerance)
@@ -98,3 +99,23 @@ def test_it_trains_as_the_script_does(script: Script, tmp_path: Path, monkeypatc
     ours, evaluation = trained(script, tmp_path, "--schedule", "async")
     assert len(ours) == len(losses)
     assert all(map(math.isfinite, (*ours, *evaluation.values())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_its_own_loop_makes_the_decisions_of_the_script(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script stops early, by what it has evaluated, and goes back to its best weights."""
+    losses, measured = run_itself("early_stopping", monkeypatch)
+    compiled = built(LOOP, tmp_path, schedule)
+    assert compiled.code == 0, compiled.err
+    port = importlib.import_module("early_stopping_task")
+    build = library.load(tmp_path / "build")
+    with torch.random.fork_rng(), build.local(optimizer=port.optimizer) as pipeline:
+        ours, evaluation = port.main(pipeline, tmp_path / "best")
+    if schedule == "async":
+        assert all(map(math.isfinite, (*ours, *evaluation.values())))
+        return
+    assert ours == pytest.approx(losses, rel=LOOP.tolerance)
+    assert evaluation == pytest.approx(measured, rel=LOOP.tolerance)
