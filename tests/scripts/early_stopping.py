@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-EPOCHS, PATIENCE, RATE = 10, 2, 0.05
+EPOCHS, PATIENCE, RATE = 20, 2, 0.05
 
 
 def make_model():
