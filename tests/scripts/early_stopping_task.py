@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 early_stopping_task.py BUILD
 """
 
+import json
 import sys
 
 import torch
@@ -48,4 +49,4 @@ if __name__ == "__main__":
     import fxpipe
 
     with fxpipe.join(sys.argv[1], optimizer=optimizer) as made:
-        print(main(made, "best"))
+        sys.stdout.write(json.dumps(main(made, "best")) + "\n")

@@ -13,6 +13,9 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +73,7 @@ def run_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float],
 
 
 def trained(script: Script, folder: Path, *options: str) -> tuple[list[float], dict[str, float]]:
-    """What `fxpipe run` of the build in `folder` writes."""
+    """The losses and the last evaluation of `fxpipe run`, of the build in `folder`."""
     where = () if script.processes else ("--local",)
     options = (*script.length, *where, *script.run, *options, "--threads", "1", "--json")
     summary = fxpipe("run", folder / "build", "--out", folder / "out", *options).json
@@ -120,3 +123,20 @@ def test_its_own_loop_makes_the_decisions_of_the_script(
         return
     assert ours == pytest.approx(losses, rel=LOOP.tolerance)
     assert evaluation == pytest.approx(measured, rel=LOOP.tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_its_own_loop_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, measured = run_itself("early_stopping", monkeypatch)
+    assert built(LOOP, tmp_path, "1f1b").code == 0
+    port = HERE / "early_stopping_task.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", port, "build"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        ours, evaluation = json.loads(line)
+        assert ours == pytest.approx(losses, rel=LOOP.tolerance)
+        assert evaluation == pytest.approx(measured, rel=LOOP.tolerance)
+    assert len(done.stdout.splitlines()) == 2  # both processes have seen the same
