@@ -256,6 +256,9 @@ class JoinedPipeline(OwnLoop):
             return
         with self._call("close"):
             self._flush()
+            self._transport.finish()
+            with peers(self.rank):
+                dist.barrier()  # who leaves breaks the connections of those who are still on their way here
             self._closed = True
         self._held.close()
 
