@@ -83,8 +83,8 @@ class JoinedPipeline(OwnLoop):
         self._pulse.after_beat = lambda: self._beat(beat)
         self.recipe = choose(self.plan, self.options.schedule, self.options.policy, self.options.sync_steps)
         self.device = own_device(self.plan.device)
-        backend = common_backend(self.device, self.rank, self.plan.workers)
         self._addresses = Addresses(self.plan, self.recipe.demand)
+        backend = common_backend(self.device, self.rank, self.plan.workers)
         self._wires = Wires(self.rank, backend, self._addresses.channels, self.device)
         self._transport = DistTransport.of_training(
             self.plan, self.rank, self._wires, self._addresses, self.recipe.schedule
@@ -346,12 +346,10 @@ class JoinedPipeline(OwnLoop):
                 write_whole(fresh, self.plan, self.recipe, self.options, self.fed, files)
 
     def _make_evaluation(self) -> DistributedEvaluation:
-        data = None
+        options, data = self.options, None
         if self.rank == 0:
-            data = EvaluationData(self.plan, lambda: self._given, self.options.seed, self._task.loss_weight)
-        return DistributedEvaluation(
-            self.plan, self.options.build, self.options.seed, self._wires, self._addresses, data
-        )
+            data = EvaluationData(self.plan, lambda: self._given, options.seed, self._task.loss_weight)
+        return DistributedEvaluation(self.plan, options.build, options.seed, self._wires, self._addresses, data)
 
     def _watched(self) -> None:
         watches = [self.executor.watch] if self._evaluation is None else [self.executor.watch, self._evaluation.watch]
