@@ -61,8 +61,8 @@ def _captured(program: Program) -> None:
     if "B" in program.phases:
         if sum(o.kind == "loss" for o in program.outputs) != 1:
             raise VerifyError("a program has exactly one loss")
-    elif not program.outputs or any(o.kind != "metric" for o in program.outputs):
-        raise VerifyError("an evaluation gives metrics and nothing else")
+        if any(o.kind == "metric" for o in program.outputs) and all(info(n).phase == "F" for n in program):
+            raise VerifyError("there is no backward, and an evaluation gives metrics and nothing else")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
             raise VerifyError(f"{output.target} has a gradient but is not a trained parameter")

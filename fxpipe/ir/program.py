@@ -194,7 +194,7 @@ class Program:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """F and B of a training step; F alone of an evaluation, whose outputs are metrics."""
-        return ("F", "B") if any(o.kind == "loss" for o in self.outputs) else ("F",)
+        return ("F",) if self.outputs and all(o.kind == "metric" for o in self.outputs) else ("F", "B")
 
     @property
     def files(self) -> dict[str, str]:

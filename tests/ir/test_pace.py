@@ -71,7 +71,7 @@ def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None)
     batch = torch.randn(8, 6) if name == "half frozen" else captured("unet" if "random" in name else "function")[0]
     batch = batch if isinstance(batch, Tensor) else batch.batches(1)[0]
     minibatches, workers = 6, pipeline.plan.workers
-    pipeline._begin()
+    pipeline.begin()
     for minibatch in range(minibatches):
         for microbatch, leaves in enumerate(pipeline._minibatches(batch, minibatch)[1]):
             pipeline._leaves[minibatch, microbatch] = leaves

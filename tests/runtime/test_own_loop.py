@@ -51,7 +51,9 @@ def test_processes_train_as_one(toy: Any, many: Any, tmp_path: Path) -> None:
     loops, expected = [], []
     for number, (built, options) in enumerate(LOOPS):
         build = toy(**{**THREE, **built}).save(tmp_path / f"build_{number}")
-        calls = random_calls(random.Random(number), 30)
+        flushes = [("flush",)] if built["schedule"] == "async" else []
+        calls = random_calls(random.Random(number), 30, flushes=bool(flushes))
+        calls += [("save",), ("step",), ("step",), *flushes, ("load",), ("step",), ("step",)]
         files = {"batches": str(tmp_path / "batches.pt"), "held_out": None}
         loops.append({"build": str(build), "calls": calls, "options": options, **files})
         expected.append(locally(build, calls, many, tmp_path / f"local_{number}", **options))
@@ -120,9 +122,30 @@ def test_rates_are_set_from_a_minibatch_on(toy: Any, many: Any, tmp_path: Path) 
         plain.set_lr(1, 2, 3)
 
 
-def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path) -> None:
-    build = toy(**THREE, policy="spectrain+ef").save(tmp_path / "build")
-    with fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving) as whole:
+def test_rates_are_set_again_before_the_first_are_due(toy: Any, many: Any, tmp_path: Path) -> None:
+    """A warm-up by hand: worker 0 has updates in flight when the next rate comes."""
+    build = toy(**THREE, policy="latest").save(tmp_path / "build")
+    pipeline = fxpipe.load(build).local(optimizer=optimizer)
+    updater = pipeline.executors[0].store.updater
+    rates, inner = [], updater.step
+
+    def step(minibatch: int) -> None:
+        inner(minibatch)
+        rates.append(updater.lr)
+
+    updater.step = step  # type: ignore[method-assign]
+    for number, batch in enumerate(many):
+        pipeline.set_lr(0.01 * (number + 1))
+        pipeline.step(batch)
+    pipeline.flush()
+    assert rates == [0.01 * (number + 1) for number in range(len(many))]
+
+
+@pytest.mark.parametrize("number", range(len(LOOPS)))
+def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path, number: int) -> None:
+    built, options = LOOPS[number]
+    build = toy(**{**THREE, **built}).save(tmp_path / "build")
+    with fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, **options) as whole:
         whole.run(many[:4])
         whole.set_lr(0.07)
         whole.save(tmp_path / "saved")
@@ -130,20 +153,24 @@ def test_saved_and_loaded(toy: Any, many: Any, tmp_path: Path) -> None:
         whole.save(tmp_path / "saved")  # in place of the first
         expected = whole.run(many[5:])
         state = whole.state_dict()
-    fresh = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving)
+    fresh = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, **options)
     fresh.run(many)
     fresh.load(tmp_path / "saved")
     assert fresh.fed == 5
     assert fresh.run(many[5:]) == expected
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in state.items())
-    resumed = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, resume=tmp_path / "saved")
+    resumed = fxpipe.load(build).local(optimizer=optimizer, lr_scheduler=halving, resume=tmp_path / "saved", **options)
     assert resumed.run(many[5:]) == expected
+    with pytest.raises(CheckpointError, match="holds weights alone"):
+        fresh.load(build / "weights.safetensors")
+
+
+def test_what_is_in_flight_is_not_loaded_over(toy: Any, many: Any, tmp_path: Path) -> None:
+    fresh = fxpipe.load(toy(**THREE).save(tmp_path / "build")).local(optimizer=optimizer)
+    fresh.save(tmp_path / "saved")
     fresh.step(many[0])
     with pytest.raises(RunError, match=r"load\(\) was called while minibatches are in flight"):
         fresh.load(tmp_path / "saved")
-    fresh.flush()
-    with pytest.raises(CheckpointError, match="holds weights alone"):
-        fresh.load(build / "weights.safetensors")
 
 
 def test_a_plateau_in_the_loop(evaluated: Path, tmp_path: Path) -> None:
@@ -284,7 +311,7 @@ def test_joining_takes_torchrun(toy: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 SCRIPT = """
-import os, sys, torch, fxpipe
+import os, sys, time, torch, fxpipe
 from fxpipe.errors import FxpipeError
 rank = int(os.environ["RANK"])
 generator = torch.Generator().manual_seed(3)
@@ -295,6 +322,7 @@ try:
 except FxpipeError as error:
     print(f"worker {{rank}}: {{type(error).__name__}}: {{error.what}}", flush=True)
 print(f"worker {{rank}} is over", flush=True)
+time.sleep(2)  # the others find it alive
 os._exit(0)
 """
 BODIES = {
@@ -304,7 +332,7 @@ BODIES = {
     ),
     "another rate": (
         "pipeline.set_lr(0.1 * (1 + rank))",
-        "worker 1: RunError: worker 1 calls set_lr(0.2) where worker 0 calls set_lr(0.1)",
+        "worker 1: RunError: the workers set different learning rates: [[0.1], [0.2], [0.30000000000000004]]",
     ),
     "no flush": (
         "pipeline.step(batches[0]); pipeline.load('nowhere')",

@@ -37,14 +37,12 @@ def halving(made: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(made, 3, 0.5)
 
 
-def random_calls(draw: random.Random, count: int, saves: bool = True, evaluates: bool = False) -> list[Call]:
-    """Some calls, of which most are steps."""
+def random_calls(draw: random.Random, count: int, evaluates: bool = False, flushes: bool = True) -> list[Call]:
+    """Some calls, of which most are steps; `flushes` where there may be minibatches in flight."""
     calls: list[Call] = [("step",)]
     saved = False
     while len(calls) < count:
         kind = draw.choices(["step", "flush", "lr", "lrs", "save", "load", "evaluate"], [12, 1, 2, 1, 1, 1, 2])[0]
-        if kind in ("save", "load") and not saves:
-            continue
         if kind == "evaluate" and not evaluates:
             continue
         if kind == "lr":
@@ -53,7 +51,7 @@ def random_calls(draw: random.Random, count: int, saves: bool = True, evaluates:
             calls.append(("lr", draw.choice([0.2, 0.05]), 0.03))
         elif kind == "load":
             if saved:
-                calls += [("flush",), ("load",)]
+                calls += [("flush",), ("load",)] if flushes else [("load",)]
         elif kind == "evaluate":
             calls += [("flush",), ("evaluate",)]
         else:

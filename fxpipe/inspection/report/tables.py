@@ -134,10 +134,11 @@ def memory(rows: Sequence[Json]) -> Markup:
     return table("Peak memory", columns, peaks)
 
 
-def steps(metrics: dict[str, list[Any]], named: dict[str, list[Any]]) -> Markup:
+def steps(metrics: dict[str, list[Any]], named: dict[str, list[Any]] | None = None) -> Markup:
     names = ("loss", "lr", "grad_norm", "seconds", "samples_per_second")
     known = [name for name in names if any(v is not None for v in metrics.get(name, ()))]
     columns = [counted("step", "step"), *(Column(name.replace("_", " "), name) for name in known)]
+    named = named or {}
     keys = {f"own_{i}": name for i, name in enumerate(named)}  # names may have dots
     columns += [Column(name, key) for key, name in keys.items()]
     whole = metrics | {key: named[name] for key, name in keys.items()}

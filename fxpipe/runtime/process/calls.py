@@ -20,6 +20,8 @@ REFUSED = "a batch that was refused"
 CALLS = ("step", REFUSED, "flush", "evaluate", "set_lr", "save", "load", "close")
 """What can be called. Worker 0 says `REFUSED` in place of `step` where the batch does not fit."""
 
+ALIKE = "every process makes the same calls in the same order: decide by numbers that all of them have"
+
 
 class Calls:
     """The calls of one process, in turn.
@@ -34,40 +36,35 @@ class Calls:
         self._transport = transport
         self._count = 0
 
-    def make(self, call: str, number: float | None = None) -> float:
-        """This process makes a call; return its number, the one of worker 0 if it is None here.
+    def make(self, call: str, shape: int | None = None) -> int:
+        """This process makes a call; return the shape that worker 0 gives with it.
 
         Args:
-            number: what the call is about: the shape of a batch, which worker 0 alone knows, a learning rate.
+            shape: of a batch, on worker 0.
 
         Raises:
-            RunError: the worker before makes another one, or with another number.
+            RunError: the worker before makes another call.
             BatchError: worker 0 refuses the batch.
         """
         note = (CALL, self._count)
         self._count += 1
-        own = [float(CALLS.index(call)), 0.0 if number is None else float(number)]
+        own, given = CALLS.index(call), 0 if shape is None else shape
+        theirs = own
         if self._worker:
             self._transport.expect_note(self._worker - 1, note, 2)
-            theirs = self._transport.recv_note(self._worker - 1, note).tolist()
-            refused = call == "step" and theirs[0] == CALLS.index(REFUSED)
-            own = theirs if refused or (number is None and theirs[0] == own[0]) else own
-        else:
-            theirs = own
+            theirs, given = (int(number) for number in self._transport.recv_note(self._worker - 1, note))
+        refused = CALLS.index(REFUSED)
+        if call == "step" and theirs == refused:
+            own = refused
         if self._worker < self._last:
-            self._transport.send_note(self._worker + 1, note, torch.tensor(own, dtype=torch.float64))
+            self._transport.send_note(self._worker + 1, note, torch.tensor([own, given], dtype=torch.float64))
         if theirs != own:
             raise RunError(
-                f"worker {self._worker} calls {_said(own)} where worker {self._worker - 1} calls {_said(theirs)}",
-                hint="every process makes the same calls in the same order: decide by numbers that all of them have",
+                f"worker {self._worker} calls {CALLS[own]}() where worker {self._worker - 1} calls {CALLS[theirs]}()",
+                hint=ALIKE,
             )
-        if self._worker and own[0] == CALLS.index(REFUSED):
+        if self._worker and own == refused:
             raise BatchError(
                 f"worker 0 refuses the batch of this step, call {self._count}", hint="its own error says why"
             )
-        return own[1]
-
-
-def _said(made: list[float]) -> str:
-    name = CALLS[int(made[0])]
-    return f"set_lr({made[1]:g})" if name == "set_lr" else f"{name}()"
+        return given

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.errors import FxpipeError, RunError
-from fxpipe.files import replacing
+from fxpipe.checkpoint.shard import Shard
+from fxpipe.errors import BatchError, FxpipeError, RunError
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.allocator import reuse_freed_memory
-from fxpipe.runtime.process.calls import REFUSED, Calls
+from fxpipe.runtime.process.calls import ALIKE, REFUSED, Calls
 from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.membership import Member, membership
-from fxpipe.runtime.process.own_checkpoint import Written, open_checkpoint, write_own, write_whole
+from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.own_loop import OVER, OwnLoop
-from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore
+from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
 from fxpipe.runtime.process.together import agree_on, gathered, of_worker_0
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
@@ -89,9 +89,7 @@ class JoinedPipeline(OwnLoop):
         self._transport = DistTransport.of_training(
             self.plan, self.rank, self._wires, self._addresses, self.recipe.schedule
         )
-        self._evaluation: DistributedEvaluation | None = None
         self._given: Iterable[Any] = ()
-        self._newest: StepLoss | None = None
         self._set_up(agreed.checkpoint, opened(self.options, self.recipe, self.plan, agreed.checkpoint))
         warn_if_edited(*self.executor.stages)
         check_unchanged(agreed.files)
@@ -101,8 +99,10 @@ class JoinedPipeline(OwnLoop):
             dist.barrier()
         self._pulse.phase = "training"
 
-    def _set_up(self, checkpoint: Checkpoint | None, resumed: Resumed | None) -> None:
-        """Open the worker, with the weights of a checkpoint if there is one."""
+    def _set_up(
+        self, checkpoint: Checkpoint | None, resumed: Resumed | None, shards: list[Shard] | None = None
+    ) -> None:
+        """Open the worker, with what is in a checkpoint if there is one; its shards, if they have been read."""
         self.fed = 0 if resumed is None else resumed.step
         self.executor = open_worker(
             self.plan,
@@ -119,7 +119,12 @@ class JoinedPipeline(OwnLoop):
         )
         self.executors: list[Executor] = [self.executor]
         self.executor.store.updater.scheduler_due(1)  # now, not at the first update
-        self._resumed, self._shards = resumed, [] if resumed is None else restore([self.executor], resumed)[0]
+        self._resumed, self._shards = resumed, []
+        if resumed is not None:
+            self._shards = resumed.shards(self.rank) if shards is None else shards
+            self.executor.load(self._shards, resumed.exact)
+        self._evaluation: DistributedEvaluation | None = None
+        self._newest: StepLoss | None = None
         self._minibatches: ShapedMinibatches | None = None
         if self.rank == 0:
             self._minibatches = ShapedMinibatches(
@@ -145,7 +150,7 @@ class JoinedPipeline(OwnLoop):
         """
         loss = self._feed(batch)
         if loss is None:
-            raise RunError("worker 0 has no more batches", hint="every process makes the same calls in the same order")
+            raise RunError("worker 0 has no more batches", hint=ALIKE)
         return loss
 
     def _feed(self, batch: Any) -> StepLoss | None:
@@ -159,9 +164,9 @@ class JoinedPipeline(OwnLoop):
                 try:
                     shape, parts = self._minibatches(batch, minibatch)
                 except FxpipeError:
-                    self._calls.make(REFUSED)
+                    self._tell(REFUSED)
                     raise
-            shape = int(self._calls.make("step", shape))
+            shape = self._tell("step", shape)
             if shape == _NO_SHAPE:
                 return None
             self._shapes[minibatch] = shape
@@ -230,36 +235,39 @@ class JoinedPipeline(OwnLoop):
         """As `OwnLoop.save`; all workers return when it is whole, and all see the folder."""
         with self._call("save"):
             self._flush()
-            error: FxpipeError | None = None
-            try:
-                self._write(Path(folder))
-            except FxpipeError as found:
-                error = found
-            agree_on(error, self.rank, self.plan.workers)
+            self._resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
+            with self._working():
+                error = write_together(Path(folder), self.plan, self.recipe, self.options, self.executor)
+            if error is not None:
+                raise error
 
     def load(self, folder: str | Path) -> None:
         self._settled("load")
         with self._call("load"):
+            self._flush()
             error: FxpipeError | None = None
-            found: tuple[Checkpoint, Resumed] | None = None
             try:
-                found = open_checkpoint(folder, self.plan, self.recipe, self.options)
+                checkpoint, resumed = open_checkpoint(folder, self.plan, self.recipe, self.options)
+                shards = resumed.shards(self.rank)
             except FxpipeError as met:
                 error = met
             agree_on(error, self.rank, self.plan.workers)
-            assert found is not None
             with self._working():
-                self._set_up(*found)
+                self._set_up(checkpoint, resumed, shards)
 
     def close(self) -> None:
         if self._closed:
             return
-        with self._call("close"):
-            self._flush()
-            self._transport.finish()
-            with peers(self.rank):
-                dist.barrier()  # who leaves breaks the connections of those who are still on their way here
-            self._closed = True
+        try:
+            with self._call("close"):
+                self._flush()
+                self._transport.finish()
+                with peers(self.rank):
+                    dist.barrier()  # who leaves breaks the connections of those who are still on their way here
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        self._closed = True
         self._held.close()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -285,7 +293,7 @@ class JoinedPipeline(OwnLoop):
 
     def _advance(self, ending: bool = False) -> None:
         """Run this worker's actions up to the first of a minibatch that was not fed; when ending, all but those."""
-        with self._random_apart():
+        with self._random_apart(self._draws):
             while True:
                 while len(self._window) <= LOOKAHEAD and (action := self._pull(ending)) is not None:
                     self.executor.expect(action)
@@ -323,28 +331,6 @@ class JoinedPipeline(OwnLoop):
             self.executor.store.updater.take_rates()
             self._row = None
 
-    def _write(self, folder: Path) -> None:
-        """Write a checkpoint: worker 0 makes the folder, all write into it, and worker 0 makes it whole."""
-        with ExitStack() as stack:
-            fresh: Path | None = None
-            error: FxpipeError | None = None
-            if self.rank == 0:
-                try:
-                    fresh = stack.enter_context(replacing(folder, "choose another folder"))
-                except FxpipeError as found:
-                    error = found
-            fresh = of_worker_0(fresh, self.rank)
-            written: Written = {}
-            if fresh is not None:
-                try:
-                    written = write_own(fresh, self.plan, self.executor)
-                except FxpipeError as found:
-                    error = found
-            agree_on(error, self.rank, self.plan.workers)
-            files = gathered(written, self.rank, self.plan.workers)
-            if self.rank == 0 and fresh is not None:
-                write_whole(fresh, self.plan, self.recipe, self.options, self.fed, files)
-
     def _make_evaluation(self) -> DistributedEvaluation:
         options, data = self.options, None
         if self.rank == 0:
@@ -356,7 +342,7 @@ class JoinedPipeline(OwnLoop):
         self._pulse.follow(*watches)
 
     @contextmanager
-    def _call(self, name: str | None = None, number: float | None = None) -> Iterator[None]:
+    def _call(self, name: str | None = None) -> Iterator[None]:
         """Inside, the worker is expected to move on; `name` is told to the next one."""
         if self._closed:
             raise RunError("the pipeline was closed", hint="fxpipe.join(...) makes another")
@@ -366,10 +352,20 @@ class JoinedPipeline(OwnLoop):
         self._pulse.move()
         try:
             if name is not None:
-                self._calls.make(name, number)
+                self._tell(name)
             yield
         finally:
             self._inside = False
+
+    def _tell(self, name: str, shape: int | None = None) -> int:
+        """See `Calls.make`; after an error in that the workers are not where the others are."""
+        try:
+            return self._calls.make(name, shape)
+        except BatchError:
+            raise
+        except FxpipeError:
+            self._broken = True
+            raise
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -389,11 +385,10 @@ class JoinedPipeline(OwnLoop):
         empties = self.recipe.schedule.synchronous or self.recipe.segments.is_single(self.fed - 1)
         return self._row is not None and not empties
 
-    def _agree_on_rate(self, rate: float) -> None:
-        with self._call("set_lr", rate):
-            pass
-
-    def _random_apart(self) -> AbstractContextManager[None]:
-        """Leave the process's own random state alone."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        return torch.random.fork_rng(devices, enabled=self._draws)
+    def _agree_on_rates(self, rates: list[float], error: RunError | None) -> None:
+        with self._call("set_lr"):
+            agree_on(error, self.rank, self.plan.workers)
+            given = gathered(rates, self.rank, self.plan.workers)
+            if any(others != rates for others in given):
+                self._broken = True
+                raise RunError(f"the workers set different learning rates: {given}", hint=ALIKE)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +166,11 @@ class LocalPipeline(OwnLoop):
             BatchError, RunError: as `step`.
         """
         self._whole()
+        minibatch = self.fed
+        shape, parts = self._minibatches(batch, minibatch)
         if not self._rows:
             self.begin()
-        minibatch = self.fed
-        self._shapes[minibatch], parts = self._minibatches(batch, minibatch)
+        self._shapes[minibatch] = shape
         for microbatch, leaves in enumerate(parts):
             self._leaves[minibatch, microbatch] = leaves
         self.fed += 1
@@ -196,7 +196,7 @@ class LocalPipeline(OwnLoop):
             raise self._stuck()
         self._mailbox.letters.clear()
         for executor in self.executors:
-            executor.store.updater.take_rates()
+            executor.store.updater.take_rates(self.fed)
         self._rows = []
 
     def evaluate(self, batches: Iterable[Any] | EvaluationData) -> dict[str, float]:
@@ -232,6 +232,7 @@ class LocalPipeline(OwnLoop):
 
     def save(self, folder: str | Path) -> None:
         self.flush()
+        self.resumed, self._shards = None, []  # here as where one goes on from it, nothing is in flight
         with replacing(Path(folder), "choose another folder") as fresh:
             written = [write_own(fresh, self.plan, executor) for executor in self.executors]
             write_whole(fresh, self.plan, self.recipe, self.options, self.fed, written)
@@ -325,11 +326,6 @@ class LocalPipeline(OwnLoop):
                 for worker in range(self.plan.workers):
                     acted |= self._act(worker)
         self._broken = False
-
-    def _random_apart(self, random: bool) -> AbstractContextManager[None]:
-        """Leave the process's own random state alone."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        return torch.random.fork_rng(devices, enabled=random)
 
     def _act(self, worker: int) -> bool:
         if self.executors[worker].unsettled is not None:

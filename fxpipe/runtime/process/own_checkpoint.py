@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from fxpipe.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from fxpipe.checkpoint.shard import INDEX, write_index, write_shard
 from fxpipe.checkpoint.tensor_file import write_bytes
 from fxpipe.checkpoint.tree import Unwritable
-from fxpipe.errors import CheckpointError
-from fxpipe.files import sync_folder
+from fxpipe.errors import CheckpointError, FxpipeError, PeerLost
+from fxpipe.files import replacing, sync_folder
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.resume import Resumed, about_run, opened
+from fxpipe.runtime.process.together import agree_on, agreed_error, gathered, of_worker_0
 from fxpipe.runtime.worker.captures import shard_at_rest
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.executor import Executor
@@ -34,9 +36,46 @@ def write_own(folder: Path, plan: Plan, executor: Executor) -> Written:
     """
     try:
         return write_shard(folder, plan, executor.worker, shard_at_rest(executor))
-    except (OSError, Unwritable) as error:
+    except Exception as error:  # of the user's objects, too: the other workers are to hear of it
         text = getattr(error, "strerror", None) or str(error)
+        text = text if isinstance(error, (OSError, Unwritable)) else f"{type(error).__name__}: {text}"
         raise CheckpointError(f"worker {executor.worker} cannot write its part of a checkpoint: {text}") from error
+
+
+def write_together(
+    folder: Path, plan: Plan, recipe: Recipe, options: PipelineOptions, executor: Executor
+) -> FxpipeError | None:
+    """Make a checkpoint as one of several processes: worker 0 makes the folder, all write, worker 0 makes it whole.
+
+    Returns:
+        The error that all are to raise; None if the checkpoint is there.
+    """
+    rank, workers = executor.worker, plan.workers
+    error: FxpipeError | None = None
+    try:
+        with ExitStack() as stack:
+            fresh: Path | None = None
+            if rank == 0:
+                try:
+                    fresh = stack.enter_context(replacing(folder, "choose another folder"))
+                except FxpipeError as found:
+                    error = found
+            fresh = of_worker_0(fresh, rank)
+            written: Written = {}
+            if fresh is not None:
+                try:
+                    written = write_own(fresh, plan, executor)
+                except FxpipeError as found:
+                    error = found
+            agree_on(error, rank, workers)
+            files = gathered(written, rank, workers)
+            if rank == 0 and fresh is not None:
+                write_whole(fresh, plan, recipe, options, executor.store.version, files)
+    except PeerLost:
+        raise
+    except FxpipeError as found:
+        error = found
+    return agreed_error(error, rank, workers)
 
 
 def write_whole(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
+
+import torch
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.worker.executor import Executor
@@ -14,7 +17,10 @@ NOT_OWN = {
     "steps": "the loop is yours: leave it when you have had enough",
     "epochs": "the loop is yours: go through the data as often as you want",
     "eval_every": "call pipeline.evaluate(batches)",
+    "save_best": "call pipeline.save(folder) after the best evaluation",
+    "patience": "leave the loop when evaluations have not improved for so long",
     "checkpoint_every": "call pipeline.save(folder)",
+    "keep": "call pipeline.save(folder), and delete what you do not want",
     "trace": "build.join(train_data, trace=...) writes one",
     "tensorboard": "write what step() and evaluate() return",
     "progress": "print what step() returns",
@@ -49,7 +55,8 @@ class OwnLoop(ABC):
                 pipeline.flush()
                 metrics = pipeline.evaluate(held_out)
                 if metrics["loss"] > worst:
-                    pipeline.set_lr(0.1 * pipeline.learning_rates[0])
+                    rate = 0.1 * rate
+                    pipeline.set_lr(rate)
                 pipeline.save("last/")
 
     Attributes:
@@ -59,6 +66,7 @@ class OwnLoop(ABC):
 
     executors: list[Executor]
     fed: int
+    device: torch.device
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
@@ -175,7 +183,10 @@ class OwnLoop(ABC):
 
     @property
     def learning_rates(self) -> list[float]:
-        """Those of an optimizer's next update, by group: of the first worker here that trains something; else empty."""
+        """Those of an optimizer's next update, by group: of the first worker here that trains something; else empty.
+
+        Over processes, a worker that trains nothing has none: decide by numbers of the script's own.
+        """
         return next((rates for e in self.executors if (rates := e.store.updater.rates)), [])
 
     def set_lr(self, rate: float, *more: float) -> None:
@@ -187,22 +198,30 @@ class OwnLoop(ABC):
         Raises:
             RunError: there are other groups than rates.
         """
-        self._agree_on_rate(rate)
+        rates = [rate, *more]
+        unfit = (executor.store.updater.unfit(rates) for executor in self.executors)
+        self._agree_on_rates(rates, next((error for error in unfit if error is not None), None))
         for executor in self.executors:
-            store = executor.store
-            store.updater.set_rates(self.fed, [rate, *more], store.version)
+            executor.store.updater.set_rates(self.fed, rates, executor.store.version)
 
     @property
     def gradient_norm(self) -> float | None:
         """That of all workers' gradients at the last update of the first worker here; None without `clip_norm`."""
         return self.executors[0].store.updater.norm
 
-    def _agree_on_rate(self, rate: float) -> None:  # noqa: B027
-        """All processes set the same."""
+    def _agree_on_rates(self, rates: list[float], error: RunError | None) -> None:
+        """All processes set the same, or raise an error."""
+        if error is not None:
+            raise error
 
     @property
     def _in_flight(self) -> bool:
         return any(executor.store.version < self.fed for executor in self.executors)
+
+    def _random_apart(self, draws: bool) -> AbstractContextManager[None]:
+        """Leave the process's own random state alone, if what runs inside draws from it."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=draws)
 
     def _settled(self, what: str) -> None:
         if self._in_flight:

@@ -29,11 +29,18 @@ def of_worker_0(value: T, rank: int) -> T:
     return found
 
 
-def agree_on(error: FxpipeError | None, rank: int, workers: int) -> None:
-    """Raise this worker's error, or that of another, on all of them."""
+def agreed_error(error: FxpipeError | None, rank: int, workers: int) -> FxpipeError | None:
+    """This worker's error, or else that of another, as all of them are to raise it."""
     met = gathered(error, rank, workers)
     if error is not None:
-        raise error
+        return error
     for worker, other in enumerate(met):
         if other is not None:
-            raise RunError(f"on worker {worker}: {other.what}", where=other.where, hint=other.hint, page=other.page)
+            return RunError(f"on worker {worker}: {other.what}", where=other.where, hint=other.hint, page=other.page)
+    return None
+
+
+def agree_on(error: FxpipeError | None, rank: int, workers: int) -> None:
+    """Raise this worker's error, or that of another, on all of them."""
+    if (found := agreed_error(error, rank, workers)) is not None:
+        raise found

@@ -116,6 +116,8 @@ class Captures:
 def shard_at_rest(executor: Executor) -> Shard:
     """A worker's shard while its pipeline is empty: what it holds, and nothing in flight."""
     store = executor.store
+    if store.updater.clip is not None:
+        store.updater.clip.begin()  # as the next segment will
     shard = Shard(store.version, store.version)
     shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
     shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -90,7 +91,7 @@ class Updater:
         self._rates: LearningRates | None = None
         self._discount: RateDiscount | None = None
         self._seed = seed
-        self._set: tuple[int, list[float]] | None = None  # learning rates, and the update they are for
+        self._set: list[tuple[int, list[float]]] = []  # learning rates, and the update they are for
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
         self._keeps = keep_gradients
         with random_state_kept():
@@ -131,9 +132,21 @@ class Updater:
     @property
     def rates(self) -> list[float]:
         """The learning rates of the optimizer's groups, or those set for its next update; empty where there is none."""
-        if self._set is not None:
-            return self._set[1]
+        if self._set:
+            return self._set[-1][1]
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def unfit(self, rates: Sequence[float]) -> RunError | None:
+        """Why these cannot be the learning rates of the groups: one for all, or one for each."""
+        groups = len(rates) if self.optimizer is None else len(self.optimizer.param_groups)
+        if not all(math.isfinite(rate) for rate in rates):
+            return RunError(f"a learning rate of {', '.join(map(str, rates))} makes no sense")
+        if len(rates) in (1, groups):
+            return None
+        return RunError(
+            f"{len(rates)} learning rates were given, and the optimizer has {groups} groups of parameters",
+            hint="one rate for all groups, or one for each",
+        )
 
     def set_rates(self, update: int, rates: Sequence[float], made: int) -> None:
         """Set the learning rates of all groups, from an update on, whichever this worker has made by now.
@@ -141,22 +154,14 @@ class Updater:
         A scheduler goes on from there, and may set others at its next step, as in a loop of plain PyTorch.
 
         Args:
+            rates: such as are not `unfit`.
             made: how many updates this worker has made.
-
-        Raises:
-            RunError: there are other groups than rates.
         """
         if self.optimizer is None:
             return
         groups = len(self.optimizer.param_groups)
-        if len(rates) not in (1, groups):
-            raise RunError(
-                f"{len(rates)} learning rates were given, and the optimizer has {groups} groups of parameters",
-                hint="one rate for all groups, or one for each",
-            )
-        self._set = (update, list(rates) if len(rates) == groups else list(rates) * groups)
-        if made == update:
-            self.take_rates()
+        self._set.append((update, list(rates) if len(rates) == groups else list(rates) * groups))
+        self.take_rates(made)
 
     @property
     def norm(self) -> float | None:
@@ -220,8 +225,7 @@ class Updater:
             with random_state_kept() if self._may_draw(self.optimizer) else nullcontext():
                 if self._heard is not None:
                     self._step_by_metric(*self._heard)
-                if self._set is not None and minibatch >= self._set[0]:
-                    self.take_rates()
+                self.take_rates(minibatch)
                 self._used = rate_of(self.optimizer.param_groups[0])
                 self._update(minibatch, self.optimizer)
         if not self._keeps:
@@ -250,8 +254,8 @@ class Updater:
             found["last_steps"] = {name[id(p)]: (delay, steps) for p, delay, steps in self.repair.state()}
         if self._rates is not None:
             found["rates_known"] = self._rates.known
-        if self._set is not None:
-            found["set_rates"] = self._set
+        if self._set:
+            found["set_rates"] = list(self._set)
         return found
 
     def load(self, found: Sequence[dict[str, Any]], updates: int, same: bool) -> None:
@@ -280,9 +284,7 @@ class Updater:
         if self._rates is not None:
             self._rates = LearningRates(self.optimizer, self.scheduler, updates, self.scheduler_due)
             self._rates.known &= all(each.get("rates_known", True) for each in known)
-        if "set_rates" in known[0]:
-            update, rates = known[0]["set_rates"]
-            self.set_rates(update, rates, updates)
+        self._set = list(known[0].get("set_rates", []))
 
         def by_name(what: str) -> dict[str, Any]:
             return {name: value for each in known for name, value in each.get(what, {}).items()}
@@ -340,19 +342,19 @@ class Updater:
         if self._rates is not None:
             self._rates.stepped()
 
-    def take_rates(self) -> None:
-        """Take the learning rates that were set, if any: the update that they are for comes next.
+    def take_rates(self, update: int) -> None:
+        """Take the learning rates that were set for this update, which comes next, if any.
 
         A scheduler's step by a metric that was heard before comes first.
         """
-        if self.optimizer is None or self._set is None or self._heard is not None:
+        if self.optimizer is None or self._heard is not None:
             return
-        for group, rate in zip(self.optimizer.param_groups, self._set[1], strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        self._set = None
+        while self._set and self._set[0][0] <= update:
+            for group, rate in zip(self.optimizer.param_groups, self._set.pop(0)[1], strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     def _step_by_metric(self, version: int, value: float) -> None:
         self._evaluated, self._heard = version, None
