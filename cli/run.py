@@ -286,8 +286,8 @@ def _print(summary: dict[str, Any]) -> None:
     echo(f"metrics  {Path(summary['out']) / 'metrics.jsonl'}")
     echo(f"weights  {Path(summary['out']) / 'model.safetensors'}")
     if best := summary.get("best"):
-        where = Path(summary["out"]) / BEST_WEIGHTS
-        echo(f"best     {where}, of step {best['step']}: {best['metric']} {best['value']:.4f}")
+        where = f"{Path(summary['out']) / BEST_WEIGHTS}, of" if best["kept"] else "not kept, because of an error:"
+        echo(f"best     {where} step {best['step']}: {best['metric']} {best['value']:.4f}")
     if (average := Path(summary["out"]) / AVERAGED_WEIGHTS).is_file():
         echo(f"average  {average}")
 

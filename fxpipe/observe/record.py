@@ -30,6 +30,7 @@ OnEvaluation = Callable[[int, "dict[str, float]", float], None]
 FINAL_WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "ema.safetensors"
 BEST_WEIGHTS = "best.safetensors"
+BEST_NOTE = "best.json"
 LOOK = 5.0
 """Seconds between two records of the workers in TensorBoard's file."""
 
@@ -208,7 +209,7 @@ class Record:
         if self.out is None or self._file is None:
             return
         self._file.take_place()
-        weights = [self.out / name for name in (FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS)]
+        weights = [self.out / name for name in (FINAL_WEIGHTS, AVERAGED_WEIGHTS, BEST_WEIGHTS, BEST_NOTE)]
         for old in (*weights, *self.out.glob(staleness_file("*"))):
             if old.name not in written and not old.stem.endswith(".partial"):
                 with suppress(OSError):

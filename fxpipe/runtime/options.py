@@ -184,7 +184,8 @@ class RunOptions(PipelineOptions):
         "--save-best",
         metavar="METRIC",
         help="Keep the weights with the best METRIC of all evaluations, as OUT/best.safetensors. Greater is better; "
-        "smaller for -METRIC, and for names that end in loss, error or perplexity.",
+        "smaller for -METRIC, and for names that end in loss, error, perplexity, ppl, mse, mae, nll, bpc, wer, cer or "
+        "fid.",
     )
     patience: int | None = option(
         None,

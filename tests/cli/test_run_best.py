@@ -81,7 +81,7 @@ def test_the_best_weights_are_those_of_a_run_that_ends_there(
     assert result.code == 0, result.err
     metric = asked.removeprefix("-")
     step, value = best_of(result.json["evaluations"], metric, greater)
-    assert result.json["best"] == {"metric": metric, "step": step, "value": value}
+    assert result.json["best"] == {"metric": metric, "step": step, "value": value, "kept": True}
     assert result.json["stopped"] is None
     assert [row["step"] for row in lines(out) if row.get("best")][-1] == step
     assert f"best {metric} ({'greater' if greater else 'smaller'} is better)" in result.err
@@ -147,6 +147,30 @@ def test_a_resumed_run_remembers(build: Path, tmp_path: Path, cut: int) -> None:
     assert weights(tmp_path / "part", "model.safetensors") == weights(tmp_path / "whole", "model.safetensors")
     if more.json["best"] == whole["best"]:
         assert weights(tmp_path / "part", "best.safetensors") == weights(tmp_path / "whole", "best.safetensors")
+
+
+def test_going_on_with_another_goal_keeps_the_best_from_there(build: Path, tmp_path: Path) -> None:
+    """The log knows the values of the steps before, and the folder has other weights, or none."""
+    run = ("run", build, "--local", "--eval-every", 4)
+    fxpipe(*run, "--steps", 8, "--checkpoint-every", "4", "--save-best", "loss", "--out", tmp_path / "out", "--json")
+    more = fxpipe(*run, "--steps", 16, "--resume", "--save-best", "-accuracy", "--out", tmp_path / "out", "--json")
+    assert "are not in" in more.err
+    assert more.json["best"]["step"] > 8
+    assert more.json["best"]["kept"]
+    note = json.loads((tmp_path / "out" / "best.json").read_text())
+    assert (note["metric"], note["greater"], note["step"]) == ("accuracy", False, more.json["best"]["step"])
+
+
+def test_the_file_ahead_of_the_log_is_not_the_best(build: Path, tmp_path: Path) -> None:
+    """It was killed after it had written weights that the checkpoint does not know of."""
+    run = ("run", build, "--local", "--eval-every", 4, "--save-best", "loss", "--out", tmp_path / "out", "--json")
+    first = fxpipe(*run, "--steps", 8, "--checkpoint-every", "4").json
+    note = json.loads((tmp_path / "out" / "best.json").read_text())
+    assert note["step"] == first["best"]["step"]
+    (tmp_path / "out" / "best.json").write_text(json.dumps({**note, "step": 12}))
+    more = fxpipe(*run, "--steps", 16, "--resume")
+    assert f"the weights of step {note['step']} are not in" in more.err
+    assert more.json["best"]["step"] > 8
 
 
 def test_going_on_elsewhere_takes_the_best_weights_along(build: Path, tmp_path: Path) -> None:

@@ -193,8 +193,9 @@ class Structured(nn.Module):
 
 @pytest.mark.slow
 def test_nested_inputs_and_outputs_get_names_and_the_loss_is_left_out(tmp_path: Path) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return model((batch["x"], batch["x"]), 2.0, more={"shift": batch["s"]}, labels=batch["y"])[2]
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        found = model((batch["x"], batch["x"]), 2.0, more={"shift": batch["s"]}, labels=batch["y"])[2]
+        return found, {"twice": 2 * found.detach()}
 
     model = Structured()
     batch = {"x": torch.randn(1, 6), "s": torch.randn(1, 8), "y": torch.randint(0, 5, (1,))}

@@ -14,6 +14,7 @@ from torch import Tensor, arange, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ExportError, first_line
+from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -118,7 +119,7 @@ def record(held: HeldTensors, loss: Loss, batch: Any) -> Call:
         hooks.append(module.register_forward_hook(leave(path), always_call=True))
     try:
         with untouched(held):
-            value = loss(model, batch)
+            value, _ = loss_and_metrics(loss(model, batch))
             seen = list(calls), list(results), list(parts)  # what a step writes into lists is taken back afterwards
     except Exception as error:
         raise ExportError(

@@ -1,28 +1,33 @@
 """`best.safetensors`: the weights of a run's best evaluation so far, while it trains on.
 
 An earlier run's file stays as it is until the run has ended well: meanwhile this one's is `best.partial.safetensors`.
+Beside each is a note, `best.json`, of the evaluation that it is of. It is taken away before the weights are replaced
+and written after them: so whoever goes on knows whether these are the weights of the evaluation that counts as best.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.files import replaced
 from fxpipe.messages import warn
-from fxpipe.observe.record import BEST_WEIGHTS
-from fxpipe.observe.run_folder import RUN
+from fxpipe.observe.record import BEST_NOTE, BEST_WEIGHTS
+from fxpipe.runtime.process.goal import Goal
 
 PARTIAL = "best.partial.safetensors"
+_NOTES = {BEST_WEIGHTS: BEST_NOTE, PARTIAL: "best.partial.json"}
 
-Write = Callable[[str, Sequence[Mapping[str, Tensor]]], None]
-"""Writes a file of this name, of the tensors of this process's workers, by name."""
+Write = Callable[[str, Sequence[Mapping[str, Tensor]]], RunError | None]
+"""Writes a file of this name, of the tensors of this process's workers by name; returns why it is not there."""
 
 
 class BestWeights:
@@ -30,49 +35,99 @@ class BestWeights:
 
     Args:
         write: see `Write`.
-        check: says what could not be written.
-        goes_on: after an interruption, whose best weights stay until there are better ones.
+        plan: the digest of the build's plan.
+        best: the step and the value of the best evaluation before an interruption; None if there was none.
         earlier: the output folder of the interrupted run, if it may be another one.
+
+    Attributes:
+        held: the step whose weights the file has; None if it has none of this run.
     """
 
     def __init__(
         self,
         out: str | Path,
         write: Write,
-        check: Callable[[], None],
-        goes_on: bool,
+        goal: Goal,
+        plan: str,
+        best: tuple[int, float] | None = None,
         earlier: Path | None = None,
     ) -> None:
-        self._write, self._check = write, check
-        self._file, self._partial = Path(out) / BEST_WEIGHTS, Path(out) / PARTIAL
-        self._goes_on = goes_on
+        self._out, self._write, self._goal, self._plan = Path(out), write, goal, plan
         self._warned = False
-        if goes_on:
-            here = self._file.exists() or self._partial.exists()
-            if not here and earlier is not None and (earlier / BEST_WEIGHTS).exists():
-                with (earlier / BEST_WEIGHTS).open("rb") as source, replaced(self._file) as target:
-                    shutil.copyfileobj(source, target)
-            beside = self._partial.exists() or (Path(out) / RUN).exists()
-        else:
-            self._partial.unlink(missing_ok=True)
-            beside = self._file.exists()
-        self._target = PARTIAL if beside else BEST_WEIGHTS
+        self.held: int | None = None
+        elsewhere = earlier is not None and earlier.resolve() != self._out.resolve()
+        found = None if best is None else self._find(earlier if elsewhere and earlier else self._out, best)
+        self._target = BEST_WEIGHTS
+        if found is not None and not elsewhere:
+            self._target, self.held = found.name, best[0] if best else None
+            return
+        self._forget(PARTIAL)
+        if self._file(BEST_WEIGHTS).exists():
+            self._target = PARTIAL
+        if found is not None and best is not None:
+            self._take_along(found, best)
 
-    def keep(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """These weights are the best so far. If they cannot be written that is said, and training goes on."""
-        self._write(self._target, states)
+    def keep(self, states: Sequence[Mapping[str, Tensor]], best: tuple[int, float]) -> None:
+        """These weights are the best so far: of this step, with this value. If they cannot be written that is said, and
+        training goes on."""
+        note = self._file(_NOTES[self._target])
+        note.unlink(missing_ok=True)
+        error = self._write(self._target, states)
         try:
-            self._check()
-        except RunError as error:
-            if not self._warned:
-                warn(f"the best weights so far are not where they should be: {error}")
+            if error is None:
+                self.held = best[0]
+                self._write_note(best)
+            elif self.held is not None:
+                warn(f"{self._target} still has the weights of step {self.held}")
+        except OSError as refused:
+            warn(f"{note} cannot be written: {refused.strerror or refused}; --resume will not know {self._target}")
+        if error is not None and not self._warned:
+            warn(f"the best weights so far are not where they should be: {error}")
             self._warned = True
 
     def take_place(self) -> None:
         """The run has trained to its end: its file takes the place of an earlier run's."""
+        if self._target == BEST_WEIGHTS:
+            return
         with suppress(OSError):
-            if self._partial.exists():
-                os.replace(self._partial, self._file)
-            elif self._target == PARTIAL and not self._goes_on:
-                self._file.unlink()  # another run's: this one had nothing that is best
+            self._forget(BEST_WEIGHTS)  # another run's
+            for source, target in zip((PARTIAL, _NOTES[PARTIAL]), (BEST_WEIGHTS, BEST_NOTE), strict=True):
+                if self._file(source).exists():
+                    os.replace(self._file(source), self._file(target))
         self._target = BEST_WEIGHTS
+
+    def _find(self, folder: Path, best: tuple[int, float]) -> Path | None:
+        """The weights of that evaluation in a folder."""
+        for name in (PARTIAL, BEST_WEIGHTS):
+            with suppress(OSError, ValueError):
+                if json.loads((folder / _NOTES[name]).read_text()) == self._note(best) and (folder / name).is_file():
+                    return folder / name
+        return None
+
+    def _take_along(self, source: Path, best: tuple[int, float]) -> None:
+        try:
+            with source.open("rb") as there, replaced(self._file(self._target)) as here:
+                shutil.copyfileobj(there, here)
+            self.held = best[0]
+            self._write_note(best)
+        except OSError as error:
+            warn(f"the best weights so far cannot be copied from {source}: {error.strerror or error}")
+            self.held = None
+
+    def _note(self, best: tuple[int, float]) -> dict[str, Any]:
+        step, value = best
+        return {"plan": self._plan, "metric": self._goal.metric, "greater": self._goal.greater} | {
+            "step": step,
+            "value": value,
+        }
+
+    def _write_note(self, best: tuple[int, float]) -> None:
+        with replaced(self._file(_NOTES[self._target])) as file:
+            file.write(json.dumps(self._note(best)).encode())
+
+    def _forget(self, name: str) -> None:
+        for each in (_NOTES[name], name):
+            self._file(each).unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path:
+        return self._out / name

@@ -116,15 +116,25 @@ class Consequences:
         """Whether the best evaluation so far is that of this step."""
         return self.best is not None and self.best[0] == step
 
-    def tell(self, summary: dict[str, Any]) -> None:
-        """Put the best evaluation, and why the run has ended early, into its summary."""
+    def forget_best(self) -> None:
+        """The weights of the best evaluation so far are not there: the best from here on counts."""
+        if self._speaks and self.best is not None:
+            say(f"the weights of step {self.best[0]} are not in {self._options.out}: the best from here on are kept")
+        self.best = None
+
+    def tell(self, summary: dict[str, Any], held: int | None) -> None:
+        """Put the best evaluation, and why the run has ended early, into its summary.
+
+        Args:
+            held: the step whose weights were kept.
+        """
         if self.goal is None:
             return
         summary["stopped"] = self.stopped
         summary["best"] = None
         if self.best is not None:
             step, value = self.best
-            summary["best"] = {"metric": self.goal.metric, "step": step, "value": value}
+            summary["best"] = {"metric": self.goal.metric, "step": step, "value": value, "kept": held == step}
 
     def _judge(self, version: int, metrics: Mapping[str, float]) -> bool:
         if self.goal is None:

@@ -168,7 +168,7 @@ class DistributedEvaluation:
             heard = self._numbers(self.worker - 1, "heard", len(self._names))
             self.heard = dict(zip(self._names, heard.tolist(), strict=True))
         else:
-            self.heard = found
+            self.heard = {name: found.get(name, math.nan) for name in self._names}
             heard = torch.tensor([found.get(name, math.nan) for name in self._names], dtype=torch.float64)
         if self.worker < self.plan.workers - 1:
             self._transport.send_note(self.worker + 1, ("heard", 0), heard)

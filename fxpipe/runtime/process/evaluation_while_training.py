@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.errors import RunError
 from fxpipe.observe.pulse import Pulse
 from fxpipe.observe.record import BEST_WEIGHTS, Record
 from fxpipe.observe.watch import Cause
@@ -48,7 +49,7 @@ class WorkerEvaluations:
         self._options, self._recipe, self._executor, self._pulse = options, recipe, executor, pulse
         self._evaluated = self._step = step
         self._record: Record | None = None
-        self._files: DistributedFinalFiles | None = None
+        self._keeps = False
         self._best: BestWeights | None = None  # on worker 0
         if evaluation is not None:
             executor.evaluates = consequences.due
@@ -71,13 +72,28 @@ class WorkerEvaluations:
         self.consequences.replay(rows[0])
         if self.evaluation is not None and self.consequences.missing:
             self._evaluated = self._step - 1
-        if self.consequences.goal is None or self._options.out is None or self.evaluation is None:
+        goal, out = self.consequences.goal, self._options.out
+        if goal is None or out is None or self.evaluation is None:
             return
-        out, plan = self._options.out, self.evaluation.plan
-        self._files = files = DistributedFinalFiles(out, plan, self._executor, self._pulse, SHORT_PAUSES)
-        if files.files is not None:
-            check = files.files.check
-            self._best = BestWeights(out, lambda name, states: files.write(name, states[0]), check, goes_on, earlier)
+        self._keeps = True
+        missing = [False]
+        if record is not None:
+            best, plan = self.consequences.best, self.evaluation.plan
+            self._best = BestWeights(out, self._write, goal, plan.digest, best, earlier if goes_on else None)
+            missing = [best is not None and self._best.held is None]
+        if goes_on:
+            with peers(self._executor.worker):
+                dist.broadcast_object_list(missing, 0)
+        if missing[0]:
+            self.consequences.forget_best()
+
+    def _write(self, name: str, states: Sequence[Mapping[str, Tensor]]) -> RunError | None:
+        """Write a file of what all workers have evaluated; called by all."""
+        assert self.evaluation is not None
+        out, plan = str(self._options.out), self.evaluation.plan
+        files = DistributedFinalFiles(out, plan, self._executor, self._pulse, SHORT_PAUSES)
+        files.write(name, states[0])
+        return None if files.files is None else files.files.problem
 
     def if_due(self, version: int) -> None:
         """Evaluate, between two actions, if this worker has just reached a version that is due."""
@@ -122,7 +138,7 @@ class WorkerEvaluations:
         metrics = self.evaluation.heard
         best = self._heard(total, metrics, state)
         if record is not None and summary is not None:
-            self.consequences.tell(summary)
+            self.consequences.tell(summary, None if self._best is None else self._best.held)
             evaluated_last(record, summary, metrics, perf_counter() - begin, best)
         if averages is not None:
             with weights_are_safe(out):
@@ -139,13 +155,14 @@ class WorkerEvaluations:
         if self._best is not None:
             self._best.take_place()
         if summary is not None and self.consequences.goal is not None:
-            self.consequences.tell(summary)
+            self.consequences.tell(summary, None if self._best is None else self._best.held)
             write_run(summary)
 
     def _heard(self, version: int, metrics: dict[str, float], state: dict[str, Tensor]) -> bool:
         best = self.consequences.heard(version, metrics)
         if best and self._best is not None:
-            self._best.keep([state])
-        elif best and self._files is not None:
-            self._files.write(BEST_WEIGHTS, state)
+            assert self.consequences.best is not None
+            self._best.keep([state], self.consequences.best)
+        elif best and self._keeps:
+            self._write(BEST_WEIGHTS, [state])
         return best

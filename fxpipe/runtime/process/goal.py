@@ -9,7 +9,7 @@ from fxpipe.errors import RunError, near
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 
-SMALLER = ("loss", "error", "perplexity", "ppl")
+SMALLER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "wer", "cer", "fid")
 """Metrics whose names end so are better where they are smaller."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.errors import RunError
 from fxpipe.observe.record import Record
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
@@ -42,12 +43,17 @@ class LocalBest:
         consequences.replay(self._record.evaluations if goes_on else [])
         self._ends(consequences.end)
         if consequences.goal is not None and out is not None:
-            files = FinalFiles(out, self._plan, pauses=SHORT_PAUSES)
 
-            def write(name: str, states: Sequence[Mapping[str, Tensor]]) -> None:
+            def write(name: str, states: Sequence[Mapping[str, Tensor]]) -> RunError | None:
+                files = FinalFiles(out, self._plan, pauses=SHORT_PAUSES)
                 files.write(name, lambda t: held(pipeline.executors[t.worker], t, states[t.worker]))
+                return files.problem
 
-            self._best = BestWeights(out, write, files.check, goes_on, earlier)
+            self._best = BestWeights(
+                out, write, consequences.goal, self._plan.digest, consequences.best, earlier if goes_on else None
+            )
+            if consequences.best is not None and self._best.held is None:
+                consequences.forget_best()
         pipeline.evaluation.follow = self._follow
         pipeline.evaluation.while_training(consequences.due, data, self._evaluated)
         if consequences.missing:
@@ -63,7 +69,7 @@ class LocalBest:
         """The trained weights, which are written by now, were evaluated; whether they are the best."""
         executors, total = self._pipeline.executors, self._consequences.end
         self._follow(total, metrics, [executor.state(total) for executor in executors])
-        self._consequences.tell(summary)
+        self._consequences.tell(summary, None if self._best is None else self._best.held)
         return self._consequences.is_best(total)
 
     def take_place(self, summary: dict[str, Any]) -> None:
@@ -71,12 +77,13 @@ class LocalBest:
         if self._best is not None:
             self._best.take_place()
         if self._consequences.goal is not None:
-            self._consequences.tell(summary)
+            self._consequences.tell(summary, None if self._best is None else self._best.held)
             write_run(summary)
 
     def _follow(self, version: int, metrics: dict[str, float], states: list[dict[str, Tensor]]) -> None:
         if self._consequences.heard(version, metrics) and self._best is not None:
-            self._best.keep(states)
+            assert self._consequences.best is not None
+            self._best.keep(states, self._consequences.best)
 
     def _evaluated(self, version: int, metrics: dict[str, float], seconds: float) -> None:
         self._record.evaluated(version, metrics, seconds, self._consequences.is_best(version))

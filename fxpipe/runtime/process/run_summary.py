@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.files import replaced
 from fxpipe.messages import warn
-from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_NOTE, BEST_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
 from fxpipe.observe.run_folder import FORMAT, RUN, staleness_file
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
@@ -76,7 +76,7 @@ def take_place(
     """
     if record is not None:
         logs = {staleness_file(worker) for worker in range(plan.workers)} if options.log_staleness else set[str]()
-        best = {BEST_WEIGHTS} if options.save_best is not None or options.resume is not None else set[str]()
+        best = {BEST_WEIGHTS, BEST_NOTE} if options.save_best is not None or options.resume is not None else set[str]()
         record.take_place({FINAL_WEIGHTS, *logs} | best | ({AVERAGED_WEIGHTS} if averages else set()))
     for executor in executors:
         if executor.store.staleness is not None:
@@ -97,8 +97,8 @@ def summarize_run(
     `seconds`, and all that is computed from times, is of training; `evaluation_seconds` is the time of evaluations
     before the last step, on worker 0. `evaluations` is a list of `{"step", "metrics"}`, `evaluation` the metrics of the
     newest, if there is one; `add_evaluation` keeps both up to date.
-    With `save_best`, `best` is the `{"metric", "step", "value"}` of the best one, and `stopped` says why the run ended
-    early: `patience`, or null.
+    With `save_best`, `best` is the `{"metric", "step", "value", "kept"}` of the best one, `kept` is false where its
+    weights could not be written, and `stopped` says why the run ended early: `patience`, or null.
     `averaged_evaluation` is the metrics of the averaged weights. `log_problems` has a row for each log of which lines
     could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
     `not_finite` counts the losses, and in the end the trained weights, that were not finite: 0 without `keep_going`.
@@ -174,6 +174,8 @@ def summarize_run(
 
 def add_evaluation(summary: dict[str, Any], step: int, metrics: dict[str, float]) -> None:
     """Put an evaluation into a run's summary; the caller writes the summary again."""
+    if summary["evaluations"] and summary["evaluations"][-1]["step"] == step:  # the run went on from its end
+        summary["evaluations"].pop()
     summary["evaluations"].append({"step": step, "metrics": metrics})
     summary["evaluation"] = metrics
 

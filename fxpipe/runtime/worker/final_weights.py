@@ -149,13 +149,19 @@ class FinalFiles:
         Raises:
             RunError: names the folder that has it instead, and what is lost.
         """
+        if (problem := self.problem) is not None:
+            raise problem
+
+    @property
+    def problem(self) -> RunError | None:
+        """The error that `check` raises; None if all is there."""
         if not self._problems:
-            return
+            return None
         if self._lost:
             hint = f"{listed(self._lost)} could be written nowhere: make room, and train again"
         else:
             hint = f"the trained weights are in {self._elsewhere}: move them before that folder is cleared"
-        raise RunError("; ".join(self._problems), hint=hint)
+        return RunError("; ".join(self._problems), hint=hint)
 
     def _attempt(self, path: Path, fetch: Callable[[FinalTensor], Tensor]) -> OSError | None:
         """Fetch all tensors, whatever becomes of the file; returns why it could not be written."""
