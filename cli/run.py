@@ -67,7 +67,7 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     fxpipe run build/ --steps 500 --policy pipeoptim --clip-norm 1.0
     fxpipe run build/ --steps 500 --sync-steps 50
     fxpipe run build/ --steps 40 --eval-every 20 --json
-    fxpipe run build/ --steps 40 --eval-every 10 --save-best accuracy --patience 3
+    fxpipe run build/ --steps 40 --eval-every 10 --save-best loss --patience 3
     fxpipe run build/ --steps 50 --local --json
     fxpipe run build/ --steps 40 --trace trace.json --out run/
     fxpipe run build/ --steps 500 --backend onnxruntime
