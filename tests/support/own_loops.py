@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from several_runs import worker_errors
 from torch.distributed import TCPStore
 
 Call = tuple[Any, ...]
@@ -99,25 +99,7 @@ def in_processes(builds: Sequence[dict[str, Any]], workers: int, folder: Path) -
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in builds]
     listed = [{**build, "port": store.port} for store, build in zip(stores, builds, strict=True)]
     (folder / "loops.json").write_text(json.dumps(listed))
-    shared = {
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "localhost",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, str(folder / "worker.py"), str(folder), str(Path(__file__).parent)]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(workers)
-    ]
-    try:
-        for process in processes:
-            _, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err
-    finally:
-        for process in processes:
-            process.kill()
+    worker_errors([sys.executable, str(folder / "worker.py"), str(folder), str(Path(__file__).parent)], workers, 300)
     results = []
     for number in range(len(builds)):
         found = [json.loads((folder / f"found_{number}_{rank}.json").read_text()) for rank in range(workers)]

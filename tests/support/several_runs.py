@@ -39,6 +39,15 @@ def one_after_the_other(runs: Sequence[RunOptions], workers: int, folder: Path) 
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in runs]
     listed = [(store.port, options.to_json()) for store, options in zip(stores, runs, strict=True)]
     (folder / "runs.json").write_text(json.dumps(listed))
+    command = [sys.executable, str(folder / "worker.py"), str(folder / "runs.json")]
+    for err in worker_errors(command, workers, 60):
+        # The study's warnings (fxpipe.policy.accuracy_warnings) are no errors.
+        assert [line for line in err.splitlines() if not line.startswith("warning: policy ")] == []
+    return [json.loads((folder / f"summary_{number}.json").read_text()) for number in range(len(runs))]
+
+
+def worker_errors(command: Sequence[str], workers: int, timeout: float) -> list[str]:
+    """What each of the processes of a run writes to stderr, all started by this command; they must end well."""
     shared = {
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
@@ -46,18 +55,17 @@ def one_after_the_other(runs: Sequence[RunOptions], workers: int, folder: Path) 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [sys.executable, str(folder / "worker.py"), str(folder / "runs.json")]
     processes = [
         subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(workers)
     ]
+    found = []
     try:
         for process in processes:
-            _, err = process.communicate(timeout=60)
-            # The study's warnings (fxpipe.policy.accuracy_warnings) are no errors.
-            errors = [line for line in err.splitlines() if not line.startswith("warning: policy ")]
-            assert (process.returncode, errors) == (0, [])
+            _, err = process.communicate(timeout=timeout)
+            assert process.returncode == 0, err
+            found.append(err)
     finally:
         for process in processes:
             process.kill()
-    return [json.loads((folder / f"summary_{number}.json").read_text()) for number in range(len(runs))]
+    return found
