@@ -308,7 +308,7 @@ class _End:
     def _take(self, pending: Any) -> None:
         import torch
 
-        self.wires.finished(pending)
+        self.wires.come(pending)
         self.wires.received(pending)
         if self.wires.device.type == "cuda":
             torch.cuda.synchronize()

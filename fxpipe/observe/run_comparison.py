@@ -17,7 +17,7 @@ Pair = list[Any]
 
 SETTINGS = (
     "schedule", "policy", "microbatches", "sync_steps", "rate_discount", "seed", "clip_norm", "ema", "threads",
-    "transport", "device",
+    "transport", "throttle", "device",
     "samples", "steps",
 )  # fmt: skip
 

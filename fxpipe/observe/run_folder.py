@@ -73,6 +73,7 @@ class _Run(TypedDict, total=False):
     schedule: str
     policy: str
     transport: str
+    throttle: str
     trace: str
     steps: int
     samples: int

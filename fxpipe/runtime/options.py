@@ -58,6 +58,8 @@ class PipelineOptions:
         keep: how many checkpoints stay.
         resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
             Options that its numbers depend on are those of the checkpoint where they are not given.
+        throttle: the links that messages are to take as long as (`100Mbit,20ms`; see `fxpipe.planner.throttle`); None
+            does not slow them.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
         accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`:
             that of a model file was tried when it was compiled.
@@ -134,6 +136,12 @@ class PipelineOptions:
         path="any",
         metavar="CHECKPOINT",
         help="Start from these: a safetensors file, or a folder of them. [default: the build's, or model()'s]",
+    )
+    throttle: str | None = option(
+        None,
+        "--throttle",
+        metavar="RATE[,TIME]|FILE",
+        help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
     )
     seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
     accept_optimizer_per_worker: bool = False

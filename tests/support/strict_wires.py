@@ -93,6 +93,8 @@ class StrictWires:
     def finished(self, message: Message) -> None:
         assert message.over.wait(10), "deadlock"
 
+    come = finished
+
 
 @dataclass
 class ThreadedRun:

@@ -28,7 +28,7 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
     """How it was run, as far as the run says, and what came of it."""
     forms = {
         "folder": text, "steps": count, "samples": count, "seconds": number, "transport": text, "device": text,
-        "threads": count, "seed": text,
+        "throttle": text, "threads": count, "seed": text,
     }  # fmt: skip
     known = [(name, run.get(name), form) for name, form in forms.items()]
     held_out = [(f"held out {name}", value, number) for name, value in (run.get("evaluation") or {}).items()]

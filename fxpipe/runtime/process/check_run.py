@@ -11,6 +11,7 @@ from fxpipe.files import Snapshot
 from fxpipe.plan.build_folder import check_current, check_output, load_plan
 from fxpipe.plan.lock import locked, run_lock
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.options import RunOptions
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def check_run(options: RunOptions, *, from_file: bool = True, writes: bool = Tru
         raise BuildError("the build was replaced after the run had checked it", where=options.build, hint=START_AGAIN)
     if from_file:
         check_current(plan, options.build, options.model_file)
+    read_throttle(options.throttle, plan.workers)
     checkpoint = None if options.weights is None else Checkpoint.open(options.weights, plan)
     if writes:
         check_output(options.out)

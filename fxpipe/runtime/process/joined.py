@@ -34,6 +34,7 @@ from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
@@ -85,7 +86,8 @@ class JoinedPipeline(OwnLoop):
         self.device = own_device(self.plan.device)
         self._addresses = Addresses(self.plan, self.recipe.demand)
         backend = common_backend(self.device, self.rank, self.plan.workers)
-        self._wires = Wires(self.rank, backend, self._addresses.channels, self.device)
+        meter = meter_of_process(self.options.throttle, self.rank, self.plan.workers)
+        self._wires = Wires(self.rank, backend, self._addresses.channels, self.device, meter)
         self._transport = DistTransport.of_training(
             self.plan, self.rank, self._wires, self._addresses, self.recipe.schedule
         )

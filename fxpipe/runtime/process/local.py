@@ -17,6 +17,7 @@ from fxpipe.errors import RunError
 from fxpipe.files import replacing
 from fxpipe.observe.record import OnStep
 from fxpipe.plan.build_folder import read_plan
+from fxpipe.planner.throttle import read_throttle
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
@@ -84,7 +85,7 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._mailbox = Mailbox(self.plan.all_edges)
+        self._mailbox = Mailbox(self.plan.all_edges, read_throttle(options.throttle, self.plan.workers))
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
@@ -128,7 +129,7 @@ class LocalPipeline(OwnLoop):
         self._losses: dict[int, Tensor] = {}
         self._newest: tuple[int, Tensor] = (-1, torch.empty(()))
         self._rows: list[Iterator[Action]] = []
-        self._mailbox.letters.clear()
+        self._mailbox.clear()
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
         self.waits = any(executor.store.updater.metric is not None for executor in self.executors)
@@ -194,7 +195,7 @@ class LocalPipeline(OwnLoop):
         self._pump()
         if self._in_flight:
             raise self._stuck()
-        self._mailbox.letters.clear()
+        self._mailbox.clear()
         for executor in self.executors:
             executor.store.updater.take_rates(self.fed)
         self._rows = []
@@ -226,7 +227,9 @@ class LocalPipeline(OwnLoop):
     def evaluation(self) -> LocalEvaluation:
         """The evaluators of all workers, loaded when they are first asked for."""
         if self._evaluation is None:
-            self._evaluation = LocalEvaluation(self.plan, self.folder, self.options.seed, self.executors)
+            self._evaluation = LocalEvaluation(
+                self.plan, self.folder, self.options.seed, self.executors, self._mailbox.throttle
+            )
             self._evaluation.evaluated = self.fed
         return self._evaluation
 
@@ -321,7 +324,7 @@ class LocalPipeline(OwnLoop):
         self._broken = True
         with self._random_apart(self._draws):
             acted = True
-            while acted:
+            while acted or self._mailbox.rest():
                 acted = False
                 for worker in range(self.plan.workers):
                     acted |= self._act(worker)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fxpipe.observe.record import OnEvaluation
 from fxpipe.plan.spec import Plan
+from fxpipe.planner.links import Links
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
@@ -31,10 +32,17 @@ class LocalEvaluation:
         BuildError: as `Evaluator`.
     """
 
-    def __init__(self, plan: Plan, folder: str | Path, seed: int, executors: Sequence[Executor]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: str | Path,
+        seed: int,
+        executors: Sequence[Executor],
+        throttle: Links | None = None,
+    ) -> None:
         self.plan = plan
         self._executors = executors
-        mailbox = Mailbox(evaluation_edges(plan))
+        mailbox = Mailbox(evaluation_edges(plan), throttle)
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, LocalTransport(mailbox, worker)) for worker in range(plan.workers)
         ]

@@ -46,6 +46,7 @@ from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -118,7 +119,8 @@ class RankRun:
         evaluating = evaluates(plan, task, options.eval_every)
         self.backend = common_backend(device, rank, plan.workers)
         addresses = Addresses(plan, recipe.demand)
-        wires = Wires(rank, self.backend, addresses.channels, device)
+        meter = meter_of_process(options.throttle, rank, plan.workers)
+        wires = Wires(rank, self.backend, addresses.channels, device, meter)
         self.transport = DistTransport.of_training(plan, rank, wires, addresses, recipe.schedule)
         self.executor: Executor = open_worker(
             plan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import read_costs
+from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.not_finite import NotFinite
@@ -125,7 +126,7 @@ def summarize_run(
     weights = sum(len(row.pop("not_finite")["weights"]) for row in rows)
     for row in rows:
         row.pop("log_problems", None)
-    forecast = _forecast(options.build, plan, recipe) if together else None
+    forecast = _forecast(options.build, plan, recipe, options.throttle) if together else None
     steady = record.steady_samples_per_second
     summary: dict[str, Any] = {
         "format": FORMAT,
@@ -141,6 +142,7 @@ def summarize_run(
         "ema": options.ema,
         "threads": threads,
         "transport": transport,
+        "throttle": options.throttle,
         "device": plan.device,
         "steps": steps,
         "samples": record.samples,
@@ -224,7 +226,7 @@ def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> 
     write_run(summary)
 
 
-def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
+def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = None) -> dict[str, Any] | None:
     """What the simulator forecasts of such a run from the build's costs; None if it cannot.
 
     `milliseconds` is the time of a minibatch between the filling and the emptying of the pipeline. For each worker,
@@ -234,6 +236,8 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
         costs = read_costs(Path(folder), plan)
         if costs is None or not costs.workers:
             return None
+        if (links := read_throttle(throttle, plan.workers)) is not None:
+            costs = replace(costs, links=replace(links, copy=costs.links.copy))
         scenario, simulation = expect(plan, costs, recipe)
     except FxpipeError as error:
         warn(f"{error.what}: there is no forecast to compare the run with")

@@ -24,6 +24,7 @@ from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule import check
 from fxpipe.schedule.base import Schedule
@@ -37,10 +38,14 @@ class Wires:
     Args:
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
+        meter: the links that messages are to take as long as; None where they take what they take.
     """
 
-    def __init__(self, worker: int, backend: str, channels: list[Channel], device: torch.device) -> None:
+    def __init__(
+        self, worker: int, backend: str, channels: list[Channel], device: torch.device, meter: Meter | None = None
+    ) -> None:
         self.worker = worker
+        self._meter = meter
         self.backend = backend
         self.device = device
         self.ordered = backend == "nccl"
@@ -52,6 +57,7 @@ class Wires:
 
     def isend(self, flat: Tensor, to: int, channel: Channel, tag: int | None = None) -> tuple[Work, Tensor]:
         """Begin to send; the caller keeps the pair until it has waited for the work."""
+        flat = self._stamped(flat, to)
         with peers(self.worker):
             if self.backend == "nccl":
                 return dist.isend(flat, to, group=self._groups[channel]), flat
@@ -63,6 +69,7 @@ class Wires:
         self, count: int, dtype: torch.dtype, source: int, channel: Channel, tag: int | None = None
     ) -> tuple[Work, Tensor]:
         """Begin to receive into new memory."""
+        count += self._stamp(dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
         with peers(self.worker):
             if self.backend == "nccl":
@@ -71,27 +78,49 @@ class Wires:
 
     def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
         """Begin to send a few float64 numbers that are on the CPU: over gloo, whatever the backend."""
+        numbers = self._stamped(numbers, to)
         with peers(self.worker):
             return dist.isend(numbers, to, tag=tag), numbers
 
     def irecv_numbers(self, count: int, source: int, tag: int) -> tuple[Work, Tensor]:
         """Begin to receive the float64 numbers that `isend_numbers` sends."""
-        numbers = torch.empty(count, dtype=torch.float64)
+        numbers = torch.empty(count + self._stamp(torch.float64), dtype=torch.float64)
         with peers(self.worker):
             return dist.irecv(numbers, source, tag=tag), numbers
 
     def received(self, pending: tuple[Work, Tensor]) -> Tensor:
         """The tensor of a finished receive, on the device."""
-        return pending[1].to(self.device) if self.staged else pending[1]
+        flat = self.received_numbers(pending)
+        return flat.to(self.device) if self.staged else flat
 
     def received_numbers(self, pending: tuple[Work, Tensor]) -> Tensor:
-        """The numbers of a finished receive, on the CPU."""
-        return pending[1]
+        """The numbers of a finished receive, where they came."""
+        flat = pending[1]
+        return flat if self._meter is None else flat[: -self._stamp(flat.dtype)]
 
     def finished(self, pending: tuple[Work, Tensor]) -> None:
-        """Wait until a send has left or a receive has come."""
+        """Wait until a send has left."""
         with peers(self.worker):
             pending[0].wait()
+
+    def come(self, pending: tuple[Work, Tensor]) -> None:
+        """Wait until a receive has come, and would have over the links of the meter."""
+        self.finished(pending)
+        if self._meter is not None:
+            self._meter.hold(int(pending[1].view(torch.uint8)[-8:].cpu().clone().view(torch.int64)))
+
+    def _stamp(self, dtype: torch.dtype) -> int:
+        """How many elements a message has after its own: when it arrives over the links of the meter, as an int64."""
+        return 0 if self._meter is None else max(1, 8 // dtype.itemsize)
+
+    def _stamped(self, flat: Tensor, to: int) -> Tensor:
+        if self._meter is None:
+            return flat
+        arrives = self._meter.send(to, flat.nbytes)
+        message = flat.new_zeros(len(flat) + self._stamp(flat.dtype))
+        message[: len(flat)] = flat
+        message.view(torch.uint8)[-8:] = torch.tensor([arrives]).view(torch.uint8)
+        return message
 
     def _connect(self, channels: list[Channel]) -> None:
         """Set up a communicator for each channel, in one global order: each set-up waits for the other end."""
@@ -250,7 +279,7 @@ class DistTransport(Transport):
         """The receive that was posted under a key, once it has finished."""
         pending = self._posted.pop(key)
         self.watch.open("wait", cause)
-        self.wires.finished(pending)
+        self.wires.come(pending)
         self.watch.close()
         return pending
 

@@ -9,50 +9,101 @@ from torch import Tensor
 
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec
+from fxpipe.planner.links import Links
+from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.transport import Note, Transport
+
+_Key = tuple[Any, ...]
 
 
 class Mailbox:
-    """Everything sent and not yet received, by the key that both ends know."""
+    """Everything sent and not yet received, by the key that both ends know.
 
-    def __init__(self, edges: Sequence[EdgeSpec]) -> None:
-        self.letters: dict[tuple[Any, ...], Tensor] = {}
+    Args:
+        throttle: the links that letters are to take as long as; None where they arrive at once.
+    """
+
+    def __init__(self, edges: Sequence[EdgeSpec], throttle: Links | None = None) -> None:
         self.layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in edges}
+        self.throttle = throttle
+        self.letters: dict[_Key, Tensor] = {}
+        self._arrives: dict[_Key, int] = {}
+        self._awaited: list[int] = []
+        self._meters: dict[int, Meter] = {}
+
+    def put(self, source: int, to: int, key: _Key, letter: Tensor) -> None:
+        """A worker sends a letter."""
+        self.letters[key] = letter
+        if self.throttle is not None:
+            self._arrives[key] = self._meter(source).send(to, letter.nbytes)
+
+    def take(self, key: _Key) -> Tensor:
+        """A letter that was sent, as soon as it arrives."""
+        if self.throttle is not None:
+            self._meter(0).hold(self._arrives.pop(key))
+        return self.letters.pop(key)
+
+    def has(self, key: _Key) -> bool:
+        """Whether a letter has arrived."""
+        if key not in self.letters or self.throttle is None:
+            return key in self.letters
+        if self._meter(0).is_due(self._arrives[key]):
+            return True
+        self._awaited.append(self._arrives[key])
+        return False
+
+    def rest(self) -> bool:
+        """Wait until the first letter arrives that was asked for and was still under way; False where none was."""
+        if not self._awaited:
+            return False
+        self._meter(0).hold(min(self._awaited))
+        self._awaited.clear()
+        return True
+
+    def clear(self) -> None:
+        """Forget all letters."""
+        self.letters.clear()
+        self._arrives.clear()
+        self._awaited.clear()
+
+    def _meter(self, worker: int) -> Meter:
+        assert self.throttle is not None
+        return self._meters.setdefault(worker, Meter(self.throttle, worker))
 
 
 class LocalTransport(Transport):
     """One worker's end of a mailbox."""
 
     def __init__(self, mailbox: Mailbox, worker: int) -> None:
-        self.box = mailbox.letters
+        self.box = mailbox
         self.layouts = mailbox.layouts
         self.worker = worker
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        self.box[edge.name, minibatch, microbatch] = self.layouts[edge.name](value)
+        self.box.put(self.worker, edge.dst, (edge.name, minibatch, microbatch), self.layouts[edge.name](value))
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
-        return self.box.pop((edge.name, minibatch, microbatch))
+        return self.box.take((edge.name, minibatch, microbatch))
 
     def arrived(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> bool:
         """Whether `recv` would find its value."""
-        return (edge.name, minibatch, microbatch) in self.box
+        return self.box.has((edge.name, minibatch, microbatch))
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
-        self.box["weights", self.worker, reader, version, ahead] = block
+        self.box.put(self.worker, reader, ("weights", self.worker, reader, version, ahead), block)
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
-        return self.box.pop(("weights", owner, self.worker, version, ahead))
+        return self.box.take(("weights", owner, self.worker, version, ahead))
 
     def arrived_weights(self, owner: int, version: int, ahead: int) -> bool:
         """Whether `recv_weights` would find its block."""
-        return ("weights", owner, self.worker, version, ahead) in self.box
+        return self.box.has(("weights", owner, self.worker, version, ahead))
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
-        self.box["note", self.worker, to, what] = numbers
+        self.box.put(self.worker, to, ("note", self.worker, to, what), numbers)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        return self.box.pop(("note", source, self.worker, what))
+        return self.box.take(("note", source, self.worker, what))
 
     def arrived_note(self, source: int, what: Note) -> bool:
-        return ("note", source, self.worker, what) in self.box
+        return self.box.has(("note", source, self.worker, what))
