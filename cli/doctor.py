@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 @click.command("doctor")
-@click.option("--links", is_flag=True, help="Measure messages between processes of this machine instead.")
+@click.option(
+    "--links", is_flag=True, help="Measure messages between processes instead, those of this machine or torchrun's."
+)
 @click.option("-n", "--workers", type=click.IntRange(min=2), help="Processes, for --links. [default: 2]")
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False), help="Write the links to a file, for --links of compile and plan."
@@ -36,15 +38,16 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     steps with prediction. Exit code 1 if it fails.
 
     With --links, processes send messages to each other as workers would: over gloo, and over NCCL if every process has
-    a CUDA device.
+    a CUDA device. Under torchrun these are the processes that it started, on one machine or on several.
 
     \b
     fxpipe doctor
     fxpipe doctor --json
     fxpipe doctor --links -o links.toml
+    torchrun --nproc-per-node 2 --no-python fxpipe doctor --links
     """
     if links:
-        return _links(workers or 2, out, as_json)
+        return _links(workers, out, as_json)
     if workers is not None or out is not None:
         raise click.UsageError("-n and -o go with --links")
     with working("looking around"):
@@ -59,20 +62,25 @@ def doctor_command(links: bool, workers: int | None, out: str | None, as_json: b
     return 0 if report["self-test"] == "passed" else 1
 
 
-def _links(workers: int, out: str | None, as_json: bool) -> int:
-    from fxpipe.measure.links import measure_links, transports
+def _links(asked: int | None, out: str | None, as_json: bool) -> int:
     from fxpipe.plan.build_folder import check_output
     from fxpipe.planner.device import links_toml
+    from fxpipe.runtime.process.launch import running_under_torchrun
 
-    if out is not None:
+    together = running_under_torchrun()
+    first = not together or os.environ["RANK"] == "0"
+    if together and asked is not None:
+        raise click.UsageError("-n is how many processes are started: under torchrun, torchrun says it")
+    if out is not None and first:
         check_output(Path(out).resolve().parent)  # before any work is done
-    reports = []
-    for transport in transports(workers):
-        with working(f"measuring {transport}") as say:
-            reports.append(measure_links(workers, transport, say=say))
+    reports = _of_group() if together else _of_this_machine(asked or 2)
+    if not first:
+        return 0
     chosen = reports[-1]  # what workers would use here
+    workers = chosen.workers
     if out is not None:
-        comment = f"{chosen.transport} between {workers} processes of one machine, measured by `fxpipe doctor --links`"
+        where = "under torchrun" if together else "of one machine"
+        comment = f"{chosen.transport} between {workers} processes {where}, measured by `fxpipe doctor --links`"
         if chosen.coverage is not None:
             comment += f"\n{chosen.coverage}: these are medians"
         try:
@@ -88,6 +96,25 @@ def _links(workers: int, out: str | None, as_json: bool) -> int:
     if out is not None:
         note(f"wrote {out}: the links of {chosen.transport}")
     return 0
+
+
+def _of_this_machine(workers: int) -> list[LinkReport]:
+    from fxpipe.measure.links import measure_links, transports
+
+    reports = []
+    for transport in transports(workers):
+        with working(f"measuring {transport}") as say:
+            reports.append(measure_links(workers, transport, say=say))
+    return reports
+
+
+def _of_group() -> list[LinkReport]:
+    from fxpipe.measure.links_of_group import measure_group
+
+    if os.environ["RANK"] != "0":
+        return [measure_group()]
+    with working("measuring the links") as say:
+        return [measure_group(say)]
 
 
 def _links_row(report: LinkReport) -> dict[str, Any]:

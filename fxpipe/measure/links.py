@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -72,29 +72,42 @@ class PairTimes:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """Pairs of processes over one transport: all of them, or `ALIKE` of them where they are alike."""
+    """Pairs of processes over one transport: all of them, or some.
+
+    Attributes:
+        alike: whether all pairs are alike, as over gloo on one machine.
+    """
 
     transport: Transport
     workers: int
     pairs: tuple[PairTimes, ...]
+    alike: bool = True
 
     @property
     def coverage(self) -> str | None:
         """How many pairs were measured, in words; None if all were."""
         total = self.workers * (self.workers - 1)
-        return None if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs, which are alike"
+        if len(self.pairs) == total:
+            return None
+        return f"{len(self.pairs)} of {total} pairs" + (", which are alike" if self.alike else "")
 
     @property
     def links(self) -> Links:
-        """For the planner and the simulator: medians of the pairs; over NCCL, where pairs differ, a matrix of them."""
+        """For the planner and the simulator: medians of the pairs; where these differ, a matrix of them.
+
+        In it, pairs that were not measured are like the median.
+        """
         copy = 0.0 if self.transport == "nccl" else statistics.median(p.copy for p in self.pairs)
-        if self.transport != "nccl" or self.workers == 2:
-            rate = statistics.median(_overall(p) for p in self.pairs)
-            return Links(rate, statistics.median(p.latency for p in self.pairs), copy)
-        found = {(p.source, p.target): p for p in self.pairs}
+        rate = statistics.median(_overall(p) for p in self.pairs)
+        latency = statistics.median(p.latency for p in self.pairs)
+        if self.workers == 2 or (self.alike and self.transport != "nccl"):
+            return Links(rate, latency, copy)
         ranks = range(self.workers)
-        rates = [[_overall(found[i, j]) if i != j else float("inf") for j in ranks] for i in ranks]
-        latencies = [[found[i, j].latency if i != j else 0.0 for j in ranks] for i in ranks]
+        rates = [[rate if i != j else float("inf") for j in ranks] for i in ranks]
+        latencies = [[latency if i != j else 0.0 for j in ranks] for i in ranks]
+        for pair in self.pairs:
+            rates[pair.source][pair.target] = _overall(pair)
+            latencies[pair.source][pair.target] = pair.latency
         return Links(matrix(rates), matrix(latencies), copy)
 
 
@@ -211,22 +224,36 @@ def main(request: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
     channels = [("link", *pair) for pair in permutations(range(workers), 2)]
     wires = Wires(rank, transport.removesuffix("-cuda"), channels, device)
-    rows = []
-    for number, (source, target) in enumerate(pairs_to_measure(workers, transport)):
-        dist.barrier()
-        mine = _End(wires, source, target).measure(request["total"]) if rank in (source, target) else None
-        ends: list[Any] = [None] * workers
-        dist.all_gather_object(ends, mine)
-        sent, received = ends[source], ends[target]
-        copy = (sent["copy"] + received["copy"]) / 2
-        rows.append(PairTimes(source, target, sent["latency"], tuple(received["bandwidth"]), copy))
+    rows: list[PairTimes] = []
+    for row in measured(wires, workers, pairs_to_measure(workers, transport), request["total"], rounds=3):
         if rank == 0:
-            (Path(request["exchange"]) / f"measured_{number}").touch()
+            (Path(request["exchange"]) / f"measured_{len(rows)}").touch()
+        rows.append(row)
     if rank == 0:
         text = json.dumps([dataclasses.asdict(row) for row in rows])
         (Path(request["exchange"]) / "pairs.json").write_text(text)
     dist.barrier()
     end_process(0)
+
+
+def measured(
+    wires: Wires, workers: int, pairs: Sequence[tuple[int, int]], total: int, rounds: int
+) -> Iterator[PairTimes]:
+    """Measure pairs of the processes of the default group, one after the other; all of them do it.
+
+    Args:
+        total: bytes sent for each size, so many `rounds`.
+    """
+    import torch.distributed as dist
+
+    for source, target in pairs:
+        dist.barrier()
+        mine = _End(wires, source, target).measure(total, rounds) if wires.worker in (source, target) else None
+        ends: list[Any] = [None] * workers
+        dist.all_gather_object(ends, mine)
+        sent, received = ends[source], ends[target]
+        copy = (sent["copy"] + received["copy"]) / 2
+        yield PairTimes(source, target, sent["latency"], tuple(received["bandwidth"]), copy)
 
 
 def _end_with_parent(exchange: str) -> None:
@@ -244,12 +271,12 @@ class _End:
         self.peer = target if self.sends else source
         self.there, self.back = ("link", source, target), ("link", target, source)
 
-    def measure(self, total: int) -> dict[str, Any]:
+    def measure(self, total: int, rounds: int) -> dict[str, Any]:
         """What this end sees: each end measures everything, but some figures are taken from one end only."""
         latency = self._latency()
         rates: list[list[float]] = []
         moved, busy = 0, 0.0
-        for _ in range(3):
+        for _ in range(rounds):
             rates.append([])
             for size in SIZES:
                 count = max(total // size, 2 * AHEAD)

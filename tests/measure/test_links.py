@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from commands import finish, fxpipe, processes, start_module, unchanged
 from fxpipe.errors import RunError
 from fxpipe.measure import links as link_test
 from fxpipe.measure.links import SIZES, LinkReport, PairTimes, measure_links, pairs_to_measure, transports
+from fxpipe.measure.links_of_group import pairs_of_group
 from fxpipe.planner.device import read_device_spec
 from fxpipe.planner.links import Links
 
@@ -59,6 +63,41 @@ def test_of_many_pairs_some_are_measured_each_with_patience_of_its_own(
     assert report.coverage == "6 of 12 pairs, which are alike"
     assert said
     assert said == [f"measured {i + 1} of 6 pairs" for i in range(len(said))]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_processes_of_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "links.toml"
+    command = ["doctor", "--links", "-o", path, "--json"]
+    done = torchrun(3, *command)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads(done.stdout)["transports"]
+    assert len(report["pairs"]) == 6
+    links = read_device_spec(path).links
+    assert links is not None
+    links.check(3)
+    refused = torchrun(2, *command, "-n", "2")
+    assert refused.returncode
+    assert "torchrun says it" in refused.stderr
+
+
+def torchrun(processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """fxpipe with these arguments, started by torchrun."""
+    torch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "-m", "fxpipe"]
+    return subprocess.run([*torch, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+def test_many_processes_of_a_group_measure_neighbours() -> None:
+    assert len(pairs_of_group(8)) == 56
+    assert pairs_of_group(9) == [(i, j) for i in range(9) for j in range(9) if abs(i - j) == 1]
+    report = LinkReport("gloo", 3, PAIRS[:3], alike=False)
+    assert report.coverage == "3 of 6 pairs"
+    latencies = report.links.latency
+    assert isinstance(latencies, tuple)
+    assert [latencies[0][1], latencies[0][2], latencies[1][0], latencies[2][1]] == pytest.approx(
+        [2e-5, 3e-5, 2e-5, 2e-5]
+    )
 
 
 def test_pairs_that_are_alike_are_sampled() -> None:
