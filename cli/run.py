@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "steps", "epochs", "steps_per_epoch", "eval_every", "save_best", "patience")
 @click.option("--local", is_flag=True, help="All workers in this one process: the same numbers, easy to debug.")
 @option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
+@option_fields(RunOptions, "loss_scale", "loss_scale_interval")
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
 @option_fields(RunOptions, "model_file", "keep_going")
@@ -60,6 +61,9 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     exact, and workers wait for each other. Give it where a run starts badly, or at a high learning rate: while the loss
     falls fast, stale weights do most harm (the warm-up of PipeMare, arXiv 1910.05124). --rate-discount, of the same
     paper, makes no worker wait: in the first steps, the later a worker's gradients are, the smaller its learning rate.
+    A build with --autocast fp16 scales the loss, as torch's GradScaler does: --loss-scale is the first scale, halved
+    where gradients of any worker overflow, in a step that makes no update, and doubled after --loss-scale-interval
+    steps without that.
     --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
 
     \b
@@ -273,6 +277,8 @@ def _print(summary: dict[str, Any]) -> None:
                 for row in stale
             ],
         )
+    if scaling := summary.get("loss_scaling"):
+        echo(f"loss scale {scaling['scale']:g}, steps without an update (overflow): {scaling['skipped_steps']}")
     if "evaluation" in summary:
         echo(held_out(summary["evaluation"]))
     if "averaged_evaluation" in summary:

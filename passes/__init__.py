@@ -15,6 +15,7 @@ from fxpipe.passes.merge_equal import MergeEqual
 from fxpipe.passes.order_evaluation import OrderEvaluation
 from fxpipe.passes.place_evaluation import PlaceEvaluation
 from fxpipe.passes.rematerialize import Rematerialize
+from fxpipe.passes.scale_loss import ScaleLoss
 from fxpipe.passes.split import Split
 from fxpipe.passes.split_backward import SplitBackward
 from fxpipe.passes.units import Units
@@ -37,13 +38,14 @@ def default_passes(
 
 
 def front_passes(
-    split_backward: bool = False, whole_loss: WholeLoss | None = None, metrics: bool = False
+    split_backward: bool = False, whole_loss: WholeLoss | None = None, metrics: bool = False, scaled: bool = False
 ) -> list[Pass]:
     """Captured program in, program with units out: its costs can be measured.
 
     Args:
         whole_loss: for a program that was captured on one of several microbatches.
         metrics: whether its loss comes with some.
+        scaled: whether it computes in float16, under autocast.
     """
     return [
         Fold(),  # first: fewer nodes for all that follows, and no forward views of weights in backward
@@ -51,6 +53,7 @@ def front_passes(
         *(
             [JoinMetrics(whole_loss.microbatches if whole_loss else 1)] if metrics else []
         ),  # after whole_loss, which knows the loss alone
+        *([ScaleLoss()] if scaled else []),  # after whole_loss, which knows the gradients of the loss itself
         KeepLayouts(),  # before anything is copied or cut: copies are laid out like what they copy
         *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
         Units(),  # after fold: what it dropped must not count as something a cut can separate

@@ -156,13 +156,13 @@ def _weighted(program: Program) -> Program:
     for begin in [n for n in program if info(n).phase == "B" and n.name == "d_loss"]:
         with graph.inserting_before(begin.next):
             made = call(graph, aten.mul.Tensor, (begin, factor), {}, begin)
-        _read_instead(begin, made)
+        read_instead(begin, made)
     real = torch.ones((), device=program.device)
     row = BatchInput(leaf.name, LeafSpec(LOSS_WEIGHT, tensor_spec(real)))
     return replace(program, batch=(*program.batch, row), example={**program.example, leaf.name: real})
 
 
-def _read_instead(node: fx.Node, made: fx.Node) -> None:
+def read_instead(node: fx.Node, made: fx.Node) -> None:
     """Let all that reads a node read `made`, which is computed from it."""
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
@@ -234,7 +234,7 @@ class _Substitution:
             after = result.next
             made = self._call(after, aten.div.Tensor, (result, each), like=result)
             made.meta[CORRECTS] = True
-            _read_instead(result, made)
+            read_instead(result, made)
             self.replaced[result] = made
         for result in weights:
             result.replace_all_uses_with(each)

@@ -31,6 +31,8 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
         console.print(f"loss {losses[0]:.4g} → {losses[-1]:.4g}")
     for name, value in (run.get("last_metrics") or {}).items():
         print_text(console, f"{name} {'–' if value is None else f'{value:.4g}'} in the last step")
+    if scaling := run.get("loss_scaling"):
+        console.print(f"loss scale {scaling['scale']:g}, {scaling['skipped_steps']} steps skipped")
     for evaluation in run["evaluations"][-1:]:
         print_text(console, held_out(evaluation["metrics"]))
     workers = run.get("workers") or []

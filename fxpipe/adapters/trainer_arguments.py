@@ -13,7 +13,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "
 """Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
 
 REFUSED = {
-    "fp16": "bf16=True needs no scaling of the loss",
+    "fp16": "bf16=True needs no scaling of the loss; or leave it out, and compile with --autocast fp16 --schedule 1f1b",
     "fp16_full_eval": "evaluations compute in the weights' own type",
     "bf16_full_eval": "evaluations compute in the weights' own type",
     "deepspeed": "fxpipe divides the model itself: take it out",

@@ -19,6 +19,7 @@ from torch import fx
 from fxpipe.ir.stage import Stage
 from fxpipe.plan.spec import EdgeSpec, LeafSpec, Phase
 from fxpipe.planner.cuts import Cuts
+from fxpipe.schedule.loss_scaling import FLOAT16
 
 INFO = "fxpipe"  # the key of a node's record in node.meta
 CORRECTS = "corrects"  # the key in node.meta of a call that a pass has put after its first input: no cut parts the two
@@ -185,6 +186,11 @@ class Program:
         """The loss; None for an evaluation."""
         found = (n for n, o in zip(self.output_nodes, self.outputs, strict=True) if o.kind == "loss")
         return next(found, None)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether its backward is to begin with a loss scale: gradients of float16 hardly reach below 1e-7."""
+        return self.autocast == FLOAT16
 
     @property
     def edges(self) -> tuple[EdgeSpec, ...]:

@@ -26,7 +26,7 @@ from fxpipe.runtime.worker.stage_code import explained
 from fxpipe.stages.compare import FLOOR_OF_SUMS, wide_dtype
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
-from fxpipe.stages.minibatch import Minibatches, weights_of
+from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
 from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
 from fxpipe.task.loss_weights import LossWeight
@@ -157,10 +157,12 @@ class SumOfMicrobatches:
     Args:
         divisor: what the sums are divided by.
         metrics: the names of what comes after the loss, in one tensor.
+        scale: what the losses together were multiplied by before backward, which divided it, too; None if nothing was.
     """
 
-    def __init__(self, divisor: int, metrics: Sequence[str] = ()) -> None:
+    def __init__(self, divisor: int, metrics: Sequence[str] = (), scale: float | None = None) -> None:
         self._divisor = divisor
+        self._scale = scale
         self._names = metrics
         self._metrics = torch.zeros(len(metrics))
         self.loss = torch.zeros(())
@@ -173,7 +175,7 @@ class SumOfMicrobatches:
         self.loss = self.loss + value.detach().cpu() / self._divisor
 
     def add_gradient(self, name: str, value: torch.Tensor) -> None:
-        share = value / self._divisor
+        share = value / (self._scale or self._divisor)
         self.gradients[name] = self.gradients[name] + share if name in self.gradients else share
 
     def step(self, buffers: dict[str, torch.Tensor]) -> Step:
@@ -275,6 +277,7 @@ def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int =
             buffers=[b.name for b in plan.buffers],
             context=lambda: autocasting(plan.device, plan.autocast),
             divisor=1 if whole else plan.loss_divisor,
+            scale=TRIED_SCALE if plan.scales_loss else None,
             seed=seed,
         )
 
@@ -288,6 +291,7 @@ def run_eagerly(
     buffers: Sequence[str],
     context: Callable[[], contextlib.AbstractContextManager[Any]],
     divisor: int,
+    scale: float | None = None,
     seed: int = 0,
 ) -> Step:
     """The sums of the losses and gradients of some batches in eager PyTorch; the model is left as it was.
@@ -299,6 +303,7 @@ def run_eagerly(
         parameters: the names of each parameter, and whether it is trained.
         context: what the loss is computed in.
         divisor: what the sums are divided by.
+        scale: what the losses together are multiplied by before backward, and their gradients divided by afterwards.
         seed: of torch's generators at the first batch; the next number at the next one.
     """
     held = HeldTensors(model)
@@ -313,7 +318,8 @@ def run_eagerly(
                 value, metrics = loss_and_metrics(loss(model, part))
             named.append({name: float(torch.as_tensor(v).detach()) for name, v in metrics.items()})
             with _eager(loss, "backward()"):
-                value.backward()  # its own gradient, as hooks in a pipeline see it; it is divided below
+                # Its own gradient, as hooks in a pipeline see it; it is divided below.
+                (value if scale is None else value * (scale / divisor)).backward()
             total = total + value.detach().cpu() / divisor
         gradients = {}
         for names, trained in parameters:
@@ -321,7 +327,7 @@ def run_eagerly(
             tied = {id(known[name]): known[name].grad for name in names if name in known}
             found = [gradient for gradient in tied.values() if gradient is not None]
             if found and (trained or any(gradient.any() for gradient in found)):
-                gradients[names[0]] = sum(found[1:], found[0]) / divisor
+                gradients[names[0]] = sum(found[1:], found[0]) / (scale or divisor)
         now = held.now()
         values = {name: now[name].detach().clone() for name in buffers if name in now}
     return Step(total, gradients, values, tuple(named))
@@ -368,7 +374,7 @@ def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None
     plan = build.plan
     stages = load_stages(plan, build.files)
     state = dict(build.tensors)
-    made = SumOfMicrobatches(plan.loss_divisor, plan.metrics)
+    made = SumOfMicrobatches(plan.loss_divisor, plan.metrics, TRIED_SCALE if plan.scales_loss else None)
 
     def function(worker: int, phase: Phase) -> Function:
         stage, name = stages[worker], "forward" if phase == "F" else "backward"

@@ -40,6 +40,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.tracing.capture import Loss, Metrics
 
@@ -131,11 +132,14 @@ def lower(
     """
     options = changed(options, changes)
     options.check()
+    check_loss_scaling(options.schedule, program.autocast)
     options = replace(options, optimizer=of_parameters(options.optimizer, None))
     _check_values(program, options)
     lines = PassLines()
     observers = (*observers, lines)
-    front = front_passes(options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()))
+    front = front_passes(
+        options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()), program.scales_loss
+    )
     program = run_passes(program, front, observers)
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)

@@ -23,10 +23,11 @@ from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.passes.keep_layouts import KeepLayouts
+from fxpipe.passes.scale_loss import ScaleLoss
 from fxpipe.passes.whole_loss import UNPROVED, WholeLoss
-from fxpipe.plan.spec import LOSS_WEIGHT, LeafSpec
+from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, LeafSpec
 from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS, tolerance
-from fxpipe.stages.minibatch import added_up, weights_of
+from fxpipe.stages.minibatch import TRIED_SCALE, added_up, weights_of
 from fxpipe.task.batch import Dims, check_sizes, describe, said, split
 from fxpipe.tracing.capture import Loss, autocasting, capture
 
@@ -195,7 +196,7 @@ def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, opti
     steady = SteadyRandomness()
     with steady:
         eager = _whole(program, model, loss, batch, 1)
-        found = _step(KeepLayouts()(JoinMetrics()(Fold()(program))), [batch], options)
+        found = _step(KeepLayouts()(_scaled(JoinMetrics()(Fold()(program)))), [batch], options)
     agreement = compare(found, eager, FLOOR_OF_SUMS)
     limit = _limit(program)
     if agreement.largest <= limit or steady.unknown:
@@ -222,7 +223,16 @@ def _limit(program: Program) -> float:
 
 def _made(whole_loss: WholeLoss, program: Program) -> Program:
     """The captured program as it can run."""
-    return KeepLayouts()(JoinMetrics(whole_loss.microbatches)(whole_loss(Fold()(program))))
+    return KeepLayouts()(_scaled(JoinMetrics(whole_loss.microbatches)(whole_loss(Fold()(program)))))
+
+
+def _scaled(program: Program) -> Program:
+    return program if _scale(program) is None else ScaleLoss()(program)
+
+
+def _scale(program: Program) -> float | None:
+    """What the loss is multiplied by before backward, to be compared; None without float16."""
+    return TRIED_SCALE if program.scales_loss else None
 
 
 def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatches: int) -> Step:
@@ -235,6 +245,7 @@ def _whole(program: Program, model: nn.Module, loss: Loss, batch: Any, microbatc
             buffers=(),
             context=lambda: autocasting(program.device, program.autocast),
             divisor=1,
+            scale=_scale(program),
         )
 
 
@@ -253,12 +264,15 @@ def _step(program: Program, parts: Sequence[Any], options: CompileOptions) -> St
         made = {o.target: [t] * len(parts) for o, t in zip(program.totals.outputs, totals, strict=True)}
     if options.loss_weight is not None:
         made[LOSS_WEIGHT] = weights_of(options.loss_weight, parts, 0, program.device)
+    divisor = len(parts) if program.loss_of_microbatches == "mean" else 1
+    scale = _scale(program)
+    if scale is not None:
+        made[LOSS_SCALE] = [torch.full((), scale / divisor, device=program.device)] * len(parts)
     more = [
         {b.node: made[b.leaf.name][j] for b in program.batch if b.node and b.leaf.name in made}
         for j in range(len(parts))
     ]
-    divisor = len(parts) if program.loss_of_microbatches == "mean" else 1
-    minibatch = SumOfMicrobatches(divisor, program.loss_metrics)
+    minibatch = SumOfMicrobatches(divisor, program.loss_metrics, scale)
     names = {p.node: p.names[0] for p in program.parameters}
     values = dict(program.values)
     for batch, extra in zip(batches, more, strict=True):

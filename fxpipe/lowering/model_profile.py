@@ -69,9 +69,9 @@ def profile_model(
     step = captured_step(model, loss, batch, options)
     captured, whole_loss = step.program, step.whole_loss
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
-    metrics = bool(captured.metrics())
-    program = run_passes(captured, front_passes(False, whole_loss, metrics))
-    split_up = run_passes(captured, front_passes(True, whole_loss, metrics)) if three_way else program
+    asked = whole_loss, bool(captured.metrics()), captured.scales_loss
+    program = run_passes(captured, front_passes(False, *asked))
+    split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
     say("costing the step")
     costs = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte

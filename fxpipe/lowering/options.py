@@ -22,6 +22,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES, kind_of
 from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.loss_scaling import check_loss_scaling
 
 if TYPE_CHECKING:
     from fxpipe.passes.whole_loss import WholeLoss
@@ -73,7 +74,8 @@ class CompileOptions:
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
-        autocast: 'bf16' captures the step under torch.autocast; for a program that is captured already it says nothing.
+        autocast: 'bf16' or 'fp16' captures the step under torch.autocast; for a program that is captured already it
+            says nothing. With 'fp16' a run scales the loss, and the schedule has a flush.
         threads: CPU threads while measuring.
         backend: the engine of all stages' parts, or 'auto' to take for each the fastest that agrees with eager.
         cost: 'measured' on this machine or 'analytic' from shapes; measured where None, if the parameters have values.
@@ -138,7 +140,12 @@ class CompileOptions:
     accept_microbatch_loss: bool = option(
         False, "--accept-microbatch-loss", help="Compile even if microbatches change the loss (contrastive losses do)."
     )
-    autocast: str | None = option(None, "--autocast", choices=("bf16",), help="Run the step under torch.autocast.")
+    autocast: str | None = option(
+        None,
+        "--autocast",
+        choices=("bf16", "fp16"),
+        help="Run the step under torch.autocast; fp16 scales the loss in a run.",
+    )
     threads: int | None = option(
         None, "--threads", minimum=1, maximum=MOST_THREADS, help="CPU threads of one worker. [default: cores / workers]"
     )
@@ -255,6 +262,7 @@ class CompileOptions:
             )
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
+        check_loss_scaling(self.schedule, self.autocast)
         self.setting()
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:

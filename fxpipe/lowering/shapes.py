@@ -82,7 +82,8 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     """
     plan, number, lines = build.plan, len(build.plan.shapes) + 1, PassLines()
     whole_loss = captured.whole_loss or options.whole_loss()
-    front = front_passes(options.splits_backward, whole_loss, bool(captured.program.metrics()))
+    asked = whole_loss, bool(captured.program.metrics()), captured.program.scales_loss
+    front = front_passes(options.splits_backward, *asked)
     program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
     program = name_constants(program, f"shape.{number}", build.tensors)
     cuts = cuts_like(plan, program)

@@ -18,6 +18,7 @@ from fxpipe.observe.line_file import LineFile
 from fxpipe.observe.live import Board, Looker
 from fxpipe.observe.progress import Progress
 from fxpipe.observe.run_folder import METRICS, RUN, staleness_file
+from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.tensorboard import TensorboardLog
 from fxpipe.plan.spec import Plan
 from fxpipe.task.metrics import NO_METRICS
@@ -41,14 +42,15 @@ STEADY = 4
 class Record:
     """Collects a run's steps on worker 0.
 
-    A line of `metrics.jsonl` is `{"step", "loss", "metrics", "epoch", "lr", "grad_norm", "seconds",
-    "samples_per_second"}`: steps and epochs count from 1, `seconds` is the time since training began and
+    A line of `metrics.jsonl` is `{"step", "loss", "metrics", "epoch", "lr", "grad_norm", "loss_scale", "skipped",
+    "seconds", "samples_per_second"}`: steps and epochs count from 1, `seconds` is the time since training began and
     `samples_per_second` that of this step alone, both without evaluations; `loss`, `grad_norm` and each of `metrics`
     are null if they are not finite. `metrics` (`{name: value}`) is there only if the loss comes with some, `epoch`
     only if it is known how many steps one has, `lr` (of worker 0's optimizer, used in this step) only if it has one,
-    `grad_norm` (of all workers' gradients, before clipping) only with clipping. An evaluation has its own line after
-    that of its step: `{"step", "eval": {name: mean}}`, with `"best": true` where its weights were kept as the best so
-    far.
+    `grad_norm` (of all workers' gradients, before clipping) only with clipping, `loss_scale` only if the loss was
+    multiplied by one, and `"skipped": true` if gradients overflowed then, so that the step made no update. An
+    evaluation has its own line after that of its step: `{"step", "eval": {name: mean}}`, with `"best": true` where its
+    weights were kept as the best so far.
 
     Nothing in `out` is deleted or changed when a run begins: where an earlier run left `metrics.jsonl`, this one's
     lines go to `metrics.partial.jsonl` until `take_place`. Nor does training end because something cannot be written or
@@ -66,6 +68,7 @@ class Record:
 
     Attributes:
         samples_of: tells how many samples a minibatch has, where they differ.
+        scaled: tells how the last step's loss was scaled; None if it was not.
         steps_per_epoch: how many steps an epoch has, where that is known.
         losses: of all steps, with those of the lines that were kept; 8 bytes a step, all that grows while a run trains.
         metrics: of the last step.
@@ -94,6 +97,7 @@ class Record:
         self.out = None if out is None else Path(out)
         self.samples = samples
         self.samples_of: Callable[[int], int] = lambda minibatch: samples
+        self.scaled: Callable[[], ScaledStep | None] = lambda: None
         self.steps_per_epoch = steps_per_epoch
         self.total = total
         self.losses = array("d")
@@ -158,6 +162,8 @@ class Record:
         self.losses.append(loss)
         self.metrics = dict(metrics)
         seconds = self._earlier + self.seconds
+        scaled = self.scaled()
+        shown = metrics if scaled is None else {**metrics, "loss_scale": scaled.scale}
         if self._file is not None:
             line: dict[str, Any] = {"step": minibatch + 1, "loss": loss if math.isfinite(loss) else None}
             if metrics:
@@ -168,15 +174,17 @@ class Record:
                 line["lr"] = lr
             if norm is not None:
                 line["grad_norm"] = norm if math.isfinite(norm) else None
+            if scaled is not None:
+                line |= {"loss_scale": scaled.scale} | ({"skipped": True} if scaled.skipped else {})
             self._file.write(line | {"seconds": round(seconds, 6), "samples_per_second": round(rate, 3)})
         if self._tensorboard is not None:
-            self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds, metrics)
+            self._tensorboard.step(minibatch + 1, loss, lr, norm, rate, seconds, shown)
             if self._looker is not None and now - self._looked >= LOOK:
                 self._looked = now
                 found = [{"busy": state.busy, "waiting": state.waiting} for state in self._looker.look()]
                 self._tensorboard.workers(minibatch + 1, found)
         if self._progress is not None:
-            self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate, metrics))
+            self._show(lambda progress: progress(minibatch + 1, self.total, loss, rate, shown))
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float, best: bool = False) -> None:
         """The state after `step` steps was evaluated, and is the best so far or not; worker 0 took `seconds`."""

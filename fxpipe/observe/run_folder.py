@@ -20,7 +20,7 @@ FORMAT = 1
 SPANS = 6000
 """The measured timeline is cut to its first minibatches, so that it has at most this many spans."""
 
-_METRICS = ("step", "loss", "lr", "grad_norm", "seconds", "samples_per_second")
+_METRICS = ("step", "loss", "lr", "grad_norm", "loss_scale", "seconds", "samples_per_second")
 _STALENESS = ("step", "stale", "ahead", "rmse", "rms")
 _STALENESS_FILE = re.compile(r"staleness_(\d+)\.jsonl")
 
@@ -60,6 +60,11 @@ class _Evaluation(TypedDict):
     metrics: dict[str, float | None]
 
 
+class _LossScaling(TypedDict):
+    scale: float
+    skipped_steps: int
+
+
 class _Run(TypedDict, total=False):
     """`run.json` as far as anyone computes with it; each value may be null."""
 
@@ -90,6 +95,7 @@ class _Run(TypedDict, total=False):
     rate_discount: int
     clip_norm: float
     ema: float
+    loss_scaling: _LossScaling
 
 
 def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
@@ -99,7 +105,8 @@ def read_run(folder: str | Path, digest: str | None = None) -> dict[str, Any]:
 
         folder      as it was given
         problems    what is missing or wrong, a sentence each
-        metrics     columns of one length: step, loss, lr, grad_norm, seconds, samples_per_second; null where absent
+        metrics     columns of one length: step, loss, lr, grad_norm, loss_scale, seconds, samples_per_second; null
+                    where absent
         step_metrics  the same for each metric that the losses came with, by its name
         evaluations {step, metrics: {name: number or null}} each: of run.json, or of metrics.jsonl as far as that goes
         staleness   for each worker and group of its optimizer: {worker, group, step, stale, ahead, rmse, rms}: columns

@@ -14,6 +14,7 @@ from fxpipe.plan.signed import digest_of, signed
 
 FORMAT = 7
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
+LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B"]
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
@@ -295,12 +296,17 @@ class Plan:
     def made(self) -> tuple[LeafSpec, ...]:
         """The leaves that worker 0 makes: no batch of the user's has them."""
         totals = self.totals.metrics if self.totals else ()
-        return tuple(leaf for leaf in self.batch if leaf.name in (*totals, LOSS_WEIGHT))
+        return tuple(leaf for leaf in self.batch if leaf.name in (*totals, LOSS_WEIGHT, LOSS_SCALE))
 
     @property
     def loss_divisor(self) -> int:
         """What the sum of the microbatches' losses, and of their gradients, is divided by."""
         return self.microbatches if self.loss_of_microbatches == "mean" else 1
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether backwards begin with a loss scale that changes from update to update (`--autocast fp16`)."""
+        return any(leaf.name == LOSS_SCALE for leaf in self.batch)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class PipelineOptions:
             begins divided by the number of updates they are late, is whole (see
             `fxpipe.policy.optimizers.rate_discount`); None discounts nothing.
         clip_norm: scale the gradients of all workers together to this norm if theirs is greater; None does not clip.
+        loss_scale, loss_scale_interval: of a build with `--autocast fp16`: what the loss is multiplied by at first, and
+            after how many updates without an overflow that is doubled (see `fxpipe.runtime.worker.loss_scaler`).
         ema: keep a moving average of the trained weights, of which each update leaves this share (see
             `fxpipe.runtime.worker.averages`); None keeps none.
         log_staleness: compare the weights that forwards use with those that their updates change.
@@ -90,6 +92,21 @@ class PipelineOptions:
         above=0,
         metavar="NORM",
         help="Scale the gradients of all workers together to at most this norm.",
+    )
+    loss_scale: float = option(
+        65536.0,
+        "--loss-scale",
+        kind=float,
+        above=0,
+        metavar="SCALE",
+        help="With --autocast fp16: what the loss is multiplied by at first; halved where gradients overflow.",
+    )
+    loss_scale_interval: int = option(
+        2000,
+        "--loss-scale-interval",
+        minimum=1,
+        metavar="N",
+        help="With --autocast fp16: double the loss scale after N steps without an overflow.",
     )
     ema: float | None = option(
         None,

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import TaskError
-from fxpipe.plan.spec import LOSS_WEIGHT, Plan
+from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
 from fxpipe.stages.loaded import load_evaluation
 from fxpipe.task.batch import Splitter
 from fxpipe.task.loss_weights import LossWeight, weight_of
+
+TRIED_SCALE = 1024.0
+"""The loss scale where a step under float16 is tried: compared, measured, exported. A run takes its own (see
+`LossScaler`). Like that, it is divided among the microbatches, whose gradients are then added up."""
 
 
 class Minibatches:
@@ -70,6 +74,9 @@ class Minibatches:
             made.update(zip(self._plan.totals.metrics, self._added_up(leaves), strict=True))
         if self._loss_weight is not None:
             made[LOSS_WEIGHT] = weights_of(self._loss_weight, parts, minibatch, self._plan.device)
+        if self._plan.scales_loss:
+            scale = torch.full((), TRIED_SCALE / self._plan.loss_divisor, device=self._plan.device)
+            made[LOSS_SCALE] = [scale] * len(parts)
         rest = [[made[name][j] for name in self._made] for j in range(len(leaves))]
         return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
 

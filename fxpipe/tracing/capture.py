@@ -71,7 +71,7 @@ def capture(
             have no values (`fxpipe.task.meta`), they count as being where the batch is.
         loss: returns a scalar tensor, or that and a dictionary of metrics: scalar tensors and numbers.
         batch: a pytree of tensors and plain constants; its shapes are the build's shapes.
-        autocast: 'bf16' to run the step under torch.autocast ('fp16' too, but nothing scales the loss).
+        autocast: 'bf16' or 'fp16' to run the step under torch.autocast; nothing scales the loss yet.
         constant_batch: the tensors of the batch whose values the step may read, as numbers, shapes and branches: by
             their names, `batch['grid']`, or their keys. Every later batch must have the same.
         state_notes: whether to find out what the step's changes of Python state do to its later calls.

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
 
-TAKEN = ("loss", "lr", "grad_norm", "samples_per_second")
+TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second")
 """What is shown of every step next to its metrics."""
 
 

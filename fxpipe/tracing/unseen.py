@@ -84,7 +84,8 @@ def _scaling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             f"the step calls GradScaler.{name}: a GradScaler looks at gradients, and a step that is captured has "
             "none yet",
             where=stacked(outwards(sys._getframe(1))),
-            hint="return the loss itself, and take bfloat16, which needs no scale: --autocast bf16",
+            hint="return the loss itself, and take bfloat16, which needs no scale: --autocast bf16; or float16, "
+            "for which a run scales the loss: --autocast fp16",
             page="backward",
         )
 

@@ -77,6 +77,7 @@ def test_a_whole_run(run: Path) -> None:
         "loss": pytest.approx([2.0, 1.9, 1.8, 1.7, 1.6]),
         "lr": [0.1] * 5,
         "grad_norm": [None] * 5,
+        "loss_scale": [None] * 5,
         "seconds": [0.5, 1.0, 1.5, 2.0, 2.5],
         "samples_per_second": [64.0] * 5,
     }

@@ -31,6 +31,8 @@ def run_settings(run: Json) -> list[tuple[str, str]]:
         "throttle": text, "threads": count, "seed": text,
     }  # fmt: skip
     known = [(name, run.get(name), form) for name, form in forms.items()]
+    scaling = run.get("loss_scaling") or {}
+    known += [("loss scale", scaling.get("scale"), number), ("steps skipped", scaling.get("skipped_steps"), count)]
     held_out = [(f"held out {name}", value, number) for name, value in (run.get("evaluation") or {}).items()]
     labels = {"samples": "samples a step"}
     return [(labels.get(name, name), form(value)) for name, value, form in known + held_out if value is not None]

@@ -135,7 +135,7 @@ def memory(rows: Sequence[Json]) -> Markup:
 
 
 def steps(metrics: dict[str, list[Any]], named: dict[str, list[Any]] | None = None) -> Markup:
-    names = ("loss", "lr", "grad_norm", "seconds", "samples_per_second")
+    names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", "samples_per_second")
     known = [name for name in names if any(v is not None for v in metrics.get(name, ()))]
     columns = [counted("step", "step"), *(Column(name.replace("_", " "), name) for name in known)]
     named = named or {}

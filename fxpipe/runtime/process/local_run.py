@@ -98,6 +98,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
 
             look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
             pipeline.report = looking(record.step, look)
+            record.scaled = executors[0].scaled_step
             record.samples_of = samples_by_shape(plan, executors[0].shape_of)
             watches = [executor.watch for executor in executors]
             for executor in executors:

@@ -209,6 +209,21 @@ class OwnLoop(ABC):
         """That of all workers' gradients at the last update of the first worker here; None without `clip_norm`."""
         return self.executors[0].store.updater.norm
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next minibatch's loss is multiplied by; None unless the build was compiled with `--autocast fp16`.
+
+        It is what the first worker here knows: over processes, they all know the same after `flush`.
+        """
+        scaler = self.executors[0].scaler
+        return None if scaler is None else scaler.scale.value
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps made no update because gradients overflowed; 0 where nothing is scaled. See `loss_scale`."""
+        scaler = self.executors[0].scaler
+        return 0 if scaler is None else scaler.scale.skipped
+
     def _agree_on_rates(self, rates: list[float], error: RunError | None) -> None:
         """All processes set the same, or raise an error."""
         if error is not None:

@@ -196,6 +196,7 @@ class RankRun:
             )
             if self.checkpoints is not None:
                 self.checkpoints.writer.logs = self.record.sync
+            self.record.scaled = self.executor.scaled_step
             self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
             if self.resumed is not None:
                 say_resumed(self.resumed)

@@ -61,6 +61,7 @@ def worker_row(executor: Executor) -> dict[str, Any]:
         "waits": watch.waits,
         "fill": watch.fill,
         "not_finite": asdict(NotFinite.of(executor)),
+        "loss_scale": None if executor.scaler is None else asdict(executor.scaler.scale),
     }
     return row if log is None else row | {"staleness": log.summary(), "log_problems": log.problems}
 
@@ -104,6 +105,9 @@ def summarize_run(
     could not be written: `{"file", "late", "lost"}`, how many at first and how many never.
     `not_finite` counts the losses, and in the end the trained weights, that were not finite: 0 without `keep_going`.
 
+    `loss_scaling` is there if the loss was scaled: `{"scale", "skipped_steps"}`, that of the next step, and how many of
+    all steps made no update because gradients overflowed.
+
     `last_metrics` is there if the loss comes with metrics: those of the last step.
 
     `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
@@ -124,6 +128,7 @@ def summarize_run(
     seconds = max(row["seconds"] for row in rows)
     rows = [{**row, "busy": row["busy"] * row["seconds"] / max(seconds, 1e-9)} for row in rows]
     weights = sum(len(row.pop("not_finite")["weights"]) for row in rows)
+    scale = next(iter([row.pop("loss_scale", None) for row in rows]))
     for row in rows:
         row.pop("log_problems", None)
     forecast = _forecast(options.build, plan, recipe, options.throttle) if together else None
@@ -168,6 +173,8 @@ def summarize_run(
     }
     if record.metrics:
         summary["last_metrics"] = record.metrics
+    if scale is not None:
+        summary["loss_scaling"] = {"scale": scale["value"], "skipped_steps": scale["skipped"]}
     for evaluation in record.evaluations:
         add_evaluation(summary, evaluation["step"], evaluation["metrics"])
     write_run(summary)

@@ -12,8 +12,8 @@ Channel = tuple[Any, ...]
 BATCH = "batch"
 CALL = "call"
 LOSS = "told loss"
-NOTES = ("behind", "total", "before", "shape", "metrics", "heard", BATCH, CALL, LOSS)
-"""Kinds of notes, each with its own tag: for clipping, evaluation, the shapes of batches, a user's own loop."""
+NOTES = ("behind", "total", "before", "overflow", "skip", "shape", "metrics", "heard", BATCH, CALL, LOSS)
+"""Kinds of notes, each with its own tag: for clipping, loss scaling, evaluation, the shapes of batches, own loops."""
 
 
 class Addresses:

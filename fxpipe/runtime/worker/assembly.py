@@ -20,6 +20,7 @@ from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.initial_weights import initial_weights
+from fxpipe.runtime.worker.loss_scaler import make_scaler
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.stages.loaded import load_stage
@@ -69,9 +70,19 @@ def open_worker(
     tensors = initial_weights(plan, folder, worker, parameters, buffers, task, options.seed, device, checkpoint)
     held = {b.name: tensors.pop(b.name) for b in buffers}
     clip = make_clip(options.clip_norm, plan, worker, recipe, transport)
+    scaler = make_scaler(options, plan, worker, recipe, transport, clip)
     check_rate_discount(options.rate_discount, recipe.schedule.synchronous)
     store = WeightStore(
-        plan, worker, recipe.demand, transport, tensors, task, keep_gradients, clip, options.seed, options.rate_discount
+        plan,
+        worker,
+        recipe.demand,
+        transport,
+        tensors,
+        task,
+        keep_gradients,
+        scaler or clip,
+        options.seed,
+        options.rate_discount,
     )
     store.updater.steps_per_epoch = options.steps_per_epoch
     store.averages = make_averages(options.ema, task, store.updater.optimizer, store.trained)
@@ -79,6 +90,7 @@ def open_worker(
         path = None if out is None else Path(out) / staleness_file(worker)
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device)
+    executor.scaler = scaler
     executor.watch.fills = recipe.segments.single * plan.microbatches
     return executor
 

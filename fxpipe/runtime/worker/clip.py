@@ -32,9 +32,11 @@ class Clip(ABC):
         norm: of all gradients, as this worker knew it at its last update; exact on worker 0.
         not_finite: the first minibatch of which gradients of this worker were not finite, and their places among its
             parameters; None so far.
+        skips: whether the update that `apply` was called for is not to be made (see `LossScaler`).
     """
 
     norm: float | None = None
+    skips: bool = False
     not_finite: tuple[int, list[int]] | None = None
 
     def begin(self) -> None:  # noqa: B027
@@ -44,8 +46,8 @@ class Clip(ABC):
         """What forwards that come again after an interruption need, as plain values."""
         return None
 
-    def load(self, state: Any) -> None:  # noqa: B027
-        """Go on from what `state` gave."""
+    def load(self, state: Any, same: bool) -> None:  # noqa: B027
+        """Go on from what `state` gave, here if the cuts are the `same`, else on some worker."""
 
     @abstractmethod
     def expect(self, action: Action) -> None:
@@ -203,7 +205,9 @@ class PipelinedClip(_ByNorm):
     def state(self) -> Any:
         return [own.tolist() for own in self._past]
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Any, same: bool) -> None:
+        if not same:
+            return
         past = [torch.tensor(own, dtype=torch.float64) for own in state]
         self._past.extend(past)
         self._own = past[-1]
@@ -253,8 +257,8 @@ class ClipInSegments(Clip):
     def state(self) -> Any:
         return self._pipelined.state()
 
-    def load(self, state: Any) -> None:
-        self._pipelined.load(state)
+    def load(self, state: Any, same: bool) -> None:
+        self._pipelined.load(state, same)
 
     def expect(self, action: Action) -> None:
         self._of(action.minibatch).expect(action)

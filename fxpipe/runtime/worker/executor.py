@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fxpipe.checkpoint.shard import Shard
+from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.stage_of_shape import StageOfShape
 from fxpipe.runtime.worker.weights import WeightStore
@@ -35,6 +37,7 @@ class Executor:
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
         beginning: called with each minibatch before its first forward.
+        scaler: gives the scale of the loss; None where it is not scaled.
     """
 
     def __init__(
@@ -68,12 +71,17 @@ class Executor:
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
         self.beginning: Callable[[int], None] = lambda minibatch: None
+        self.scaler: LossScaler | None = None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     @property
     def stage(self) -> LoadedStage:
         """The stage for the first shape of batch."""
         return self.stages[0]
+
+    def scaled_step(self) -> ScaledStep | None:
+        """How the last step's loss was scaled; None if it was not."""
+        return None if self.scaler is None else self.scaler.last
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
@@ -167,6 +175,8 @@ class Executor:
             self.store.updater.begin(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
         buffers = tuple([self.buffers[name] for name in stage.forward_buffers])
+        if leaves is not None and self.scaler is not None:
+            leaves = self.scaler.leaves(leaves, self.shape_of(action.minibatch), self.device)
         batch = tuple([leaves[i] for i in stage.batch]) if leaves is not None else ()
         if part.random:
             self._reseed(action)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,11 +39,10 @@ class Updater:
         segments: of the run; in those of one minibatch no gradient is late.
         rate_discount: over how many steps the rates of late gradients are discounted; None does not.
         task: its `optimizer` is called with the (name, parameter) pairs, if there are any; its `lr_scheduler` with that
-            optimizer; the scheduler that it returns, if any, makes a step after every update, or after every epoch.
+            optimizer; its scheduler, if any, makes a step after every update, or after every epoch.
         keep_gradients: leave them in `grad` until the next update.
-        seed: of the run; the optimizer's random numbers follow from it, the worker and the update, and a scheduler's
-            from it and the update alone, so that all workers' rates are the same. The process's own random state
-            stays as it was.
+        seed: of the run; the optimizer's random numbers follow from it, the worker and the update, a scheduler's from
+            it and the update alone: all workers' rates are the same. The process's own random state stays as it was.
 
     Attributes:
         optimizer: None where nothing is trained: the worker owns nothing, or the user's optimizer chooses none of it.
@@ -267,8 +266,8 @@ class Updater:
         Raises:
             RunError: it does not fit the optimizer.
         """
-        if self.clip is not None and same and found[0]["clip"] is not None:
-            self.clip.load(found[0]["clip"])
+        if self.clip is not None and found[0]["clip"] is not None:
+            self.clip.load(found[0]["clip"], same)
         known = [each for each in found if "optimizer" in each]
         if self.optimizer is None or not known:
             return
@@ -305,8 +304,7 @@ class Updater:
 
     def _repeat_scheduler(self, updates: int) -> None:
         """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates."""
-        with random_state_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch: of steps before those of the optimizer
+        with random_state_kept(), _hushed():
             for update in range(updates):
                 if self.scheduler_due(update + 1):
                     self._reseed("lr_scheduler", update)
@@ -317,6 +315,19 @@ class Updater:
         return [parameter.grad for parameter in self.parameters]
 
     def _update(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
+        if not (skips := self.clip is not None and self.clip.skips):
+            self._step_optimizer(minibatch, optimizer)
+        try:
+            if self.scheduler is not None and self.scheduler_due(minibatch + 1):
+                self._reseed("lr_scheduler", minibatch)
+                with _hushed() if skips else nullcontext():
+                    self.scheduler.step()
+        except Exception as error:
+            raise self._failed(error, minibatch, self.scheduler) from error
+        if self._rates is not None:
+            self._rates.stepped()
+
+    def _step_optimizer(self, minibatch: int, optimizer: torch.optim.Optimizer) -> None:
         late = not self._segments.is_single(minibatch)
         try:
             with nullcontext() if self._discount is None else self._discount.during(minibatch):
@@ -333,14 +344,6 @@ class Updater:
                     self.predictor.observe()
         except Exception as error:
             raise self._failed(error, minibatch, optimizer) from error
-        try:
-            if self.scheduler is not None and self.scheduler_due(minibatch + 1):
-                self._reseed("lr_scheduler", minibatch)
-                self.scheduler.step()
-        except Exception as error:
-            raise self._failed(error, minibatch, self.scheduler) from error
-        if self._rates is not None:
-            self._rates.stepped()
 
     def take_rates(self, update: int) -> None:
         """Take the learning rates that were set for this update, which comes next, if any.
@@ -380,6 +383,14 @@ class Updater:
             where=f"{type(what).__name__}.step()",
             hint="it is called without arguments, an optimizer's once after every update",
         )
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without torch's warning of a scheduler that makes steps before the optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def _is_changed(optimizer: torch.optim.Optimizer) -> bool:

@@ -90,7 +90,7 @@ class WeightStore:
             worker=worker,
             trained=self.trained,
             gradients=self._sum,
-            divisor=plan.loss_divisor,
+            divisor=1 if plan.scales_loss else plan.loss_divisor,
             policy=demand.policy,
             delays={self.trained[name]: delay for name, delay in demand.delays(worker).items()},
             segments=demand.segments,

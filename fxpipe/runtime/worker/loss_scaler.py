@@ -1,0 +1,213 @@
+"""Scales the loss under float16: `torch.amp.GradScaler` over all workers' gradients.
+
+What overflowed travels as norms do (`fxpipe/runtime/worker/clip.py`): up from the last worker to the first after the
+backwards, and down before the next forwards. So every worker makes or skips the same updates, has the same scale, and
+worker 0 knows it when it hands out the next minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import NotFiniteError, RunError
+from fxpipe.observe.scaled_step import ScaledStep
+from fxpipe.plan.spec import LOSS_SCALE, Plan
+from fxpipe.policy.recipe import Recipe
+from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.clip import Clip
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.loss_scaling import check_loss_scaling
+
+GROWTH = 2.0
+"""What the scale is multiplied by after so many good updates, as torch has it."""
+
+BACKOFF = 0.5
+"""What it is multiplied by after gradients that overflowed, as torch has it."""
+
+LEAST = 1.0
+"""Below this scale the gradients of the loss itself overflow, and a run ends."""
+
+
+@dataclass
+class Scale:
+    """The scale of one run, the same on all workers.
+
+    Attributes:
+        value: what the next minibatch's loss is multiplied by.
+        good: updates since it last changed.
+        skipped: updates that were not made, so far.
+        in_row: those of them since the last that was made.
+    """
+
+    value: float
+    good: int = 0
+    skipped: int = 0
+    in_row: int = 0
+
+    def update(self, overflowed: bool, interval: int) -> None:
+        """What `GradScaler.update` does, by the same function of torch's."""
+        scale, good = torch.tensor(self.value), torch.tensor(self.good, dtype=torch.int32)
+        torch._amp_update_scale_(scale, good, torch.tensor([float(overflowed)]), GROWTH, BACKOFF, interval)
+        self.value, self.good = float(scale), int(good)
+        self.skipped += overflowed
+        self.in_row = self.in_row + 1 if overflowed else 0
+
+
+class LossScaler(Clip):
+    """Unscales one worker's gradients, has them clipped, and skips an update where any worker's overflowed.
+
+    Args:
+        initial: the first scale.
+        interval: after so many good updates the scale is doubled.
+        clip: clips the unscaled gradients; None does not.
+
+    Attributes:
+        scale: that of the next minibatch.
+        last: the last minibatch's; None so far.
+    """
+
+    def __init__(
+        self, initial: float, interval: int, plan: Plan, worker: int, transport: Transport, clip: Clip | None
+    ) -> None:
+        self.scale = Scale(initial)
+        self.last: ScaledStep | None = None
+        self.worker = worker
+        self._interval = interval
+        self._inner = clip
+        self._end = plan.workers - 1
+        self._final = plan.microbatches - 1
+        self._divisor = plan.loss_divisor
+        self._transport = transport
+        self._found = 0.0
+        self._places = [[leaf.name for leaf in of_shape.batch].index(LOSS_SCALE) for of_shape in plan.of_shapes]
+
+    def leaves(self, given: Sequence[Any], shape: int, device: torch.device) -> Sequence[Any]:
+        """The leaves of a microbatch with the present scale among them.
+
+        Divided as the sum of the microbatches' gradients is to be: none of them is larger than in the backward of the
+        whole batch, and their sum is that of the scaled loss.
+        """
+        made = list(given)
+        made[self._places[shape]] = torch.full((), self.scale.value / self._divisor, device=device)
+        return made
+
+    def begin(self) -> None:
+        if self._inner is not None:
+            self._inner.begin()
+
+    def state(self) -> Any:
+        inner = None if self._inner is None else self._inner.state()
+        return {"loss_scale": dict(vars(self.scale)), "clip": inner}
+
+    def load(self, state: Any, same: bool) -> None:
+        if not isinstance(state, Mapping):  # of a build that scales nothing
+            return
+        self.scale = Scale(**state["loss_scale"])
+        if self._inner is not None and state["clip"] is not None:
+            self._inner.load(state["clip"], same)
+
+    def expect(self, action: Action) -> None:
+        if action.phase == "B" and action.microbatch == self._final:
+            if self.worker < self._end:
+                self._transport.expect_note(self.worker + 1, ("overflow", action.minibatch), 1)
+            if self.worker > 0:
+                self._transport.expect_note(self.worker - 1, ("skip", action.minibatch), 1)
+        if self._inner is not None:
+            self._inner.expect(action)
+
+    def forward(self, minibatch: int) -> None:
+        if self._inner is not None:
+            self._inner.forward(minibatch)
+
+    def waits(self, minibatch: int) -> bool:
+        return self.worker > 0
+
+    def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        self._found = unscale([p.grad for p in parameters if p.grad is not None], self.scale.value)
+        if self.worker < self._end:
+            behind = self._transport.recv_note(self.worker + 1, ("overflow", minibatch))
+            self._found = max(self._found, float(behind[0]))
+        if self.worker > 0:
+            self._send(self.worker - 1, "overflow", minibatch)
+        if self._inner is not None:
+            self._inner.announce(minibatch, parameters)
+
+    def ready(self, minibatch: int) -> bool:
+        if self.worker > 0 and not self._transport.arrived_note(self.worker - 1, ("skip", minibatch)):
+            return False
+        return self._inner is None or self._inner.ready(minibatch)
+
+    def apply(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Have the gradients clipped, and learn whether the update `skips`.
+
+        Raises:
+            NotFiniteError: gradients overflowed again and again, down to where the loss is not scaled up any more.
+        """
+        if self.worker > 0:
+            self._found = float(self._transport.recv_note(self.worker - 1, ("skip", minibatch))[0])
+        if self.worker < self._end:
+            self._send(self.worker + 1, "skip", minibatch)
+        if self._inner is not None:
+            self._inner.apply(minibatch, parameters)
+            self.norm = self._inner.norm
+        self.skips = self._found > 0
+        self.last = ScaledStep(self.scale.value, self.skips)
+        self.scale.update(self.skips, self._interval)
+        if self.skips and self.scale.value < LEAST:
+            raise _overflows(minibatch, self.scale, self.last.scale)
+
+    def _send(self, to: int, what: str, minibatch: int) -> None:
+        self._transport.send_note(to, (what, minibatch), torch.tensor([self._found], dtype=torch.float64))
+
+
+def unscale(gradients: Sequence[Tensor], scale: float) -> float:
+    """Divide gradients by the scale, in place, as GradScaler does; 1 if one of them is infinite or NaN, else 0."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        kinds.setdefault((real.device, real.dtype), []).append(real)
+    found = 0.0
+    for (device, _), alike in kinds.items():
+        inverse = torch.tensor(scale, device=device).double().reciprocal().float()
+        flag = torch.zeros(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, inverse)
+        found = max(found, float(flag))
+    return found
+
+
+def _overflows(minibatch: int, scale: Scale, used: float) -> NotFiniteError:
+    return NotFiniteError(
+        f"the gradients of step {minibatch + 1} overflow float16 even at a loss scale of {used:g}: {scale.in_row} "
+        "steps in a row made no update",
+        hint="a gradient is infinite or NaN in itself, or beyond 65504: look at that batch, lower the learning rate, "
+        "clip gradients (--clip-norm), divide a loss that is a sum; or compile with --autocast bf16",
+        page="not-finite",
+    )
+
+
+def make_scaler(
+    options: PipelineOptions, plan: Plan, worker: int, recipe: Recipe, transport: Transport, clip: Clip | None
+) -> LossScaler | None:
+    """The scaler of a worker of a build whose backwards begin with a loss scale; None for any other.
+
+    Raises:
+        ScheduleError: the schedule has no flush.
+        RunError: the options make no sense.
+    """
+    check_loss_scaling(recipe.schedule.name, plan.autocast)
+    if not plan.scales_loss:
+        return None
+    initial, interval = options.loss_scale, options.loss_scale_interval
+    if not (math.isfinite(initial) and initial > 0 and interval > 0):
+        raise RunError(
+            f"a loss scale of {initial:g}, doubled after {interval} steps, makes no sense",
+            hint="loss_scale is a finite number above 0, loss_scale_interval one above 0",
+        )
+    return LossScaler(initial, interval, plan, worker, transport, clip)

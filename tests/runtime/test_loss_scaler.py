@@ -1,0 +1,336 @@
+"""Loss scaling over all workers: the updates, the skipped ones and the scales of `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import overflowing
+import own_loops
+import pytest
+import torch
+from commands import fxpipe
+from overflowing import LAYERS, batches, eager, loss, made
+
+import fxpipe as fxp
+from fxpipe.build.build import Build
+from fxpipe.errors import NotFiniteError, RunError, ScheduleError, TaskError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.observe.run_folder import read_run
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local import LocalPipeline
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.runtime.worker.loss_scaler import Scale, unscale
+
+WHERE = {"forward_at": ["layers.1", "layers.2"], "backward_at": ["layers.1", "layers.2"]}
+MIXED = {"forward_at": ["layers.1", "layers.2"], "backward_at": ["layers.2", "head"]}
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-2)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def compiled(microbatches: int = 2, schedule: str = "1f1b", **options: Any) -> Build:
+    where = {"workers": LAYERS, **WHERE} | options
+    return fxp.compile(
+        made(),
+        loss,
+        batches(1, 0)[0],
+        schedule=schedule,
+        microbatches=microbatches,
+        autocast="fp16",
+        cost="analytic",
+        **where,
+    )
+
+
+def trained(pipeline: LocalPipeline, data: list[Any]) -> tuple[list[float | None], list[float]]:
+    """The scales of all steps and the next one, and the losses."""
+    scales, losses = [], []
+    for batch in data:
+        scales.append(pipeline.loss_scale)
+        losses.append(float(pipeline.step(batch)))
+        known = {e.scaler.scale.value for e in pipeline.executors if e.scaler is not None}
+        assert known == {pipeline.loss_scale}, "all workers have one scale"
+    return [*scales, pipeline.loss_scale], losses
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "schedule", "where", "clip"),
+    [
+        (1, "1f1b", WHERE, None),
+        (2, "gpipe", WHERE, 0.5),
+        (4, "1f1b", MIXED, None),
+        (2, "1f1b", MIXED, 0.5),
+        (2, "1f1b", {"workers": 1, "forward_at": [], "backward_at": []}, 0.5),
+    ],
+)
+def test_the_bits_of_grad_scaler_on_the_same_microbatches(
+    microbatches: int, schedule: str, where: dict[str, Any], clip: float | None
+) -> None:
+    """Overflows on the first worker alone, on the last alone, on both, and wherever the scale has grown too far."""
+    build = compiled(microbatches, schedule, **where)
+    for seed in range(3):
+        draw = random.Random(seed)
+        overflows = {1: [0], 4: [LAYERS - 1], 5: [1], 7: [0, LAYERS - 1], draw.randrange(8, 20): [draw.randrange(3)]}
+        data = batches(20, seed, overflows)
+        more: dict[str, Any] = {"loss_scale": 2.0**12, "loss_scale_interval": 2, "clip_norm": clip, "ema": 0.9}
+        pipeline = build.local(optimizer=adam, lr_scheduler=halved, **more)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scales, losses = trained(pipeline, data)
+        same: dict[str, Any] = {"initial": 2.0**12, "interval": 2, "microbatches": microbatches, "clip": clip}
+        wanted = eager(made(), data, adam, scheduler=halved, ema=0.9, **same)
+        assert scales == wanted.scales
+        assert losses == wanted.losses
+        changes = [after / before for before, after in itertools.pairwise(scales)]
+        skipped = changes.count(0.5)
+        assert pipeline.skipped_steps == skipped >= 5
+        assert 2.0 in changes, "it grew, too"
+        for name, value in pipeline.state_dict().items():
+            assert torch.equal(value, wanted.weights[name]), name
+        for name, value in pipeline.averaged_state_dict().items():
+            assert torch.equal(value, wanted.averages[name]), name
+        assert pipeline.learning_rates == [adam_rate(20)]
+
+
+def adam_rate(steps: int) -> float:
+    return 1e-2 * 0.5 ** (steps // 2)
+
+
+def test_the_whole_batch_in_eager_pytorch() -> None:
+    """A microbatch's products are rounded to float16 by themselves, so the last bits differ; no overflow does."""
+    build = compiled(4, "1f1b")
+    data = batches(16, 5, {0: [2], 3: [0], 9: [1], 10: [1]})
+    pipeline = build.local(optimizer=adam, loss_scale=1024.0, loss_scale_interval=6)
+    scales, losses = trained(pipeline, data)
+    wanted = eager(made(), data, adam, initial=1024.0, interval=6)
+    assert scales == wanted.scales
+    assert scales[:5] == [1024.0, 512.0, 512.0, 512.0, 256.0]
+    assert losses == pytest.approx(wanted.losses, rel=2e-2)
+    for name, value in pipeline.state_dict().items():
+        assert (value - wanted.weights[name]).norm() < 5e-2 * value.norm() + 1e-3, name
+
+
+def test_gradients_too_small_for_float16_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the scale is for: without it, gradients below 1e-8 are zero."""
+
+    def small(model: Any, batch: Any) -> Any:
+        return loss(model, batch) * 1e-7
+
+    build = fxp.compile(
+        made(), small, batches(1, 0)[0], schedule="gpipe", autocast="fp16", microbatches=2, cost="analytic",
+        workers=3, **WHERE,
+    )  # fmt: skip
+    moved = []
+    for scale in (1.0, 2.0**20):
+        pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e5), loss_scale=scale)
+        before = {n: v.clone() for n, v in pipeline.state_dict().items()}
+        pipeline.run(batches(2, 1))
+        moved.append({n for n, v in pipeline.state_dict().items() if not torch.equal(v, before[n])})
+    assert len(moved[0]) < len(moved[1]) == len(before)
+
+
+def test_gradients_of_a_pipeline_are_unscaled() -> None:
+    build = compiled(2)
+    (batch,) = batches(1, 3)
+    found = []
+    for scale in (256.0, 4096.0):
+        pipeline = build.local(optimizer=adam, loss_scale=scale)
+        pipeline.step(batch)
+        found.append(pipeline.gradients())
+    for name, gradient in found[0].items():
+        assert torch.allclose(gradient, found[1][name], rtol=1e-2, atol=1e-6), name
+
+
+def test_a_first_huge_scale_comes_down() -> None:
+    pipeline = compiled(2).local(optimizer=adam, loss_scale=2.0**40)
+    before = {n: v.clone() for n, v in pipeline.state_dict().items()}
+    scales, _ = trained(pipeline, batches(5, 0))
+    assert scales == [2.0 ** (40 - i) for i in range(6)]
+    assert pipeline.skipped_steps == 5
+    for name, value in pipeline.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_run_that_only_overflows_ends() -> None:
+    """A gradient that is too large for float16 whatever the scale, while the loss is finite."""
+    pipeline = compiled(2).local(optimizer=adam, loss_scale=8.0)
+    ((x, y, spikes),) = batches(1, 0)
+    batch = x, y * 1e15, spikes
+    assert all(torch.isfinite(pipeline.step(batch)) for _ in range(3))
+    with pytest.raises(NotFiniteError, match=r"step 4 overflow float16 even at a loss scale of 1: 4 steps in a row"):
+        pipeline.step(batch)
+    with pytest.raises(RunError, match="makes no sense"):
+        compiled(2).local(optimizer=adam, loss_scale=0.0)
+
+
+def test_a_saved_pipeline_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    data = batches(24, 2, {1: [0], 6: [2], 13: [1], 14: [0]})
+    more: dict[str, Any] = {"optimizer": adam, "loss_scale": 2.0**12, "loss_scale_interval": 3, "clip_norm": 0.5}
+    build = compiled(2)
+    whole = build.local(**more)
+    scales, losses = trained(whole, data)
+    first = build.local(**more)
+    trained(first, data[:8])
+    first.save(tmp_path / "saved")
+    second = build.local(**more)
+    second.load(tmp_path / "saved")
+    assert second.skipped_steps == first.skipped_steps > 0
+    assert trained(second, data[8:]) == (scales[8:], losses[8:])
+    assert second.skipped_steps == whole.skipped_steps
+    other = compiled(2, "gpipe", workers=2, forward_at=["layers.2"], backward_at=["layers.1"]).local(**more)
+    other.load(tmp_path / "saved")  # other cuts
+    assert trained(other, data[8:]) == (scales[8:], losses[8:])
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_verify(microbatches: int) -> None:
+    found = compare_with_eager(compiled(microbatches, **MIXED), made(), loss, batches(1, 0)[0])
+    assert found.largest < 1e-2
+    assert not found.not_finite
+
+
+def test_schedules_without_a_flush_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="a worker updates before the earlier workers' gradients"):
+        compiled(schedule="async", policy="latest")
+    with pytest.raises(ScheduleError, match="schedule 'async'"):
+        compiled().local(optimizer=adam, schedule="async", policy="latest")
+
+
+def test_parameters_in_float16_are_refused() -> None:
+    model = made()
+    model.head.half()
+    with pytest.raises(TaskError, match=r"these are of float16: head\.weight, head\.bias"):
+        fxp.compile(model, loss, batches(1, 0)[0], schedule="1f1b", autocast="fp16", microbatches=1, cost="analytic")
+
+
+def test_scale_and_unscale_against_grad_scaler() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        initial, interval = 2.0 ** draw.randrange(-3, 100), draw.randrange(1, 4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=interval)
+        scale = Scale(initial)
+        for _ in range(30):
+            value = draw.choice([1.0, 1.0, 1.0, float("inf"), float("nan")])
+            weight = torch.nn.Parameter(torch.ones(3))
+            weight.grad = torch.full((3,), 3.7 * scale.value) * value
+            mine = weight.grad.clone()
+            scaler.scale(torch.ones(()))
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            scaler.unscale_(optimizer)
+            found = unscale([mine], scale.value)
+            assert torch.equal(mine, weight.grad) or value != 1.0
+            scaler.step(optimizer)
+            assert bool(found) == bool((weight == 1).all())
+            scaler.update()
+            scale.update(bool(found), interval)
+            assert scale.value == scaler.get_scale()
+            assert scale.good == scaler._get_growth_tracker()
+
+
+# ── Whole runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HOOKS = """
+
+def model():
+    return made()
+
+
+def train_data():
+    return batches(14, 0, {1: [2], 2: [0], 8: [1], 9: [0, 2]})
+
+
+def optimizer(named_parameters):
+    return torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build of a model file, for three workers, whose cuts of forward and backward differ."""
+    where = tmp_path_factory.mktemp("scaled")
+    (where / "model.py").write_text(Path(overflowing.__file__).read_text() + HOOKS)
+    compiled(2, **MIXED).save(where / "build", model_file=where / "model.py")
+    return where / "build"
+
+
+def scaled(folder: Path, out: Path, **changes: Any) -> RunOptions:
+    """A run that starts with a scale of 4096 and doubles it after every five good steps."""
+    options = RunOptions(str(folder), loss_scale=4096.0, loss_scale_interval=5, out=str(out), threads=1, clip_norm=0.5)
+    return dataclasses.replace(options, **changes)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").open()]
+
+
+def test_metrics_and_summary(folder: Path, tmp_path: Path) -> None:
+    summary = run_local(scaled(folder, tmp_path))
+    found = [(line["loss_scale"], line.get("skipped", False)) for line in lines(tmp_path)]
+    assert found[:4] == [(4096.0, False), (4096.0, True), (2048.0, True), (1024.0, False)]
+    assert found[7:11] == [(1024.0, False), (2048.0, True), (1024.0, True), (512.0, False)]
+    assert summary["loss_scaling"] == {"scale": 512.0, "skipped_steps": 4}
+    assert summary["not_finite"] == {"losses": 0, "weights": 0}
+    assert [line["grad_norm"] is None for line in lines(tmp_path)] == [skipped for _, skipped in found]
+    assert read_run(tmp_path)["metrics"]["loss_scale"] == [scale for scale, _ in found]
+    said = fxpipe("inspect", folder, "--run", tmp_path)
+    assert "loss scale 512, 4 steps skipped" in said.out
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_processes_scale_as_one_process_does_and_go_on(folder: Path, tmp_path: Path) -> None:
+    """The second run is stopped after nine steps, right after an overflow, and goes on in processes."""
+    local = run_local(scaled(folder, tmp_path / "local"))
+    real = launch(scaled(folder, tmp_path / "real"), 3)
+    launch(scaled(folder, tmp_path / "part", steps=9, checkpoint_every="9"), 3)
+    rest = launch(scaled(folder, tmp_path / "part", steps=14, resume="newest", loss_scale=65536.0), 3)
+    assert real["losses"] == local["losses"] == rest["losses"]
+    assert real["loss_scaling"] == local["loss_scaling"] == rest["loss_scaling"]
+    scales = [
+        [(line["loss_scale"], line.get("skipped")) for line in lines(tmp_path / out)] for out in ("local", "real")
+    ]
+    assert scales[0] == scales[1] == [(line["loss_scale"], line.get("skipped")) for line in lines(tmp_path / "part")]
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real", "part")]
+    assert weights[0] == weights[1] == weights[2]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_run_of_processes_that_only_overflows_ends(folder: Path, tmp_path: Path) -> None:
+    source = (folder.parent / "model.py").read_text()
+    moved = tmp_path / "model.py"
+    old = "torch.randn(8, 4, generator=generator)"
+    assert old in source
+    moved.write_text(source.replace(old, f"1e15 * {old}"))
+    with pytest.raises(NotFiniteError, match="overflow float16 even at a loss scale of 1: 3 steps in a row"):
+        launch(scaled(folder, tmp_path / "out", loss_scale=4.0, model_file=str(moved)), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_own_loops_over_processes_scale_as_in_one(folder: Path, tmp_path: Path) -> None:
+    data = batches(14, 0, {1: [2], 2: [0], 8: [1], 9: [0, 2]})
+    torch.save(data, tmp_path / "batches.pt")
+    calls: list[tuple[Any, ...]] = [("step",)] * 9 + [("save",)] + [("step",)] * 4 + [("load",)] + [("step",)] * 5
+    options = {"loss_scale": 4096.0, "loss_scale_interval": 3}
+    with fxp.load(folder).local(optimizer=own_loops.optimizer, lr_scheduler=own_loops.halving, **options) as pipeline:
+        alone = own_loops.play(pipeline, calls, data, tmp_path / "local")
+        assert pipeline.skipped_steps >= 4
+        state = pipeline.state_dict()
+    loop = {"build": str(folder), "calls": calls, "options": options, "held_out": None}
+    loop["batches"] = str(tmp_path / "batches.pt")
+    ((found, weights),) = own_loops.in_processes([loop], LAYERS, tmp_path)
+    assert found == [alone] * LAYERS
+    assert all(torch.equal(weights[name], state[name]) for name in state)
