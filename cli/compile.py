@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     metavar="BUILD",
     help="Take schedule, policy, microbatches and autocast of this build where they are not given.",
 )
-@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "scan")
+@option_fields(CompileOptions, "microbatch_dims", "accept_microbatch_loss", "constant_batch", "pad_to", "scan")
 @option_fields(ModelOptions, "device")
 @option_fields(CompileOptions, "threads")
 @option_fields(ModelOptions, "seed")
@@ -278,7 +278,7 @@ def _as_json(
     plan = build.plan
     from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.inspection.microbatches import microbatch_facts
-    from fxpipe.inspection.shapes import shape_facts
+    from fxpipe.inspection.shapes import padding_facts, shape_facts
     from fxpipe.observe.record import samples_of
 
     samples = samples_of(plan)
@@ -289,6 +289,7 @@ def _as_json(
         "microbatches": plan.microbatches,
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
+        "padding": padding_facts(plan),
         "forward_cuts": [_unit(plan, s.forward_units[0]) for s in plan.stages[1:]],
         "backward_cuts": [_unit(plan, s.backward_units[0]) for s in plan.stages[1:]],
         "weight_cuts": [_unit(plan, s.weight_units[0]) for s in plan.stages[1:]],

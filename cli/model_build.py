@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fxpipe.build.build import Build
+    from fxpipe.plan.spec import PadSpec
     from fxpipe.planner.costs_file import BuildCosts
     from fxpipe.task.first_batches import FirstBatches
     from fxpipe.task.model_file import Task
@@ -30,7 +31,7 @@ OFF = 1.3
 
 MANY_SHAPES = (
     "the first {} batches of train_data() have {} shapes, each with stages of its own; a batch of another shape ends a "
-    "run: --scan reads more batches, padding to a few lengths helps"
+    "run: --scan reads more batches, --pad-to makes few of many"
 )
 
 NOTICEABLE = 5e-3
@@ -64,12 +65,14 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
         click.UsageError, FxpipeError: for everything that the user can fix.
     """
     from fxpipe.lowering.lower import compile
+    from fxpipe.lowering.padding_doubts import telling_batches
     from fxpipe.lowering.shapes import further_shapes
     from fxpipe.optimizer.hurried_scheduler import hurried_in
     from fxpipe.planner.links import NCCL_NODE
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.batch import moved
     from fxpipe.task.model_file import load_task, source_digests
+    from fxpipe.task.padding import padded
 
     if made.meta and options.backend != "eager":
         raise click.UsageError(
@@ -86,18 +89,19 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
         options = costs.applied(asked, NCCL_NODE, meta=made.meta)
     for warning in task.warnings:
         warn(warning)
-    named = options.constant_batch
-    options = options.for_task(task)
-    options = dataclasses.replace(options, command=_command(path, made, options, named))
+    options = dataclasses.replace(options.for_task(task), command=_command(path, made, options))
     evaluation = (task.metrics, _batches("eval_data", task.eval_data, task, made.seed)) if task.validates else None
     with working("compiling") as say:
         read, last = first.apart()
-        shapes = further_shapes(example, read, options.constant_batch)
-        if made.device is not None:  # only what is compiled, not all that was read
-            shapes, last = moved(made.device, (shapes, last))
-        last = _last(first, last, [example, *shapes], options)
+        padding = options.padding(first.batches)
+        told = list(telling_batches([example, *read], padding, options.constant_batch))[1:]
+        if made.device is not None:  # only what is compiled or compared, not all that was read
+            told, last = moved(made.device, (told, last))
+        after = (padded(batch, padding) for batch in told)
+        shapes = further_shapes(padded(example, padding), after, options.constant_batch)
+        last = _last(first, last, [padded(example, padding), *shapes], padding, options)
         say("capturing, costing and cutting")
-        build = compile(model, task.loss, example, options, shapes=shapes, last=last, evaluation=evaluation, say=say)
+        build = compile(model, task.loss, example, options, shapes=told, last=last, evaluation=evaluation, say=say)
         doubts = [MANY_SHAPES.format(len(first.batches), len(shapes) + 1)] if len(shapes) > 1 else []
         if hurry := hurried_in(build.plan, options.optimizer, options.lr_scheduler, first.length):
             doubts.append(hurry)
@@ -105,33 +109,37 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
             build = _timed(build, example, task, options.threads or 1, say)
     plan = dataclasses.replace(build.plan, sources=source_digests(Path(path)))
     build = dataclasses.replace(build, plan=plan, warnings=(*build.warnings, *doubts))
-    compiled = [*shapes, last][: len(plan.shapes)]
+    compiled = [*shapes, padded(last, padding)][: len(plan.shapes)]
     return ModelBuild(build, task, model, example, tuple(compiled), options)
 
 
-def _last(first: FirstBatches, found: Any, known: Sequence[Any], options: CompileOptions) -> Any:
+def _last(
+    first: FirstBatches, found: Any, known: Sequence[Any], padding: Sequence[PadSpec], options: CompileOptions
+) -> Any:
     """A batch as small as the last one of an epoch will be; None if it is as the others, or cannot be made of them.
 
     Args:
         found: the last one itself, if it was read.
-        known: a batch of every shape that there is.
+        known: a batch of every shape that there is, padded.
     """
     from fxpipe.lowering.first_of_each import first_of_each
     from fxpipe.task.first_batches import shortened
+    from fxpipe.task.padding import padded
 
     last = found
     if last is None:
         last = shortened(known[0], first, None if options.microbatch_dims is None else options.dims(known[0]))
     if last is None:
         return None
-    return last if len(list(first_of_each([*known, last], options.constant_batch))) > len(known) else None
+    every = [*known, padded(last, padding)]
+    return last if len(list(first_of_each(every, options.constant_batch))) > len(known) else None
 
 
-def _command(path: str, made: ModelOptions, options: CompileOptions, constants: Sequence[str]) -> str:
+def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     """The command that makes this build again, without the paths that differ from machine to machine.
 
     Args:
-        constants: the tensors of the batch that the command line, not the model file, names as constants.
+        options: as the command line gives them; what the model file says is left to it.
     """
     parts = ["fxpipe compile", Path(path).name, f"-n {options.workers}"]
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
@@ -139,7 +147,8 @@ def _command(path: str, made: ModelOptions, options: CompileOptions, constants: 
     parts += [f"--schedule {options.schedule}"]
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
-    parts += [f"--constant-batch {shlex.quote(name)}" for name in constants]
+    parts += [f"--constant-batch {shlex.quote(name)}" for name in options.constant_batch]
+    parts += [] if options.pad_to is None else [f"--pad-to {options.pad_to}"]
     parts += [f"--scan {options.scan}"] if options.scan != SCANNED else []
     parts += ["--meta"] if made.meta else []
     return " ".join(parts)

@@ -44,6 +44,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "schedule",
     "policy",
     autocast="Run a model's step under torch.autocast.",
+    pad_to="Make lengths of a model's batches multiples of N.",
 )
 @click.option(
     "--microbatches",
@@ -130,6 +131,8 @@ def _refuse_model_options(options: CompileOptions, costs: CostOptions) -> None:
         raise click.UsageError("--cost and --device-spec are for models; a profile has its own times")
     if options.autocast or options.threads:
         raise click.UsageError("--autocast and --threads are for models; a profile has its own times")
+    if options.pad_to is not None:
+        raise click.UsageError("--pad-to is for models; a profile has no batches")
 
 
 def _as_json(made: Planned, modes: tuple[str, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fxpipe.inspection.grid import grid_rows
 from fxpipe.inspection.microbatches import microbatch_facts
 from fxpipe.inspection.modules import ModuleTree
 from fxpipe.inspection.nodes import node_table
-from fxpipe.inspection.shapes import shape_facts
+from fxpipe.inspection.shapes import padding_facts, shape_facts
 from fxpipe.inspection.subject import Subject
 from fxpipe.inspection.timeline import outlook
 from fxpipe.inspection.units import unit_rows
@@ -144,6 +144,7 @@ def build_facts(subject: Subject) -> Facts:
         "optimizer_bytes": None if costs is None else costs.optimizer_bytes,
         "microbatch_loss": microbatch_facts(plan),
         "shapes": shape_facts(plan),
+        "padding": padding_facts(plan),
         "evaluation": evaluation_facts(plan),
         "passes": list(subject.passes),
         "edited": list(subject.edited),

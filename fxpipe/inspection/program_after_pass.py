@@ -82,6 +82,7 @@ def after(
     from fxpipe.lowering.captured_step import captured_step
     from fxpipe.lowering.minibatch_loss import capture_microbatch
     from fxpipe.task.model_file import load_task
+    from fxpipe.task.padding import padded
 
     check_pass(pass_name)
     warn = warn or messages.warn
@@ -98,6 +99,7 @@ def after(
     say("capturing")
     model, example = made.make(task)
     options = options.for_task(task)
+    example = padded(example, options.padding([example]) if plan is None else plan.padding)
     if options.microbatches is None:
         step = captured_step(model, task.loss, example, options)
         program, options = step.program, step.options

@@ -1,7 +1,8 @@
-"""The shapes of batches that a build has stages for."""
+"""The shapes of batches that a build has stages for, and how batches are padded to them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +25,16 @@ def shape_facts(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def padding_facts(plan: Plan) -> list[dict[str, Any]]:
+    """Which leaves get what appended, along which dimensions, to multiples of what."""
+    return [dataclasses.asdict(rule) for rule in plan.padding]
+
+
 def shape_lines(plan: Plan) -> Iterator[str]:
-    """The same in words; nothing for a build of one shape."""
+    """The same in words; nothing for a build of one shape without padding."""
+    if plan.padding:
+        rules = ", ".join(f"{rule.leaf} with {rule.value}" for rule in plan.padding)
+        yield f"padding: to multiples of {plan.padding[0].multiple}: {rules}"
     if not plan.shapes:
         return
     for number, facts in enumerate(shape_facts(plan)):

@@ -31,6 +31,7 @@ from fxpipe.stages.part_call import Function
 from fxpipe.task.batch import split
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.metrics import loss_and_metrics
+from fxpipe.task.padding import padded
 from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
@@ -94,6 +95,7 @@ def compare_with_eager(
         RunError: the emitted code fails, where eager PyTorch does not.
     """
     plan = build.plan
+    batch = padded(batch, plan.padding)
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
     emitted = _emitted(build, batch, seed, loss_weight)
     metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any
 
 from torch import nn
@@ -21,20 +22,23 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.lowering.name_constants import name_constants
-from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, Plan
+from fxpipe.lowering.padding_doubts import evaluation_doubts, telling_batches
+from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.task.batch import moved, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
+from fxpipe.task.padding import padded
 from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The captured evaluations, one for each shape of batch, or the `reason` why there are none."""
+    """The captured evaluations, one for each shape of batch, or the `reason` why there are none; and doubts to tell."""
 
     captured: tuple[CapturedEvaluation, ...] = ()
     reason: str = ""
+    doubts: tuple[str, ...] = ()
 
 
 def capture_evaluations(
@@ -45,6 +49,7 @@ def capture_evaluations(
     *,
     loss_weight: LossWeight | None = None,
     constant_batch: Sequence[str] = (),
+    padding: Sequence[PadSpec] = (),
 ) -> Evaluations:
     """Capture `metrics(model, batch)` for every shape of batch; where that fails, the reason.
 
@@ -53,23 +58,27 @@ def capture_evaluations(
         device: where the model is.
         loss_weight: the hook that will weigh the batches: tried on one of each shape.
         constant_batch: tensors of a batch that are constants of its capture: other values are another shape.
+        padding: how runs will pad the batches; on those that it changes, the metrics are compared.
 
     Raises:
         TaskError: the hook fails on a batch.
     """
     try:
         with random_state_kept():
-            examples = one_of_each(batches, constant_batch)
+            reading, given = tee(telling_batches(batches, padding, constant_batch))
+            examples = one_of_each((padded(batch, padding) for batch in reading), constant_batch)
     except (BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error))
     if loss_weight is not None:
         for example in examples:
             weight_of(loss_weight, example)
+    doubts = evaluation_doubts(model, metrics, (moved(device, batch) for batch in given), padding) if padding else ()
     placed = [moved(device, batch) for batch in examples]
     try:
-        return Evaluations(tuple(capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in placed))
+        captured = tuple(capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in placed)
+        return Evaluations(captured, doubts=doubts)
     except (CaptureError, BatchError, TaskError) as error:
-        return Evaluations(reason=_reason(error))
+        return Evaluations(reason=_reason(error), doubts=doubts)
 
 
 def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:
@@ -105,6 +114,7 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str) -> Bu
     Args:
         command: what is written into the files' headers.
     """
+    build = dataclasses.replace(build, warnings=(*build.warnings, *evaluations.doubts))
     if evaluations.reason:
         plan = dataclasses.replace(build.plan, not_evaluated=evaluations.reason)
         warning = f"runs evaluate the final weights only, in one process: {evaluations.reason}"

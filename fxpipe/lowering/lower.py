@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.build.build import Build
-from fxpipe.errors import BackendError, FxpipeError
+from fxpipe.errors import BackendError, BatchError, FxpipeError
 from fxpipe.ir.program import Buffer, Parameter, Program
 from fxpipe.ir.program_table import table_of
 from fxpipe.ir.transform import Observer, PassLines, run_passes
@@ -19,6 +19,7 @@ from fxpipe.lowering.choose_cuts import Choice, choose_cuts
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.padding_doubts import padding_doubts
 from fxpipe.lowering.shapes import CapturedShape, with_shape
 from fxpipe.lowering.step_costs import StepCosts, has_no_values, step_costs
 from fxpipe.lowering.totals import with_totals
@@ -42,6 +43,7 @@ from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import in_flight
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.task.model_view import of_parameters, without_values
+from fxpipe.task.padding import padded
 from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
@@ -66,6 +68,7 @@ def compile(
         model, loss, batch: `loss(model, batch)` is the step; `batch` is one whole minibatch.
         options, changes: what is asked; `fxpipe.lowering.options.CompileOptions` says what there is.
         shapes: more minibatches: those of another shape than `batch`, or with other constants, get stages of their own.
+            Where batches are padded (`pad_to`), their padded shapes count.
         last: a smaller minibatch, such as comes last in an epoch: likewise, or a warning says why not.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
             ones, that runs will evaluate on: read once here, for their shapes.
@@ -74,7 +77,12 @@ def compile(
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
-    step = captured_step(model, loss, batch, changed(options, changes), shapes, last)
+    options, batches = changed(options, changes), [batch, *shapes]
+    padding = options.padding(batches)
+    doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
+    batch, *batches = (padded(one, padding) for one in batches)
+    options = replace(options, pad=None, pad_to=None)
+    step = captured_step(model, loss, batch, options, batches, padded(last, padding))
     bare = _bare(model)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, bare))
     evaluations = None
@@ -85,11 +93,13 @@ def compile(
             step.program.device,
             loss_weight=options.loss_weight,
             constant_batch=options.constant_batch,
+            padding=padding,
         )
     build = lower(
         step.program, options, whole_loss=step.whole_loss, shapes=step.shapes, evaluations=evaluations, say=say
     )
-    return replace(build, model=bare)
+    plan = replace(build.plan, padding=padding)
+    return replace(build, model=bare, plan=plan, warnings=(*doubts, *build.warnings))
 
 
 def _bare(model: nn.Module) -> Callable[[], nn.Module] | None:
@@ -126,6 +136,7 @@ def lower(
         CutError: the cuts asked for are impossible, or nothing fits into memory.
         ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
         TaskError: the optimizer cannot be used, or not with one for each worker; or it asks for the model.
+        BatchError: batches are to be padded, which is done before a step is captured.
         BackendError: the engine asked for is not there, cannot run a part, or computes something else; or costs or
             engines are to be measured where parameters have no values (`fxpipe.task.meta`).
         FxpipeError: an option that does not exist.
@@ -133,6 +144,11 @@ def lower(
     options = changed(options, changes)
     options.check()
     check_loss_scaling(options.schedule, program.autocast)
+    if options.pad_to is not None:
+        raise BatchError(
+            "a captured program has the lengths of its batch: there is nothing to pad",
+            hint="give pad and pad_to to fxpipe.compile, which captures, too",
+        )
     options = replace(options, optimizer=of_parameters(options.optimizer, None))
     _check_values(program, options)
     lines = PassLines()

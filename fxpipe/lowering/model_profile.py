@@ -18,6 +18,7 @@ from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.plan.cost_records import OptimizerCosts
 from fxpipe.planner.profile import Profile
 from fxpipe.task.model_view import of_parameters, without_values
+from fxpipe.task.padding import padded
 from fxpipe.tracing.capture import Loss
 
 
@@ -66,6 +67,7 @@ def profile_model(
         FxpipeError: the step cannot be captured, or fails.
     """
     say("capturing")
+    batch = padded(batch, options.padding([batch]))
     step = captured_step(model, loss, batch, options)
     captured, whole_loss = step.program, step.whole_loss
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))

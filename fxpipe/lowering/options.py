@@ -26,7 +26,9 @@ from fxpipe.schedule.loss_scaling import check_loss_scaling
 
 if TYPE_CHECKING:
     from fxpipe.passes.whole_loss import WholeLoss
+    from fxpipe.plan.spec import PadSpec
     from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
+    from fxpipe.task.padding import Pad
 
 IN_PYTHON = "fxpipe.compile(...)"
 SCANNED = 8
@@ -71,6 +73,11 @@ class CompileOptions:
             names, `batch['grid']`, or their keys. They become constants of the build, which every batch must have.
         scan: how many batches of a model file's data are read for their shapes, each of which gets stages of its own,
             as a DataLoader's last, smaller batch does; in Python, `compile(..., shapes=…)`.
+        pad: what is appended to which leaves of every batch, by their names or keys, as `{"input_ids": 0, "labels":
+            -100}`: along dimension 1, or `(value, dimension)`; or a function that makes that of a batch. A model file
+            says it; only with `pad_to`.
+        pad_to: of what the lengths of these leaves are made multiples, before anything sees a batch; the loss is
+            compared with that of batches that are not padded.
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
@@ -136,6 +143,14 @@ class CompileOptions:
         minimum=1,
         help="Read the first N batches of train_data(), and make stages for every shape among them.",
     )
+    pad: Pad | None = None
+    pad_to: int | None = option(
+        None,
+        "--pad-to",
+        minimum=1,
+        metavar="N",
+        help="Make lengths of batches multiples of N; `pad` in the model file says of which leaves, and with what.",
+    )
     loss_weight: Callable[[Any], Any] | None = None
     accept_microbatch_loss: bool = option(
         False, "--accept-microbatch-loss", help="Compile even if microbatches change the loss (contrastive losses do)."
@@ -187,6 +202,12 @@ class CompileOptions:
 
         return asked_dims(batch, self.microbatch_dims)
 
+    def padding(self, batches: Sequence[Any]) -> tuple[PadSpec, ...]:
+        """How batches are padded, as it is asked; the arguments and errors are those of `padding_of`."""
+        from fxpipe.task.padding import padding_of
+
+        return padding_of(self.pad, self.pad_to, batches)
+
     def whole_loss(self) -> WholeLoss | None:
         """The pass that makes the microbatches' losses the whole batch's; None for a program of whole batches."""
         from fxpipe.passes.whole_loss import WholeLoss
@@ -234,10 +255,13 @@ class CompileOptions:
         from fxpipe.threads import threads_for
 
         threads = threads_for(self.threads, self.workers)
+        pad_to = task.pad_to if self.pad_to is None else self.pad_to
         return replace(
             self,
             microbatch_dims=task.microbatch_dims if self.microbatch_dims is None else self.microbatch_dims,
             constant_batch=self.constant_batch or task.constant_batch,
+            pad=self.pad or (None if pad_to is None else task.pad),
+            pad_to=pad_to,
             loss_weight=self.loss_weight or task.loss_weight,
             optimizer=self.optimizer or task.optimizer,
             lr_scheduler=self.lr_scheduler or task.lr_scheduler,

@@ -102,6 +102,22 @@ class LeafSpec:
 
 
 @dataclass(frozen=True)
+class PadSpec:
+    """What is appended to leaves of the user's batches before anything else sees them.
+
+    Attributes:
+        leaf: the leaf's name, or the key in its name, as the user wrote it.
+        value: the number that is appended.
+        dims: along these, to the next multiple of `multiple`.
+    """
+
+    leaf: str
+    value: Any
+    dims: tuple[int, ...]
+    multiple: int
+
+
+@dataclass(frozen=True)
 class PartSpec:
     """The interface of one function of a stage, `forward` or `backward`; every tuple in the code's own order.
 
@@ -229,6 +245,7 @@ class Plan:
         meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
             and a run makes the parameters' initial values.
         shapes: the step for each further shape of batch; what is above is for the first.
+        padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
     """
@@ -261,6 +278,7 @@ class Plan:
     loss_weight: bool = False
     totals: EvaluationSpec | None = None
     shapes: tuple[ShapeSpec, ...] = ()
+    padding: tuple[PadSpec, ...] = ()
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""
 

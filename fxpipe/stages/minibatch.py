@@ -1,4 +1,4 @@
-"""A minibatch as worker 0 hands it out: the leaves of each microbatch, the user's and those that are made of them."""
+"""A minibatch as worker 0 hands it out: the leaves of each microbatch, the user's, padded, and those made of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
 from fxpipe.stages.loaded import load_evaluation
 from fxpipe.task.batch import Splitter
 from fxpipe.task.loss_weights import LossWeight, weight_of
+from fxpipe.task.padding import padded
 
 TRIED_SCALE = 1024.0
 """The loss scale where a step under float16 is tried: compared, measured, exported. A run takes its own (see
@@ -22,7 +23,7 @@ TRIED_SCALE = 1024.0
 
 
 class Minibatches:
-    """Cuts minibatches, and makes the leaves that need the whole of one: totals over it, weights of its microbatches.
+    """Pads and cuts minibatches, and makes the leaves that need the whole of one: totals, weights of microbatches.
 
     Args:
         source: the build's folder, or the texts of its files by name.
@@ -66,7 +67,7 @@ class Minibatches:
             BatchError: the batch differs from the captured one; names every leaf that does.
             TaskError: `loss_weight` failed, or gave what is no weight.
         """
-        parts = self._splitter.cut(batch, minibatch)
+        parts = self._splitter.cut(padded(batch, self._plan.padding), minibatch)
         leaves = [self._splitter.leaves_of(part) for part in parts]
         made: dict[str, Sequence[Any]] = {}
         if self._totals is not None:
@@ -81,7 +82,7 @@ class Minibatches:
         return [(*given, *more) for given, more in zip(leaves, rest, strict=True)]
 
     def distance(self, batch: Any) -> float:
-        """How far a batch is from those that were captured; 0 if it fits."""
+        """How far a padded batch is from those that were captured; 0 if it fits."""
         return self._splitter.distance(batch)
 
     def _added_up(self, leaves: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
@@ -106,6 +107,7 @@ class ShapedMinibatches:
         loss_weight: LossWeight | None,
     ) -> None:
         self._of_shapes = [Minibatches(of_shape, source, tensors, loss_weight) for of_shape in plan.of_shapes]
+        self._padding = plan.padding
 
     def __call__(self, batch: Any, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
         """The number of the batch's shape, and each microbatch's leaves.
@@ -114,6 +116,7 @@ class ShapedMinibatches:
             BatchError: the batch has no captured shape; names the leaves in which it differs from the nearest.
             TaskError: as `Minibatches`.
         """
+        batch = padded(batch, self._padding)
         shape = min(range(len(self._of_shapes)), key=lambda i: self._of_shapes[i].distance(batch))
         return shape, self._of_shapes[shape](batch, minibatch)
 

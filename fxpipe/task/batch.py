@@ -76,7 +76,7 @@ def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec],
                     page="tensor-kinds",
                 )
             dim = 0 if value.dim() else None
-            if _is_named(name, constants):
+            if is_named(name, constants):
                 _check_constant(name, value)
                 leaves.append(LeafSpec(name, None, constant_of(value), dim))
             else:
@@ -96,9 +96,9 @@ def describe(batch: Any, constants: Iterable[str] = ()) -> tuple[list[LeafSpec],
     return leaves, values, spec
 
 
-def _is_named(name: str, constants: Iterable[str]) -> bool:
+def is_named(name: str, known: Iterable[str]) -> bool:
     """Whether a leaf is named, by itself (`batch['grid']`) or by its key (`grid`)."""
-    return any(name == known or name.endswith((f"[{known!r}]", f".{known}")) for known in constants)
+    return any(name == one or name.endswith((f"[{one!r}]", f".{one}")) for one in known)
 
 
 def check_constants(leaves: Sequence[LeafSpec], constants: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ def check_constants(leaves: Sequence[LeafSpec], constants: Iterable[str]) -> Non
     Raises:
         BatchError: says which, and what leaves there are.
     """
-    unknown = [known for known in constants if not any(_is_named(leaf.name, [known]) for leaf in leaves)]
+    unknown = [known for known in constants if not any(is_named(leaf.name, [known]) for leaf in leaves)]
     if unknown:
         raise BatchError(
             f"constant_batch names {', '.join(unknown)}, which the batch does not have",

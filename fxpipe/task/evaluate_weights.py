@@ -14,6 +14,7 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.plan.spec import Plan
 from fxpipe.task.loss_weights import LossWeights, weighted_means
 from fxpipe.task.model_file import Task, place_in
+from fxpipe.task.padding import padded
 
 
 def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
@@ -36,7 +37,7 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     with torch.no_grad():
         try:
             for batch in task.eval_data():
-                found = task.metrics(model, batch)
+                found = task.metrics(model, padded(batch, plan.padding))
                 for name, value in found.items():
                     if isinstance(value, str):
                         raise TaskError(f"metrics() returned {name!r} as a str, not as a number", where=task.path.name)

@@ -9,6 +9,7 @@ from typing import Any
 from fxpipe.errors import TaskError
 from fxpipe.plan.spec import Plan
 from fxpipe.task.batch import describe
+from fxpipe.task.padding import padded
 
 LossWeight = Callable[[Any], Any]
 """The hook `loss_weight(batch)`: how much a batch or a microbatch counts, a number of 0 or more."""
@@ -39,17 +40,17 @@ class LossWeights:
 
     def __init__(self, plan: Plan, loss_weight: LossWeight | None) -> None:
         self._dims = {leaf.name: leaf.dim for leaf in plan.given if leaf.tensor is not None}
-        self._loss_weight = loss_weight
+        self._loss_weight, self._padding = loss_weight, plan.padding
 
     def __call__(self, batch: Any) -> float:
-        """A number of 0 or more.
+        """A number of 0 or more: what the hook gives for the padded batch, or the samples of the batch as it is.
 
         Raises:
             TaskError: the hook failed, or gave what is no weight.
         """
         if self._loss_weight is None:
             return self._samples(batch)
-        weight = weight_of(self._loss_weight, batch)
+        weight = weight_of(self._loss_weight, padded(batch, self._padding))
         if not (math.isfinite(weight) and weight >= 0):
             raise TaskError(
                 f"loss_weight(batch) gave {weight:g} for a batch of eval_data()", hint="weights are 0 or more"

@@ -10,6 +10,7 @@ def averaged(optimizer, named_parameters)     # optional: averaged weights that 
 def eval_data(), def metrics(model, batch)    # optional validation
 def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
+pad = {"ids": 0}; pad_to = 64                 # optional: what is appended to leaves of a batch, to multiples of what
 constant_batch = ["grid"]                     # optional: tensors of the batch whose values the step reads
 """
 
@@ -35,6 +36,7 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.model_view import ModelViews, asks_for_model
 from fxpipe.task.one_optimizer import one_optimizer
+from fxpipe.task.padding import Pad
 
 REQUIRED = ("model", "loss", "train_data")
 OPTIONAL = ("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
@@ -152,6 +154,18 @@ class Task:
     def microbatch_dims(self) -> Any:
         """Where the leaves of a batch are cut into microbatches; None if the file does not say it."""
         return getattr(self.module, "microbatch_dims", None)
+
+    @property
+    def pad(self) -> Pad | None:
+        """What is appended to which leaves of a batch; None if the file does not say it."""
+        found: Pad | None = getattr(self.module, "pad", None)
+        return found
+
+    @property
+    def pad_to(self) -> int | None:
+        """To multiples of what; None if the file does not say it."""
+        found: int | None = getattr(self.module, "pad_to", None)
+        return found
 
     @property
     def constant_batch(self) -> Sequence[str]:

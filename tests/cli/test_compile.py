@@ -155,6 +155,7 @@ def test_json(model: Path) -> None:
         "microbatches",
         "microbatch_loss",
         "shapes",
+        "padding",
         "forward_cuts",
         "backward_cuts",
         "weight_cuts",

@@ -36,6 +36,7 @@ def made_facts(
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
             "edited": [], "stale": [], "evaluation": None, "passes": [], "microbatch_loss": None,
             "shapes": [{"files": [f"stage_{k}.py" for k in range(workers)], "batch": {}}],
+            "padding": [],
         },
         "modules": modules, "nodes": nodes, "units": units, "workers": table, "edges": _edges(workers, blocks),
         "partitions": [_partition(mode, microbatch) for mode in ("same", "bidirectional", "three-way")],

@@ -13,6 +13,7 @@ from fxpipe.random_state import RandomState, random_state, random_state_kept, se
 from fxpipe.task.batch import Splitter, describe, dump, said, shape_key
 from fxpipe.task.loss_weights import LossWeight, LossWeights
 from fxpipe.task.model_file import hook_raised
+from fxpipe.task.padding import padded
 from fxpipe.task.tree_text import tree_text
 
 Batches = Callable[[], Iterable[Any]]
@@ -86,10 +87,10 @@ class EvaluationData:
 
 
 class Shapes:
-    """Finds which captured shape a batch has, and lays it out as it was captured."""
+    """Finds which captured shape a batch has once it is padded, and lays it out as it was captured."""
 
     def __init__(self, plan: Plan) -> None:
-        self._specs = plan.evaluations
+        self._specs, self._padding = plan.evaluations, plan.padding
         self._placers = [Splitter(spec.batch, spec.batch_spec, 1, plan.device) for spec in plan.evaluations]
         self._numbers = {shape_key(spec.batch_spec, spec.batch): i for i, spec in enumerate(plan.evaluations)}
         self._constants = {leaf.name for spec in plan.evaluations for leaf in spec.batch if leaf.tensor is None}
@@ -103,6 +104,7 @@ class Shapes:
         Raises:
             BatchError: no batch of this shape was captured; says what it is and what the build knows.
         """
+        batch = padded(batch, self._padding)
         leaves, _, tree = describe(batch, self._constants)
         shape = self._numbers.get(shape_key(dump(tree), leaves))
         if shape is None:

@@ -1,0 +1,212 @@
+"""Does padding change what is trained or measured? Batches as the data give them and padded, in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import BatchError, CaptureError, FxpipeError
+from fxpipe.lowering.compare_with_eager import Step, compare, metric_errors, run_eagerly
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.steady_randomness import SteadyRandomness
+from fxpipe.plan.spec import PadSpec
+from fxpipe.stages.compare import EXACT, FLOOR_OF_SUMS
+from fxpipe.task.batch import describe, dump, is_named, shape_key, shape_text
+from fxpipe.task.loss_weights import weight_of
+from fxpipe.task.meta import are_on_meta
+from fxpipe.task.padding import padded
+from fxpipe.tracing.capture import Loss, Metrics, autocasting
+from fxpipe.tracing.eval_mode import eval_mode
+
+ROUGH = 1e-2
+"""What counts as rounding, relative, where numbers are narrower than float32; else `EXACT`. Padding that a model does
+not mask changes more."""
+
+
+def telling_batches(
+    batches: Iterable[Any], padding: Sequence[PadSpec], constant_batch: Sequence[str] = ()
+) -> Iterator[Any]:
+    """Of some batches, as they are, the first of every shape that there is after padding, and the first that padding
+    changes.
+
+    Raises:
+        BatchError: a batch is no pytree of tensors.
+    """
+    known, changed = set(), set()
+    for batch in batches:
+        after = padded(batch, padding)
+        leaves, _, tree = describe(after, constant_batch)
+        key = shape_key(dump(tree), leaves)
+        if key not in known or (after is not batch and key not in changed):
+            yield batch
+        known.add(key)
+        if after is not batch:
+            changed.add(key)
+
+
+def padding_doubts(
+    model: nn.Module, loss: Loss, batches: Sequence[Any], padding: Sequence[PadSpec], options: CompileOptions
+) -> tuple[str, ...]:
+    """What to warn of: loss, gradients, metrics or `loss_weight` that padding changes, or that could not be compared.
+
+    For every shape, eager PyTorch steps on the first batch that padding changes, as it is and padded; random numbers
+    are the same for every sample and token in both.
+
+    Args:
+        batches: as the data give them.
+
+    Raises:
+        BatchError: eager PyTorch steps on a batch as it is, and fails on it padded.
+    """
+    if not padding:
+        return ()
+    if are_on_meta(list(model.parameters())):
+        return ("whether padding changes the loss was not compared: parameters have no values (--meta)",)
+    told = list(telling_batches(batches, padding, options.constant_batch))
+    pairs = [(batch, after) for batch in told if (after := padded(batch, padding)) is not batch]
+    if not pairs:
+        return (
+            "whether padding changes the loss was not compared: no batch that was read needs any (--scan reads more)",
+        )
+    return _told(doubt for batch, after in pairs for doubt in _of_step(model, loss, batch, after, padding, options))
+
+
+def _of_step(
+    model: nn.Module, loss: Loss, batch: Any, after: Any, padding: Sequence[PadSpec], options: CompileOptions
+) -> Iterator[str]:
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    parameters = [((name,), p.requires_grad) for name, p in model.named_parameters()]
+
+    def step(one: Any) -> Step:
+        return run_eagerly(
+            model,
+            loss,
+            [one],
+            parameters=parameters,
+            buffers=(),
+            context=lambda: autocasting(device, options.autocast),
+            divisor=1,
+        )
+
+    place = f"of a batch of {shape_text(batch)}"
+    steady = SteadyRandomness()
+    with steady:
+        try:
+            own = step(batch)
+        except FxpipeError as error:
+            yield f"whether padding changes the loss was not compared {place}: {error.what}"
+            return
+        try:
+            made = step(after)
+        except CaptureError as error:
+            raise _needs_more(error, batch, after, padding) from error
+    if options.loss_weight is not None:
+        yield from _weights(weight_of(options.loss_weight, batch), weight_of(options.loss_weight, after), place)
+    if steady.unknown:
+        drawn = ", ".join(sorted(steady.unknown))
+        yield f"whether padding changes the loss was not compared: {drawn} cannot draw alike for it and for the batch"
+        return
+    agreement, limit = compare(made, own, FLOOR_OF_SUMS), _limit(model.parameters(), options.autocast)
+    name, error_of_gradient = agreement.worst_gradient
+    if not agreement.loss <= limit:
+        yield (
+            f"padding changes the loss {place}: {own.loss:.6g} as it is, {made.loss:.6g} padded: it trains something "
+            "else; let the model mask what is appended, and the loss leave it out"
+        )
+    elif not error_of_gradient <= limit:
+        yield (
+            f"padding changes gradients {place}: that of {name} by {error_of_gradient:.1e}, relative, though the loss "
+            "is the same; let the model mask what is appended"
+        )
+    yield from _metrics("metric", own, made, limit, place)
+
+
+def _needs_more(error: CaptureError, batch: Any, after: Any, padding: Sequence[PadSpec]) -> BatchError:
+    """The error where the padded batch cannot be computed with: perhaps a leaf is as long, and not padded."""
+    before = {leaf.name: leaf.tensor.shape for leaf in describe(batch)[0] if leaf.tensor}
+    now = {leaf.name: leaf.tensor.shape for leaf in describe(after)[0] if leaf.tensor}
+    lengths = {a for name in before for a, b in zip(before[name], now[name], strict=True) if a != b}
+    named = [rule.leaf for rule in padding]
+    alike = [name for name, shape in before.items() if not is_named(name, named) and lengths & set(shape[1:])]
+    return BatchError(
+        f"eager PyTorch steps on a batch of {shape_text(batch)}, and fails on it padded to {shape_text(after)}: "
+        f"{error.what}",
+        where=error.where,
+        hint=f"pad does not name {', '.join(alike)}, which has the same length: name it, too"
+        if alike
+        else "name all leaves that have this length in pad, or choose another pad_to",
+        page="batch-shapes",
+    )
+
+
+def evaluation_doubts(
+    model: nn.Module, metrics: Metrics, batches: Iterable[Any], padding: Sequence[PadSpec]
+) -> tuple[str, ...]:
+    """What to warn of: metrics of an evaluation that padding changes; the model is in eval mode.
+
+    Args:
+        batches: as the data give them, on the model's device; those that padding leaves alone are passed over.
+    """
+    if are_on_meta(list(model.parameters())):
+        return ()  # said of the loss
+
+    def measured(model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            return torch.zeros((), requires_grad=True), metrics(model, batch)
+
+    def evaluated(batch: Any) -> Step:
+        with eval_mode(model), torch.enable_grad():
+            return run_eagerly(
+                model, measured, [batch], parameters=(), buffers=(), context=torch.enable_grad, divisor=1
+            )
+
+    doubts: list[str] = []
+    for batch in batches:
+        if (after := padded(batch, padding)) is batch:
+            continue
+        place = f"of a batch of eval_data() of {shape_text(batch)}"
+        try:
+            with SteadyRandomness() as steady:
+                own, made = evaluated(batch), evaluated(after)
+        except FxpipeError as error:
+            doubts.append(f"whether padding changes metrics was not compared {place}: {error.what}")
+            continue
+        if steady.unknown:
+            doubts.append(f"whether padding changes metrics was not compared {place}: they draw random numbers")
+            continue
+        doubts += _metrics("evaluation metric", own, made, _limit(model.parameters(), None), place)
+    return _told(doubts)
+
+
+def _metrics(what: str, own: Step, made: Step, limit: float, place: str) -> Iterator[str]:
+    for name, error in metric_errors(made, own.metrics).items():
+        if not error <= limit:
+            yield (
+                f"padding changes the {what} {name!r} {place}: {own.metrics[0][name]:.6g} as it is, "
+                f"{made.metrics[0][name]:.6g} padded: leave out what is appended"
+            )
+
+
+def _weights(own: float, made: float, place: str) -> Iterator[str]:
+    if own != made:
+        yield (
+            f"padding changes loss_weight(batch) {place}: {own:g} as it is, {made:g} padded: count what is not appended"
+        )
+
+
+def _limit(parameters: Iterable[Tensor], autocast: str | None) -> float:
+    narrow = autocast is not None or any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
+    return ROUGH if narrow else EXACT
+
+
+def _told(doubts: Iterable[str]) -> tuple[str, ...]:
+    """The first of each kind, and how many more batches say the same."""
+    kinds: dict[str, list[str]] = {}
+    for doubt in doubts:
+        kinds.setdefault(doubt.partition(" of a batch of ")[0], []).append(doubt)
+    return tuple(
+        first + (f" (so for {len(rest)} more of the shapes)" if rest else "") for first, *rest in kinds.values()
+    )

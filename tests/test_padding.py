@@ -1,0 +1,202 @@
+"""`--pad-to`: batches of many lengths train as eager PyTorch trains them unpadded, through stages of few shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import padded_texts
+import pytest
+import torch
+from commands import QUICK
+from commands import fxpipe as fxpipe_command
+from padded_texts import PAD, Reader, batch_of, data, loss, metrics, model_of, sgd, tokens
+from strict_wires import run_in_threads
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.build.build import Build
+from fxpipe.errors import BatchError, TaskError
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.plan.build_folder import read_plan
+
+
+def built(loss: Any = loss, first: Any = None, model: nn.Module | None = None, **more: Any) -> Build:
+    options = {"workers": 2, "schedule": "1f1b", "microbatches": 2, "cost": "analytic", "pad": PAD, "pad_to": 8, **more}
+    first, *others = data() if first is None else [first]
+    return fxpipe.compile(model or model_of(), loss, first, **{"shapes": others, **options})
+
+
+@pytest.fixture(scope="module")
+def whole() -> Build:
+    return built(evaluation=(metrics, data()))
+
+
+def trained_eagerly(batches: Any) -> tuple[list[Tensor], nn.Module]:
+    model = model_of()
+    optimizer, losses = sgd(model.named_parameters()), []
+    for batch in batches:
+        value = loss(model, batch)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return losses, model
+
+
+def test_batches_of_many_lengths_train_as_eager_does_without_padding(whole: Build) -> None:
+    assert [of_shape.given[0].tensor.shape for of_shape in whole.plan.of_shapes] == [(2, 8), (2, 16)]  # type: ignore[union-attr]
+    assert not whole.warnings
+    pipeline = whole.local(optimizer=sgd)
+    batches = [*data(), batch_of(16, 99), batch_of(1, 98), batch_of(11, 97)]  # lengths that compile has not seen, too
+    losses, model = trained_eagerly(batches)
+    for batch, expected in zip(batches, losses, strict=True):
+        torch.testing.assert_close(pipeline.step(batch).double(), expected, rtol=1e-6, atol=0)
+    pipeline.flush()
+    torch.testing.assert_close(pipeline.state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def test_microbatches_are_weighed_by_what_is_not_appended() -> None:
+    build = built(loss_weight=tokens)
+    assert not build.warnings
+    pipeline = build.local(optimizer=sgd, loss_weight=tokens)
+    losses, model = trained_eagerly(data())
+    for batch, expected in zip(data(), losses, strict=True):
+        torch.testing.assert_close(pipeline.step(batch).double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(pipeline.state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def test_evaluations_are_those_of_the_batches_as_they_are(whole: Build) -> None:
+    model = model_of().eval()
+    rows = [metrics(model, batch) for batch in data()]
+    found = whole.local(optimizer=sgd).evaluate(data())
+    for name, value in found.items():
+        assert value == pytest.approx(sum(float(row[name].detach()) for row in rows) / len(rows), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+def test_workers_apart_give_the_same_bits(tmp_path: Path, schedule: str) -> None:
+    build = built(schedule=schedule, workers=3, evaluation=(metrics, data())).save(tmp_path / "build")
+    assert read_plan(tmp_path / "build").padding == build.plan.padding
+    run = run_in_threads(tmp_path / "build", data(), sgd, by_channel=False)
+    assert not run.failures, run.failures
+    assert run.losses == build.local(optimizer=sgd).run(data())
+
+
+def test_a_padded_batch_is_compared_with_eager_as_it_enters(whole: Build) -> None:
+    for part, batch in zip(whole.of_shapes, (batch_of(5), batch_of(9)), strict=True):
+        assert compare_with_eager(part, model_of(), loss, batch).largest < 1e-12
+
+
+class Unmasked(Reader):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(ids, torch.ones_like(mask))
+
+
+def unmasked() -> nn.Module:
+    torch.manual_seed(0)
+    return Unmasked().double()
+
+
+def test_a_model_that_does_not_mask_is_warned_of_with_both_numbers() -> None:
+    model, batch = unmasked(), batch_of(5)
+    own = loss(model, batch).item()
+    after = {name: F.pad(value, (0, 3), value=PAD[name]) for name, value in batch.items()}
+    build = built(first=batch, model=model, evaluation=(metrics, [batch]))
+    (of_loss,) = [w for w in build.warnings if "padding changes the loss of a batch" in w]
+    assert f"{own:.6g} as it is, {float(loss(model, after)):.6g} padded" in of_loss
+    assert "batch['ids'] int64[4, 5]" in of_loss
+    (of_metric,) = [w for w in build.warnings if "padding changes the evaluation metric 'loss'" in w]
+    assert f"{own:.6g} as it is" in of_metric
+
+
+def test_a_loss_of_the_mean_over_all_tokens_is_warned_of() -> None:
+    def mean(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch["ids"], batch["mask"]).flatten(0, 1)
+        each = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none")
+        return each.mean(), {"largest": each.max(), "smallest": each.min()}
+
+    warnings = built(mean).warnings
+    assert sum("padding changes the loss" in w and "(so for 1 more of the shapes)" in w for w in warnings) == 1
+    assert not any("padding changes the metric 'largest'" in w for w in warnings)
+
+
+def test_weights_that_count_what_is_appended_are_warned_of() -> None:
+    warnings = built(loss_weight=lambda batch: batch["ids"].numel()).warnings
+    assert any("padding changes loss_weight(batch)" in w and "20 as it is, 32 padded" in w for w in warnings)
+
+
+def test_gradients_that_padding_changes_are_warned_of() -> None:
+    def with_nothing(model: nn.Module, batch: Any) -> Tensor:
+        hidden = model.get_submodule("embed")(batch["ids"]).sum()
+        return loss(model, batch) + hidden - hidden.detach()  # no value, but a gradient for every token
+
+    assert any("padding changes gradients" in w and "embed.weight" in w for w in built(with_nothing).warnings)
+
+
+def test_batches_that_need_no_padding_compare_nothing_and_say_so() -> None:
+    warnings = built(first=batch_of(8)).warnings
+    assert [w for w in warnings if "was not compared: no batch that was read needs any" in w]
+
+
+def test_a_leaf_that_is_as_long_and_not_named_is_named_by_the_error() -> None:
+    with pytest.raises(BatchError, match=r"fails on it padded") as error:
+        built(pad={"ids": 0, "labels": -100})
+    assert error.value.hint == "pad does not name batch['mask'], which has the same length: name it, too"
+
+
+def test_where_nothing_is_named_the_error_shows_the_line_to_write() -> None:
+    with pytest.raises(BatchError, match=r"pad_to=8 is asked for") as error:
+        built(pad=None)
+    assert "batch['ids'] (dimension 1), batch['mask'] (dimension 1), batch['labels'] (dimension 1)" in error.value.what
+    assert error.value.hint is not None
+    assert 'pad = {"ids": 0, "mask": 0, "labels": -100}' in error.value.hint
+
+
+def test_values_without_a_length_and_captured_programs_are_refused() -> None:
+    with pytest.raises(TaskError, match="not to multiples of what"):
+        built(pad_to=None)
+    program = fxpipe.capture(model_of(), loss, batch_of(8))
+    with pytest.raises(BatchError, match="there is nothing to pad"):
+        fxpipe.lower(program, workers=2, pad=PAD, pad_to=8)
+
+
+MODEL = (
+    Path(padded_texts.__file__).read_text()
+    + """
+model, optimizer, pad = model_of, sgd, PAD
+train_data = eval_data = data
+"""
+)
+
+
+@pytest.mark.multiproc
+def test_from_the_model_file_to_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    options = [*QUICK, "--schedule", "1f1b", "--microbatches", 2, "--pad-to", 8, "--verify"]
+    compiled = fxpipe_command("compile", tmp_path / "model.py", "-o", tmp_path / "build", *options)
+    assert compiled.code == 0, compiled.err
+    assert "padding: to multiples of 8: ids with 0, mask with 0, labels with -100" in compiled.out
+    assert "--pad-to 8" in (tmp_path / "build" / "stage_0_1.py").read_text().splitlines()[0]
+    summaries = []
+    for where, more in (("apart", []), ("local", ["--local"])):
+        run = fxpipe_command("run", tmp_path / "build", "--epochs", 2, "--out", tmp_path / where, *more, "--json")
+        summaries.append(run.json)
+    apart, local = ((tmp_path / where / "model.safetensors").read_bytes() for where in ("apart", "local"))
+    assert apart == local
+    assert summaries[0]["losses"] == summaries[1]["losses"]
+    losses, _ = trained_eagerly(data() * 2)
+    assert summaries[0]["losses"] == pytest.approx([float(value) for value in losses], rel=1e-6)
+    found = fxpipe_command("inspect", tmp_path / "build", "--json").json["build"]["padding"]
+    assert found[2] == {"leaf": "labels", "value": -100, "dims": [1], "multiple": 8}
+    after = fxpipe_command("inspect", tmp_path / "build", "--after", "capture")
+    assert "[2, 8]" in after.out
+
+
+def test_a_model_file_that_names_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL.replace("optimizer, pad =", "optimizer, unused ="))
+    result = fxpipe_command("compile", tmp_path / "model.py", "-o", tmp_path / "build", *QUICK, "--pad-to", 8)
+    assert result.code == 1
+    assert 'pad = {"ids": 0, "mask": 0, "labels": -100}' in result.err
+    assert not (tmp_path / "build").exists()
