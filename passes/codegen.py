@@ -81,6 +81,8 @@ def _evaluation_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec
     yield ""
     yield f"computes  {_units(program, program.cuts.forward[worker : worker + 2])}"
     yield f"metrics   {', '.join(spec.metrics) or 'none'}"
+    if spec.updates:
+        yield f"carries   after the metrics, to the next batch: {', '.join(spec.updates)}"
     yield f"receives  {arriving:,} bytes a batch"
     yield f"sends     {leaving:,} bytes a batch"
     yield ""

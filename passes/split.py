@@ -23,7 +23,7 @@ class Split(Pass):
     A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss (one tensor with
     its metrics, if it has some), the buffers' new values and the saved values. Its backward takes weights, buffers and
     the saved values, and returns gradients. A stage of an evaluation has one part, which takes what forward takes, and
-    returns metrics.
+    returns metrics, and after them the new values of the buffers that it carries from batch to batch.
 
     Before:  y = mm(h, w2)  # F w0           After:  stage 0 forward   (h, w2): y = mm(h, w2); send(y)
              y_send_1 = send(y)  # F w0              stage 1 forward   (): y = recv()
@@ -103,7 +103,7 @@ class _Interface:
             graph.output(tuple(mapped[n] for n in gradients.values()))
         elif self.metrics:
             function = "evaluate"
-            graph.output(tuple(mapped[n] for n in metrics.values()))
+            graph.output(tuple(mapped[n] for n in (*metrics.values(), *updates.values())))
         else:
             function = "forward"
             new, remembered = (tuple(mapped[n] for n in nodes) for nodes in (updates.values(), kept))

@@ -1,8 +1,8 @@
 """The law of the program, per level; checked after each pass.
 
 CAPTURED  every output is the loss, a gradient of a trained parameter, a buffer's new value or a metric; without a loss
-          all are metrics. Every placeholder is in a table and comes before all calls; forward comes before backward,
-          and an evaluation has no backward.
+          all are metrics and new values of buffers. Every placeholder is in a table and comes before all calls; forward
+          comes before backward, and an evaluation has no backward.
 FOLDED    no call only repeats its input, and something reads every value, except random draws.
 NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
           Until nodes have workers, units never decrease along an F edge and never increase along a B edge.
@@ -62,7 +62,7 @@ def _captured(program: Program) -> None:
         if sum(o.kind == "loss" for o in program.outputs) != 1:
             raise VerifyError("a program has exactly one loss")
         if any(o.kind == "metric" for o in program.outputs) and all(info(n).phase == "F" for n in program):
-            raise VerifyError("there is no backward, and an evaluation gives metrics and nothing else")
+            raise VerifyError("there is no backward, and an evaluation gives metrics and buffers alone")
     for output in program.outputs:
         if output.kind == "gradient" and not (output.target in parameters and parameters[output.target].trained):
             raise VerifyError(f"{output.target} has a gradient but is not a trained parameter")

@@ -199,8 +199,9 @@ class Program:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """F and B of a training step; F alone of an evaluation, whose outputs are metrics."""
-        return ("F",) if self.outputs and all(o.kind == "metric" for o in self.outputs) else ("F", "B")
+        """F and B of a training step; F alone of an evaluation: its outputs are metrics, and new values of buffers."""
+        kinds = {output.kind for output in self.outputs}
+        return ("F",) if "metric" in kinds and kinds <= {"metric", "buffer"} else ("F", "B")
 
     @property
     def files(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ class Part:
 
     `graph` has a placeholder for every weight, buffer and batch leaf or saved value (in the order of `spec`), ATen
     calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: of `forward`
-    `(loss or None, updates, saved)`, of `backward` the gradients, of `evaluate` the metrics.
+    `(loss or None, updates, saved)`, of `backward` the gradients, of `evaluate` the metrics, then the updates.
     """
 
     function: Literal["forward", "backward", "evaluate"]

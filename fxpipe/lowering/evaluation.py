@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.build.build import Build
-from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError
+from fxpipe.errors import BatchError, CaptureError, CutError, FxpipeError, TaskError, listed
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import PassLines, run_passes
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
@@ -25,10 +25,12 @@ from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.padding_doubts import evaluation_doubts, telling_batches
 from fxpipe.plan.spec import BufferSpec, EvaluationSpec, EvaluationStage, PadSpec, Plan
 from fxpipe.random_state import random_state_kept
+from fxpipe.runtime.wires.moves import first_names
 from fxpipe.task.batch import moved, tensor_spec
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.padding import padded
 from fxpipe.tracing.capture import CapturedEvaluation, Metrics, capture_evaluation
+from fxpipe.tracing.carried_buffers import buffers_carried
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
 
@@ -75,10 +77,12 @@ def capture_evaluations(
     doubts = evaluation_doubts(model, metrics, (moved(device, batch) for batch in given), padding) if padding else ()
     placed = [moved(device, batch) for batch in examples]
     try:
-        captured = tuple(capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in placed)
-        return Evaluations(captured, doubts=doubts)
+        captured = [capture_evaluation(model, metrics, b, constant_batch=constant_batch) for b in placed]
     except (CaptureError, BatchError, TaskError) as error:
         return Evaluations(reason=_reason(error), doubts=doubts)
+    programs = buffers_carried([one.program for one in captured])
+    rows = zip(captured, programs, strict=True)
+    return Evaluations(tuple(dataclasses.replace(one, program=program) for one, program in rows), doubts=doubts)
 
 
 def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> list[Any]:
@@ -123,6 +127,7 @@ def with_evaluations(build: Build, evaluations: Evaluations, command: str) -> Bu
     try:
         for shape, captured in enumerate(evaluations.captured):
             found = _with_evaluation(found, captured, shape, command)
+        check_carried(found.plan)
     except CutError as error:
         return with_evaluations(build, Evaluations(reason=_reason(error)), command)
     return dataclasses.replace(found, warnings=tuple(dict.fromkeys(found.warnings)))
@@ -134,6 +139,7 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
     plan = build.plan
     owners = {p.name: p.owner for p in plan.parameters}
     owners |= {b.name: b.home for b in plan.buffers if b.home is not None}
+    owners |= {name: min(workers) for name, workers in carried_on(plan).items()}  # for batches of earlier shapes
     program = name_constants(captured.program, f"evaluate.{shape}", build.tensors)
     passes, lines = evaluation_passes(plan.workers, owners, shape, command), PassLines()
     program = run_passes(program, passes, [lines], dumped_as=f"evaluate_{shape}_")
@@ -149,6 +155,33 @@ def _with_evaluation(build: Build, captured: CapturedEvaluation, shape: int, com
         passes=(*build.passes, *(f"evaluation {shape}: {line}" for line in lines.lines)),
         warnings=(*build.warnings, *(f"evaluation: {warning}" for warning in program.warnings)),
     )
+
+
+def carried_on(plan: Plan) -> dict[str, set[int]]:
+    """By the name of each buffer that evaluations change, the workers that read or change it."""
+    aliases = first_names(plan)
+    stages = [(worker, stage.part) for spec in plan.evaluations for worker, stage in enumerate(spec.stages)]
+    found: dict[str, set[int]] = {aliases.get(name, name): set() for _, part in stages for name in part.updates}
+    for worker, part in stages:
+        for name in (aliases.get(name, name) for name in (*part.buffers, *part.updates)):
+            if name in found:
+                found[name].add(worker)
+    return found
+
+
+def check_carried(plan: Plan) -> None:
+    """Refuse evaluations that would carry a buffer on several workers: each would see only its own changes.
+
+    Raises:
+        CutError: names the buffers.
+    """
+    apart = sorted(name for name, workers in carried_on(plan).items() if len(workers) > 1)
+    if apart:
+        raise CutError(
+            f"metrics(model, batch) changes {listed(apart)} from batch to batch, and batches of different shapes would "
+            "do so on different workers",
+            hint="let eval_data() give batches of one shape: drop_last=True, or pad them",
+        )
 
 
 def spec_of(program: Program, metrics: tuple[str, ...], constants: dict[str, float]) -> EvaluationSpec:

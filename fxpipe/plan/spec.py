@@ -127,12 +127,12 @@ class PartSpec:
         batch: batch leaf names, the order of the `batch` argument (worker 0's forward only).
         receives, sends: edge names, in the order of the code.
         saved: names of the values that forward returns and backward takes.
-        updates: buffer names whose new values forward returns.
+        updates: buffer names whose new values forward returns, or the function of an evaluation after its metrics.
         gradients: parameter names whose gradients backward returns.
         loss: whether forward returns the loss (else it returns None there).
         random: whether the code draws random numbers.
-        metrics: of an evaluation: the names of the metrics that its function returns; of a forward that returns the
-            loss: of those that come after it, in one tensor of float32.
+        metrics: of an evaluation: the names of the metrics that its function returns first; of a forward that returns
+            the loss: of those that come after it, in one tensor of float32.
     """
 
     weights: tuple[str, ...] = ()

@@ -244,7 +244,8 @@ def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) ->
         if any(isinstance(v, ast.Starred) for v in values):
             continue
         if name != "forward":
-            word, names = ("gradients", part.gradients) if name == "backward" else ("metrics", part.metrics)
+            evaluated = ("metrics and buffers" if part.updates else "metrics", (*part.metrics, *part.updates))
+            word, names = ("gradients", part.gradients) if name == "backward" else evaluated
             if len(values) != len(names):
                 found.append(f"returns {len(values)} {word}, the plan has {len(names)}")
             continue

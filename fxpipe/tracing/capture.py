@@ -38,7 +38,6 @@ from fxpipe.task.metrics import loss_and_metrics
 from fxpipe.tracing import autograd_graph, kernels, origin, recurrent, user_lines, written_backward
 from fxpipe.tracing import custom_operators as operators
 from fxpipe.tracing import value_checks as checks
-from fxpipe.tracing.buffers_read import buffers_read
 from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.eval_mode import eval_mode
 from fxpipe.tracing.fake_strides import KernelStrides
@@ -100,7 +99,7 @@ def capture(
 
 @dataclass(frozen=True)
 class CapturedEvaluation:
-    """`metrics(model, batch)` as a program whose outputs are the computed metrics.
+    """`metrics(model, batch)` as a program whose outputs are the computed metrics, and new values of buffers.
 
     Attributes:
         metrics: all their names, in the order of the user's dictionary.
@@ -135,6 +134,7 @@ def capture_evaluation(
     place = user_lines.definition(metrics)
     found: dict[str, Any] = {}
     replaced: list[int] = []
+    lost: list[int] = []
     watch = origin.TracedStep()
 
     def evaluate(*args: torch.Tensor) -> list[torch.Tensor]:
@@ -142,30 +142,24 @@ def capture_evaluation(
         with tensors.replaced(held), torch.no_grad():
             with origin.recording(model, watch, args, tensors.stand_ins, known):
                 values = scalars(metrics(model, given), place)
-            replaced[:] = tensors.rebound()
+            new = tensors.rebound()
+        fits = {row for row, v in new.items() if _same_type(v, tensors.values[row])}
+        lost[:] = [row for row in new if row not in fits]
+        replaced[:] = [row for row in new if row in fits]
         found.clear()
         found.update(values)
         # Copies: a metric may be a parameter, or have two names.
-        return [v.detach().clone() for v in values.values() if isinstance(v, torch.Tensor)]
+        made = [v for v in values.values() if isinstance(v, torch.Tensor)]
+        return [v.detach().clone() for v in (*made, *(new[row] for row in replaced))]
 
     with eval_mode(model), tensors.python.preserved():
         graph_module, notes = _export(evaluate, [*(v.detach() for v in tensors.values), *example.inputs], watch)
     computed = tuple(name for name, v in found.items() if isinstance(v, torch.Tensor))
     notes += [f"it changes {change}: the change is not kept" for change in told(tensors.changes)]
-    traced = Traced(graph_module, (), (), tuple(notes), computed)
-    reader = Reader(traced, tensors, example.leaves, example.inputs)
-    program = reader.program(dump(example.spec), device, None)
-    read = buffers_read(program)
-    changed = [*reader.not_kept, *(tensors.names[row][0] for row in replaced)]
-    warnings = [
-        f"metrics(model, batch) reads {name} and changes it: in the pipeline every batch meets the value that training "
-        "has, and in eager PyTorch that of the batch before, so that the metrics may differ"
-        for name in changed
-        if name in read
-    ]
-    warnings += [f"it changes buffer {name}: the change is not kept" for name in reader.not_kept if name not in read]
+    traced = Traced(graph_module, tuple(replaced), tuple(lost), tuple(notes), computed)
+    program = Reader(traced, tensors, example.leaves, example.inputs).program(dump(example.spec), device, None)
     constants = {name: float(v) for name, v in found.items() if name not in computed}
-    return CapturedEvaluation(replace(program, warnings=(*program.warnings, *warnings)), tuple(found), constants)
+    return CapturedEvaluation(program, tuple(found), constants)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,10 @@ _EFFECTS = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")  # outputs that o
 class Traced(NamedTuple):
     """The joint graph, and what became of the tensors the step has replaced.
 
-    `replaced`: their rows, in the order of the outputs after the loss; `lost`: rows whose new value has another shape
-    or dtype, or is not a tensor. `metrics`: the names of an evaluation's outputs; it has no loss and keeps no new
-    values. `step_metrics`: the names of the outputs after those, which the step returned next to the loss.
+    `replaced`: their rows, in the order of the outputs after the loss, or after the metrics of an evaluation; `lost`:
+    rows whose new value has another shape or dtype, or is not a tensor. `metrics`: the names of an evaluation's first
+    outputs; it has no loss. `step_metrics`: the names of the outputs after those, which the step returned next to the
+    loss.
     """
 
     graph_module: fx.GraphModule
@@ -73,7 +74,6 @@ class Reader:
         self.example: dict[str, torch.Tensor] = {}
         self.constants: list[Buffer] = []
         self.warnings: list[str] = list(traced.warnings)
-        self.not_kept: list[str] = []  # buffers that an evaluation changes in place
         self.tangents: list[fx.Node] = []
         self.tokens: set[fx.Node] = set()
 
@@ -175,17 +175,20 @@ class Reader:
         Raises:
             CaptureError: it reads one, or one is saved with the weights.
         """
+        what = "the step" if self.metrics is None else "metrics(model, batch)"
         for row in self.lost:
-            if self.tensors.persistent[row] or self.mapped[slots[row]].users:
+            saved = self.tensors.persistent[row] and self.metrics is None
+            if saved or self.mapped[slots[row]].users:
                 raise CaptureError(
-                    f"the step replaces {self.tensors.names[row][0]} by something of another shape or dtype",
+                    f"{what} replaces {self.tensors.names[row][0]} by something of another shape or dtype",
                     hint="a build holds one shape: give the tensor its final shape and dtype from the start; if the "
                     "first call fills it, call the model once in model()",
                 )
             if row < self.tensors.registered:
                 self.warnings.append(
-                    f"the step replaces {self.tensors.names[row][0]} by something of another shape, without reading "
-                    "it: it does so in every step, and the buffer is not kept"
+                    f"{what} replaces {self.tensors.names[row][0]} by something of another shape, without reading "
+                    f"it: it does so {'in every step' if self.metrics is None else 'for every batch'}, and the buffer "
+                    "is not kept"
                 )
         return self.lost
 
@@ -303,22 +306,23 @@ class Reader:
         outputs: list[Output] = []
         nodes: list[fx.Node] = []
         batch_start = len(self.tensors.values)
+        first = 1 if self.metrics is None else len(self.metrics)  # of the new values, after the loss or the metrics
         for made, desc in zip(pytree.tree_leaves(node.args[0]), node.meta["desc"], strict=True):
             kind = type(desc).__name__
             if made is None or not isinstance(made, fx.Node) or kind in _EFFECTS:
                 continue
-            if kind == "PlainAOTOutput" and self.metrics is not None:
+            if kind == "PlainAOTOutput" and self.metrics is not None and desc.idx < len(self.metrics):
                 computed = _without_copies(made)
                 if viewed(computed).op == "call_function":  # not in a weight's memory
                     made = computed
                 outputs.append(Output("metric", self.metrics[desc.idx]))
-            elif kind == "PlainAOTOutput" and desc.idx == 0:
+            elif kind == "PlainAOTOutput" and self.metrics is None and desc.idx == 0:
                 outputs.append(Output("loss"))
-            elif kind == "PlainAOTOutput" and (metric := desc.idx - 1 - len(self.replaced)) >= 0:
+            elif kind == "PlainAOTOutput" and (metric := desc.idx - first - len(self.replaced)) >= 0:
                 made = _without_copies(made)
                 outputs.append(Output("metric", self.step_metrics[metric]))
             elif kind == "PlainAOTOutput":
-                row = self.replaced[desc.idx - 1]
+                row = self.replaced[desc.idx - first]
                 if row >= self.tensors.registered and not self.mapped[slots[row]].users:
                     continue  # kept for the user to look at (`self.attention = …`): not state
                 made = _without_copies(made)
@@ -348,11 +352,8 @@ class Reader:
                         hint="only the optimizer may change what it trains (nn.Embedding does so with max_norm): use a "
                         "changed copy, such as scale.clamp(max=4.6) for scale.clamp_(max=4.6)",
                     )
-                if self.metrics is not None:
-                    self.not_kept.append(self.tensors.names[index][0])
-                    continue
                 outputs.append(Output("buffer", self.mapped[slots[index]].name))
-                if info(self.mapped[made]).region is not None:
+                if self.metrics is None and info(self.mapped[made]).region is not None:
                     self.warnings.append(
                         f"buffer {self.tensors.names[index][0]} changes inside a torch.utils.checkpoint region: it is "
                         "updated once a step; eager PyTorch updates it again when it recomputes the region"

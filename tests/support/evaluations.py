@@ -41,7 +41,7 @@ def in_pipeline(build: Build, model: nn.Module, batch: Any, shape: int = 0) -> d
         buffers = tuple(now[name] for name in stage.part.buffers)
         with torch.no_grad():
             values = namespace["evaluate"](weights, buffers, tuple(leaves[n] for n in stage.part.batch), wires)
-        found |= {name: float(v) for name, v in zip(stage.part.metrics, values, strict=True)}
+        found |= {name: float(v) for name, v in zip(stage.part.metrics, values, strict=False)}
     assert not wires.values, "sent and never received"
     return {name: found[name] for name in spec.metrics}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Evaluator:
         edges: dict[str, EdgeSpec] = {}
         self.loaded: list[LoadedEvaluation] = []
         self._stages: list[EvaluationStage] = []
-        self._arguments: list[tuple[list[str], list[str], list[int]]] = []
+        self._arguments: list[tuple[list[str], list[str], list[int], list[str]]] = []
         for spec in plan.evaluations:
             stage = spec.stages[worker]
             self.loaded.append(load_evaluation(Path(folder), stage))
@@ -55,23 +55,25 @@ class Evaluator:
                     [aliases[name] for name in stage.part.weights],
                     [aliases[name] for name in stage.part.buffers],
                     [places[name] for name in stage.part.batch],
+                    [aliases[name] for name in stage.part.updates],
                 )
             )
         self._comm = EdgeComm(edges, transport, transport.watch)
 
-    def run(self, shape: int, number: int, state: Mapping[str, Tensor], leaves: Sequence[Any] | None) -> list[Tensor]:
+    def run(self, shape: int, number: int, state: dict[str, Tensor], leaves: Sequence[Any] | None) -> list[Tensor]:
         """Evaluate one batch; return the metrics that this worker computes, float64 scalars in the plan's order.
 
         Args:
             number: which batch of the evaluation it is, from 0.
-            state: parameters and buffers by their first names.
+            state: parameters and buffers by their first names, of this evaluation alone: buffers that the batch changes
+                are replaced in it, so that the next batch meets what this one has left.
             leaves: of the batch, on worker 0.
 
         Raises:
             RunError: the code failed; names the worker, the batch and the emitted line.
         """
         part, loaded = self._stages[shape].part, self.loaded[shape]
-        weights, buffers, batch = self._arguments[shape]
+        weights, buffers, batch, carried = self._arguments[shape]
         self._comm.bind(number, 0)
         with contextlib.ExitStack() as stack:
             if part.random:
@@ -87,9 +89,12 @@ class Evaluator:
                 () if leaves is None else tuple([leaves[i] for i in batch]),
                 self._comm,
             )
-            if len(found) != len(part.metrics):
-                raise ValueError(f"returned {len(found)} metrics, the plan has {len(part.metrics)}")
-            return [value.detach().to(torch.float64, copy=True).reshape(()) for value in found]
+            count = len(part.metrics)
+            if len(found) != count + len(carried):
+                more = f" and {len(carried)} buffers" if carried else ""
+                raise ValueError(f"returned {len(found)} values, the plan has {count} metrics{more}")
+            state.update(zip(carried, found[count:], strict=True))
+            return [value.detach().to(torch.float64, copy=True).reshape(()) for value in found[:count]]
 
 
 def means(
