@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema")
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
+@option_fields(RunOptions, "new_shapes")
 @option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads", "stall_timeout", "max_restarts")
@@ -60,6 +61,9 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     exact, and workers wait for each other. Give it where a run starts badly, or at a high learning rate: while the loss
     falls fast, stale weights do most harm (the warm-up of PipeMare, arXiv 1910.05124). --rate-discount, of the same
     paper, makes no worker wait: in the first steps, the later a worker's gradients are, the smaller its learning rate.
+    A batch of a shape that the build has no stages for is refused, or, with --new-shapes N, gets some during the run:
+    for at most N shapes, while all workers wait, as `fxpipe compile --scan` makes them beforehand. Where the build has
+    stages for several shapes, N is 8 if nothing is said.
     --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
 
     \b

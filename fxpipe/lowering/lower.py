@@ -41,6 +41,7 @@ from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.check import in_flight
 from fxpipe.task.model_view import of_parameters, without_values
+from fxpipe.task.step_hooks import StepHooks
 from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
@@ -88,7 +89,7 @@ def compile(
     build = lower(
         step.program, options, whole_loss=step.whole_loss, shapes=step.shapes, evaluations=evaluations, say=say
     )
-    return replace(build, model=bare)
+    return replace(build, model=bare, hooks=StepHooks.of_compiled(model, loss, options.loss_weight))
 
 
 def _bare(model: nn.Module) -> Callable[[], nn.Module] | None:

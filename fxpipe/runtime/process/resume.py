@@ -26,7 +26,10 @@ from fxpipe.schedule.action import Action
 
 Options = TypeVar("Options", bound=PipelineOptions)
 
-KEPT = ("schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema", "seed", "steps_per_epoch")
+KEPT = (
+    *("schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "ema", "seed", "steps_per_epoch"),
+    "new_shapes",
+)
 """The options of a run that its numbers depend on: one that is not given is that of the checkpoint."""
 
 OF_SCHEDULE = ("policy", "sync_steps", "rate_discount")

@@ -59,6 +59,7 @@ class Executor:
         self._divisor = plan.loss_divisor
         self.stages = tuple(stages)
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
+        self._plan = plan
         self._stages = [
             StageOfShape(of_shape, worker, stage, transport, plan)
             for of_shape, stage in zip(plan.of_shapes, stages, strict=True)
@@ -74,6 +75,16 @@ class Executor:
     def stage(self) -> LoadedStage:
         """The stage for the first shape of batch."""
         return self.stages[0]
+
+    @property
+    def draws(self) -> bool:
+        """Whether a stage draws random numbers."""
+        return any(stage.forward.random or stage.backward.random for stage in self._stages)
+
+    def add(self, of_shape: Plan, stage: LoadedStage) -> None:
+        """From now on there is one more shape of batch, whose messages the transport carries."""
+        self._stages.append(StageOfShape(of_shape, self.worker, stage, self.transport, self._plan))
+        self.stages = (*self.stages, stage)
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
