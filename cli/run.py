@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @option_fields(RunOptions, "loss_scale", "loss_scale_interval")
 @option_fields(RunOptions, "checkpoint_every", "keep", "resume")
 @option_fields(RunOptions, "log_staleness", "trace", "tensorboard", "backend", "weights", "seed", "out")
+@option_fields(RunOptions, "new_shapes")
 @option_fields(RunOptions, "model_file", "keep_going")
 @click.option("-n", "--workers", type=click.IntRange(1, MOST_WORKERS), help="Stages, for a model file. [default: 2]")
 @option_fields(RunOptions, "threads", "throttle", "stall_timeout", "max_restarts")
@@ -64,6 +65,9 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     A build with --autocast fp16 scales the loss, as torch's GradScaler does: --loss-scale is the first scale, halved
     where gradients of any worker overflow, in a step that makes no update, and doubled after --loss-scale-interval
     steps without that.
+    A batch of a shape that the build has no stages for is refused, or, with --new-shapes N, gets some during the run:
+    for at most N shapes, while all workers wait, as `fxpipe compile --scan` makes them beforehand. Where the build has
+    stages for several shapes, N is 8 if nothing is said.
     --log-staleness writes OUT/staleness_0.jsonl and so on, one file per worker.
 
     \b

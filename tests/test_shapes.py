@@ -158,7 +158,7 @@ def test_a_plan_whose_shapes_hold_different_things_is_refused(whole: Build, tmp_
 
 
 def test_a_shape_that_was_not_captured_is_named(whole: Build) -> None:
-    pipeline = whole.local(optimizer=sgd)
+    pipeline = whole.local(optimizer=sgd, new_shapes=0)
     pipeline.step(batch_of(4, 6))
     with pytest.raises(
         BatchError, match=r"step 2 does not fit .*: batch\[0\] is int64\[4, 7\], captured as int64\[4, "

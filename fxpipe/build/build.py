@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import nn
 
+from fxpipe.build.weights_file import check_dtypes, weights_bytes
 from fxpipe.costs.node_costs_file import NODE_COSTS
-from fxpipe.errors import BuildError, first_line, listed
+from fxpipe.errors import BuildError, first_line
 from fxpipe.ir.program_table import ProgramTable, read_table
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
@@ -45,6 +46,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, OptimizerHook
 from fxpipe.task.model_view import of_parameters
+from fxpipe.task.step_hooks import Loss, StepHooks
 
 if TYPE_CHECKING:
     from fxpipe.runtime.options import PipelineOptions
@@ -68,6 +70,7 @@ class Build:
         folder: where it is on disk, if it is.
         warnings: what capture wants the user to know.
         model: gives the model that was compiled, without values; None for a loaded build.
+        hooks: what it was compiled of, to make stages for more shapes during a run; None for a loaded build.
     """
 
     plan: Plan = field(repr=False)
@@ -82,6 +85,7 @@ class Build:
     folder: Path | None = None
     warnings: tuple[str, ...] = ()
     model: Callable[[], nn.Module] | None = field(default=None, repr=False, compare=False)
+    hooks: StepHooks | None = field(default=None, repr=False, compare=False)
 
     @property
     def workers(self) -> tuple[WorkerSummary, ...]:
@@ -98,6 +102,16 @@ class Build:
         """For each shape of batch, the build as it would be if there were no other; its costs are the first's."""
         return tuple(dataclasses.replace(self, plan=plan, folder=None) for plan in self.plan.of_shapes)
 
+    def with_shape_of(self, batch: Any, hooks: StepHooks) -> Build:
+        """The build with stages for the shape of a batch, which it does not have; random generators move.
+
+        Raises:
+            FxpipeError: as a compile with this batch.
+        """
+        from fxpipe.lowering.new_shape import with_new_shape
+
+        return with_new_shape(self, batch, hooks)
+
     def save(self, folder: str | Path, *, model_file: str | Path | None = None) -> Build:
         """Write the build; an earlier build in its place is replaced, anything else is left alone.
 
@@ -110,12 +124,12 @@ class Build:
         """
         folder = Path(folder)
         check_target(folder)
-        _check_dtypes(self.tensors)
+        check_dtypes(self.tensors)
         plan = self.plan
         if model_file is not None:
             relative = os.path.relpath(Path(model_file).resolve(), folder.resolve())
             plan = dataclasses.replace(plan, model_file=relative)
-        weights = save({name: t.contiguous() for name, t in _unshared(self.tensors).items()})
+        weights = weights_bytes(self.tensors)
         plan = dataclasses.replace(plan, weights_digest=hashlib.sha256(weights).hexdigest())
         with replacing_alone(folder) as fresh:
             for name, source in self.files.items():
@@ -142,6 +156,7 @@ class Build:
         optimizer: OptimizerHook | None = None,
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
+        loss: Loss | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
         out: str | Path | None = None,
@@ -160,7 +175,8 @@ class Build:
                 METRIC)` after every evaluation.
             model: makes the model again, for a build whose parameters have no values (`fxpipe.task.meta`): its modules
                 initialise them, by `seed`. Not needed with `weights`. And for an optimizer that asks for it, where
-                the build was loaded.
+                the build was loaded. With `loss`, worker 0 makes stages for batches of new shapes (`new_shapes`).
+            loss: `loss(model, batch)`, as it was compiled; neither it nor `model` is needed for a build in memory.
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
             out: the folder for checkpoints and the staleness log; with `resume`, feed the batches from the step
@@ -185,7 +201,10 @@ class Build:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             self.save(folder)
-        task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
+        hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
+        task = ObjectTask(
+            optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged, step_hooks=hooks
+        )
         pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
         pipeline.temporary = temporary
         for executor in pipeline.executors:
@@ -199,6 +218,7 @@ class Build:
         optimizer: OptimizerHook | None = None,
         lr_scheduler: MakeScheduler | None = None,
         model: Callable[[], nn.Module] | None = None,
+        loss: Loss | None = None,
         eval_data: Callable[[], Iterable[Any]] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
@@ -208,7 +228,7 @@ class Build:
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            optimizer, lr_scheduler, model, loss_weight, averaged: as those of `local`.
+            optimizer, lr_scheduler, model, loss, loss_weight, averaged: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
             options: those of `local`, and steps, epochs, eval_every, save_best, patience, out, trace, tensorboard,
@@ -238,7 +258,8 @@ class Build:
             check_evaluation(self.plan, "eval_data")
         optimizer = of_parameters(optimizer, model or self.model)
         self._try_optimizer(optimizer, lr_scheduler, chosen)
-        task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged)
+        hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
+        task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, hooks)
         return join(chosen, task)
 
     def _try_optimizer(
@@ -283,6 +304,7 @@ def join(
     optimizer: OptimizerHook | None = None,
     lr_scheduler: MakeScheduler | None = None,
     model: Callable[[], nn.Module] | None = None,
+    loss: Loss | None = None,
     loss_weight: Callable[[Any], Any] | None = None,
     averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
     out: str | Path | None = None,
@@ -296,7 +318,7 @@ def join(
 
     Args:
         folder: of the build; each process has one with the same content.
-        optimizer, lr_scheduler, model, loss_weight, averaged, options: as those of `Build.local`, and threads and
+        optimizer, lr_scheduler, model, loss, loss_weight, averaged, options: as those of `Build.local`, and threads and
             stall_timeout: see `fxpipe.runtime.options.RunOptions`.
         out: the folder for the staleness log.
 
@@ -317,7 +339,8 @@ def join(
     chosen = changed(RunOptions(str(build.folder)), given)
     optimizer = of_parameters(optimizer, model)
     build._try_optimizer(optimizer, lr_scheduler, chosen)
-    task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
+    hooks = StepHooks.of(model, loss, loss_weight)
+    task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged, step_hooks=hooks)
     return JoinedPipeline(chosen, task)
 
 
@@ -359,31 +382,3 @@ def _source(path: Path) -> str:
 def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options given in Python, with every `Path` as text, as a run has them."""
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()}
-
-
-def _check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
-    names: dict[torch.dtype, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(tensor.dtype, []).append(name)
-    unfit = []
-    for dtype, of_dtype in names.items():
-        try:
-            save({"empty": torch.empty(0, dtype=dtype)})
-        except (KeyError, SafetensorError):
-            unfit.append(f"{listed(of_dtype)} ({str(dtype).removeprefix('torch.')})")
-    if unfit:
-        raise BuildError(
-            f"a safetensors file cannot hold {' and '.join(unfit)}",
-            hint="take complex64 for complex128, or keep real and imaginary parts and join them with torch.complex",
-        )
-
-
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, with copies of those that share another's memory: the file format does not allow sharing."""
-    seen: set[int] = set()
-    made = {}
-    for name, tensor in tensors.items():
-        pointer = tensor.untyped_storage().data_ptr()
-        made[name] = tensor.clone() if pointer in seen and tensor.numel() else tensor
-        seen.add(pointer)
-    return made

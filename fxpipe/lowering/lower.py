@@ -44,6 +44,7 @@ from fxpipe.schedule.check import in_flight
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
+from fxpipe.task.step_hooks import StepHooks
 from fxpipe.tracing.capture import Loss, Metrics
 
 Say = Callable[[str], None]
@@ -99,7 +100,8 @@ def compile(
         step.program, options, whole_loss=step.whole_loss, shapes=step.shapes, evaluations=evaluations, say=say
     )
     plan = replace(build.plan, padding=padding)
-    return replace(build, model=bare, plan=plan, warnings=(*doubts, *build.warnings))
+    hooks = StepHooks.of_compiled(model, loss, options.loss_weight)
+    return replace(build, model=bare, hooks=hooks, plan=plan, warnings=(*doubts, *build.warnings))
 
 
 def _bare(model: nn.Module) -> Callable[[], nn.Module] | None:

@@ -17,7 +17,9 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fxpipe.observe.trace import KINDS
 
-Phase = Literal["starting", "importing", "loading", "training", "evaluating", "writing results", "done"]
+Phase = Literal[
+    "starting", "importing", "loading", "training", "evaluating", "compiling a shape", "writing results", "done"
+]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 WHATS = ("input", "activation", "saved", "gradient", "token", "weights", "norm", "loss", "sent")
 """What a worker may wait for: see `fxpipe.observe.watch.Cause`; last, that what it sent is received."""

@@ -332,7 +332,18 @@ def samples_of(plan: Plan) -> int:
     return (sizes[0] if sizes else 1) * plan.microbatches
 
 
-def samples_by_shape(plan: Plan, shape_of: Callable[[int], int]) -> Callable[[int], int]:
-    """How many samples a minibatch has, by the shape of its batch."""
-    samples = [samples_of(of_shape) for of_shape in plan.of_shapes]
-    return lambda minibatch: samples[shape_of(minibatch)]
+def samples_by_shape(plan: Callable[[], Plan], shape_of: Callable[[int], int]) -> Callable[[int], int]:
+    """How many samples a minibatch has, by the shape of its batch.
+
+    Args:
+        plan: gives the plan with all shapes that there are by now.
+    """
+    known: list[int] = []
+
+    def samples(minibatch: int) -> int:
+        shape = shape_of(minibatch)
+        if shape >= len(known):
+            known[:] = [samples_of(of_shape) for of_shape in plan().of_shapes]
+        return known[shape]
+
+    return samples

@@ -63,6 +63,9 @@ class PipelineOptions:
         throttle: the links that messages are to take as long as (`100Mbit,20ms`; see `fxpipe.planner.throttle`); None
             does not slow them.
         seed: of the data, `random`, numpy and the random numbers in the stages and in optimizers.
+        new_shapes: for batches of so many shapes that the build has no stages for, worker 0 makes some during the run,
+            with the model and the loss of the model file; 0 refuses them. None means 8; but 0 where `fxpipe run` or
+            `Build.join` has a build of one shape, because nothing is read ahead there.
         accept_optimizer_per_worker: as for a compile, for an optimizer that is given to `Build.local` or `Build.join`:
             that of a model file was tried when it was compiled.
     """
@@ -161,6 +164,14 @@ class PipelineOptions:
         help="Let messages take as long as over links such as 100Mbit,20ms, or as those in a file of `fxpipe doctor`.",
     )
     seed: int = option(0, "--seed", help="Seed of the data order and of dropout.")
+    new_shapes: int | None = option(
+        None,
+        "--new-shapes",
+        minimum=0,
+        metavar="N",
+        help="Make stages during the run for at most N shapes of batches that the build does not have; 0: refuse them. "
+        "[default: 8 for a build of several shapes, else 0]",
+    )
     accept_optimizer_per_worker: bool = False
 
 

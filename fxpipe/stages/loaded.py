@@ -69,14 +69,16 @@ def load_stages(plan: Plan, source: Path | Mapping[str, str]) -> list[LoadedStag
     if isinstance(source, Path):
         return [load_stage(source / spec.file, spec) for spec in plan.stages]
     folder = Path(f"<build {next(_serial)}>")
-    loaded = []
-    for spec in plan.stages:
-        path, text = folder / spec.file, source[spec.file]
-        stage = _stage(path, text.encode(), spec)
-        linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-        weakref.finalize(stage.forward, linecache.cache.pop, str(path), None)
-        loaded.append(stage)
-    return loaded
+    return [_stage_of_text(folder / spec.file, source[spec.file], spec) for spec in plan.stages]
+
+
+def load_stage_text(text: str, spec: StageSpec) -> LoadedStage:
+    """A stage of which there is no file: tracebacks show its text all the same.
+
+    Raises:
+        BuildError: as `load_stage`.
+    """
+    return _stage_of_text(Path(f"<build {next(_serial)}>") / spec.file, text, spec)
 
 
 def load_evaluation(source: Path | Mapping[str, str], spec: EvaluationStage) -> LoadedEvaluation:
@@ -138,6 +140,13 @@ def _read(path: str | Path) -> tuple[Path, bytes]:
 def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
     functions = functions_of(path, source, {"forward": spec.forward, "backward": spec.backward})
     return LoadedStage(path, functions["forward"], functions["backward"], is_edited(source, spec))
+
+
+def _stage_of_text(path: Path, text: str, spec: StageSpec) -> LoadedStage:
+    stage = _stage(path, text.encode(), spec)
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    weakref.finalize(stage.forward, linecache.cache.pop, str(path), None)
+    return stage
 
 
 def is_edited(source: bytes, spec: StageSpec | EvaluationStage) -> bool:

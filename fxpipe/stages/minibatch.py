@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.errors import TaskError
+from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
 from fxpipe.stages.loaded import load_evaluation
 from fxpipe.task.batch import Splitter
@@ -97,7 +97,12 @@ class Minibatches:
 
 
 class ShapedMinibatches:
-    """The same for a build of batches of several shapes; the arguments are those of `Minibatches`."""
+    """The same for a build of batches of several shapes; the arguments are those of `Minibatches`.
+
+    Attributes:
+        make: called with a batch that fits no shape, the number of its minibatch, and the error that says so: adds the
+            batch's shape, or raises an error. None: there are no more shapes than those of the plan.
+    """
 
     def __init__(
         self,
@@ -106,8 +111,18 @@ class ShapedMinibatches:
         tensors: Mapping[str, Tensor],
         loss_weight: LossWeight | None,
     ) -> None:
+        self._tensors, self._loss_weight = tensors, loss_weight
         self._of_shapes = [Minibatches(of_shape, source, tensors, loss_weight) for of_shape in plan.of_shapes]
         self._padding = plan.padding
+        self.make: Callable[[Any, int, BatchError], None] | None = None
+
+    def add(self, of_shape: Plan, source: Mapping[str, str]) -> None:
+        """From now on there is one more shape; the constants of its totals are among the tensors.
+
+        Args:
+            source: the texts of its files by name.
+        """
+        self._of_shapes.append(Minibatches(of_shape, source, self._tensors, self._loss_weight))
 
     def __call__(self, batch: Any, minibatch: int) -> tuple[int, list[tuple[Any, ...]]]:
         """The number of the batch's shape, and each microbatch's leaves.
@@ -117,7 +132,14 @@ class ShapedMinibatches:
             TaskError: as `Minibatches`.
         """
         batch = padded(batch, self._padding)
-        shape = min(range(len(self._of_shapes)), key=lambda i: self._of_shapes[i].distance(batch))
+        distances = [of_shape.distance(batch) for of_shape in self._of_shapes]
+        shape = min(range(len(distances)), key=distances.__getitem__)
+        if distances[shape] and self.make is not None:
+            try:
+                return shape, self._of_shapes[shape](batch, minibatch)
+            except BatchError as refusal:
+                self.make(batch, minibatch, refusal)
+            shape = len(self._of_shapes) - 1
         return shape, self._of_shapes[shape](batch, minibatch)
 
 

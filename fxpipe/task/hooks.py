@@ -14,6 +14,7 @@ from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
 from fxpipe.task.one_optimizer import one_optimizer
+from fxpipe.task.step_hooks import StepHooks
 
 
 class TrainingTask(Protocol):
@@ -30,6 +31,10 @@ class TrainingTask(Protocol):
     @property
     def loss_weight(self) -> Callable[[Any], Any] | None:
         """How much a microbatch counts in its minibatch's loss."""
+
+    @property
+    def step_hooks(self) -> StepHooks | None:
+        """What a step can be captured of during a run; None where the model or the loss is not there."""
 
     @property
     def averages(self) -> bool:
@@ -55,6 +60,7 @@ class ObjectTask:
     eval_batches: Callable[[], Iterable[Any]] | None = None
     loss_weight: Callable[[Any], Any] | None = None
     read_averages: Callable[[torch.optim.Optimizer, Any], Any] | None = None
+    step_hooks: StepHooks | None = None
 
     def model(self) -> nn.Module:
         if self.make_model is None:

@@ -37,6 +37,7 @@ from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.model_view import ModelViews, asks_for_model
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.padding import Pad
+from fxpipe.task.step_hooks import StepHooks
 
 REQUIRED = ("model", "loss", "train_data")
 OPTIONAL = ("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
@@ -87,6 +88,11 @@ class Task:
         """The user's own function; capture explains its errors and says where they are."""
         function: Callable[[nn.Module, Any], torch.Tensor] = self.module.loss
         return function
+
+    @property
+    def step_hooks(self) -> StepHooks:
+        """What a step is captured of."""
+        return StepHooks(self.model, self.loss, self.loss_weight)
 
     def train_data(self) -> Iterable[Any]:
         """A fresh iterable of batches: one epoch."""

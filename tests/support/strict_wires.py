@@ -17,16 +17,19 @@ from torch import Tensor
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.coming_shapes import ComingShapes
+from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
+from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport
+from fxpipe.runtime.wires.exchange import LocalExchange
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import ObjectTask
+from fxpipe.task.step_hooks import StepHooks
 
 
 class Message:
@@ -141,18 +144,20 @@ def run_in_threads(
     schedule: str | None = None,
     evaluated: list[Any] | None = None,
     options: PipelineOptions = PipelineOptions(),  # noqa: B008 (it is frozen)
+    hooks: StepHooks | None = None,
 ) -> ThreadedRun:
     """Train a build on `data`, a thread a worker; every message that was sent was received.
 
     Args:
         evaluated: batches for an evaluation after every step but the last.
+        hooks: what stages for new shapes are made of.
     """
     plan = read_plan(folder)
     recipe = choose(plan, schedule, options.policy, options.sync_steps)
     hub = Hub()
     task = ObjectTask(optimizer)
     run = ThreadedRun()
-    split = ShapedMinibatches(plan, folder, {}, None)
+    exchange = LocalExchange()
     threads = []
     evaluations: list[_Evaluating | None] = []
     computing = torch.get_num_threads()
@@ -164,9 +169,12 @@ def run_in_threads(
             transport = run.executors[worker].transport
             assert isinstance(transport, DistTransport)
             coming = None
-            if plan.shapes:
+            shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), exchange)
+            split = ShapedMinibatches(plan, folder, run.executors[worker].buffers, None)
+            shapes.attach([run.executors[worker]], split if first else None)
+            if several_shapes(plan, options):
                 read = (lambda m: split(data[m], m)[0]) if first else None
-                coming = ComingShapes(plan, worker, transport, len(data), read)
+                coming = ComingShapes(plan, worker, transport, len(data), read, shapes.hear)
                 run.executors[worker].shape_of = coming
                 coming.begin()
             train(
@@ -183,8 +191,8 @@ def run_in_threads(
         except BaseException as error:
             run.failures.append(error)
 
-    addresses = Addresses(plan, recipe.demand)
     for worker in range(plan.workers):
+        addresses = Addresses(plan, recipe.demand)
         wires: Any = StrictWires(hub, worker, by_channel)
         transport = DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
         run.executors.append(open_worker(plan, folder, worker, recipe, transport, task, options))

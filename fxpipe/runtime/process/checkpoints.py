@@ -32,7 +32,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.agenda import Agenda
-from fxpipe.runtime.process.coming_shapes import AHEAD
+from fxpipe.runtime.process.coming_shapes import AHEAD, several_shapes
 from fxpipe.runtime.process.last_saved import MOST, RUNNING_ON, finish_writing, shown_alive
 from fxpipe.runtime.process.resume import Resumed, about_run
 from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
@@ -115,7 +115,7 @@ class Checkpoints:
         writer = ShardWriter(shelf, plan, about_run(options, recipe, plan), exchange, whole, options.keep)
         every, step = Interval.of(options.checkpoint_every), 0 if resumed is None else resumed.step
         exact = shards if resumed is not None and resumed.exact else ()
-        return Checkpoints(every, step, executors, writer, exchange, exact, bool(plan.shapes))
+        return Checkpoints(every, step, executors, writer, exchange, exact, several_shapes(plan, options))
 
     def take(self, worker: int) -> None:
         """Call between two actions of a worker: has its shard written if it has reached a step that is due."""

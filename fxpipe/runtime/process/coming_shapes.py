@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from fxpipe.plan.spec import Plan
+from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.wires.addresses import BATCH
 from fxpipe.runtime.wires.transport import Transport
@@ -20,17 +21,30 @@ AHEAD = LOOKAHEAD + 1
 """Minibatches: none of the actions whose receives are posted is of a later one."""
 
 
+def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
+    """Whether batches of a run may have several shapes: then worker 0 reads ahead, and tells them."""
+    return bool(plan.shapes) or bool(options.new_shapes)
+
+
 class ComingShapes:
     """The shapes that one worker of a distributed run knows.
 
     Args:
         total: how many minibatches the run has; may be set to fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
+        hear: elsewhere, called with each shape that this worker hears, before it may have to do with it.
     """
 
     def __init__(
-        self, plan: Plan, worker: int, transport: Transport, total: int, read: Callable[[int], int] | None
+        self,
+        plan: Plan,
+        worker: int,
+        transport: Transport,
+        total: int,
+        read: Callable[[int], int] | None,
+        hear: Callable[[int], None] = lambda shape: None,
     ) -> None:
+        self._hear = hear
         self._worker = worker
         self._last = plan.workers - 1
         self._transport = transport
@@ -67,4 +81,6 @@ class ComingShapes:
             shape = int(self._transport.recv_note(self._worker - 1, note)[0])
         if self._worker < self._last:
             self._transport.send_note(self._worker + 1, note, torch.tensor([shape], dtype=torch.float64))
+        if self._read is None:
+            self._hear(shape)
         self._shapes[minibatch] = shape

@@ -14,6 +14,7 @@ from fxpipe.messages import say
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.coming_shapes import several_shapes
 from fxpipe.runtime.process.early_stop import lead
 from fxpipe.runtime.process.goal import Goal, metrics_of
 from fxpipe.runtime.worker.evaluator import every
@@ -60,7 +61,7 @@ class Consequences:
         self.stopped: str | None = None
         self.on_end: Callable[[int], None] = lambda end: None
         self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
-        self._lead = lead(recipe, bool(plan.shapes))
+        self._lead = lead(recipe, several_shapes(plan, options))
         self._replayed: Mapping[str, Any] | None = None
         self._since = 0  # evaluations since the best one
         for executor in executors:

@@ -24,6 +24,7 @@ from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
 from fxpipe.runtime.process.epochs import in_steps
 from fxpipe.runtime.process.membership import Member, membership
+from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_together
 from fxpipe.runtime.process.own_loop import OVER, OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened
@@ -33,6 +34,7 @@ from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.process.warnings import warn_if_edited
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.group import peers
 from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.worker.assembly import open_worker
@@ -92,6 +94,10 @@ class JoinedPipeline(OwnLoop):
             self.plan, self.rank, self._wires, self._addresses, self.recipe.schedule
         )
         self._given: Iterable[Any] = ()
+        with peers(self.rank):
+            exchange = StoreExchange()
+        hooks = self._task.step_hooks
+        self._new = NewShapes(self.options.build, self.plan, hooks, self.options, self.device, exchange, self._pulse)
         self._set_up(agreed.checkpoint, opened(self.options, self.recipe, self.plan, agreed.checkpoint))
         warn_if_edited(*self.executor.stages)
         check_unchanged(agreed.files)
@@ -133,10 +139,8 @@ class JoinedPipeline(OwnLoop):
                 self.plan, Path(self.options.build), self.executor.buffers, self._task.loss_weight
             )
         self._shapes: dict[int, int] = {}
-        if self.plan.shapes:
-            self.executor.shape_of = self._shapes.__getitem__
-        stages = [of_shape.stages[self.rank] for of_shape in self.plan.of_shapes]
-        self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
+        self.executor.shape_of = self._shapes.__getitem__
+        self._new.attach(self.executors, self._minibatches)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._row: Iterator[Action] | None = None
         self._window: deque[Action] = deque()
@@ -173,6 +177,7 @@ class JoinedPipeline(OwnLoop):
                 return None
             self._shapes[minibatch] = shape
             with self._working():
+                self._new.hear(shape)
                 if self._row is None:
                     self._begin()
                 for microbatch, leaves in enumerate(parts):
@@ -295,7 +300,7 @@ class JoinedPipeline(OwnLoop):
 
     def _advance(self, ending: bool = False) -> None:
         """Run this worker's actions up to the first of a minibatch that was not fed; when ending, all but those."""
-        with self._random_apart(self._draws):
+        with self._random_apart(self.executor.draws):
             while True:
                 while len(self._window) <= LOOKAHEAD and (action := self._pull(ending)) is not None:
                     self.executor.expect(action)

@@ -23,6 +23,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.epochs import in_steps, tell_epoch
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
+from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
 from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore, resumed_options
@@ -59,6 +60,7 @@ class LocalPipeline(OwnLoop):
 
     Attributes:
         fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
+        shapes: of batches: those of the build, and those that are made for it on demand.
         checkpoints: what saves it; None if it is not to be saved.
         waits: an evaluation changes learning rates: no worker goes on before it.
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
@@ -91,6 +93,7 @@ class LocalPipeline(OwnLoop):
         self._task, self._out, self._epoch = task, out, epoch
         self._synchronous = self.recipe.schedule.synchronous
         self._keep_gradients = keep_gradients and self._synchronous
+        self.shapes = NewShapes(self.folder, self.plan, task.step_hooks, options, self.device)
         self._set_up(checkpoint, opened(options, self.recipe, self.plan, checkpoint))
 
     def _set_up(self, checkpoint: Checkpoint | None, resumed: Resumed | None) -> None:
@@ -119,11 +122,10 @@ class LocalPipeline(OwnLoop):
             tell_epoch(self.executors, self._epoch)
         self._minibatches = ShapedMinibatches(plan, self.folder, self.executors[0].buffers, task.loss_weight)
         self._shapes: dict[int, int] = {}
-        for executor in self.executors if plan.shapes else ():
+        for executor in self.executors:
             executor.shape_of = self._shapes.__getitem__
-        stages = [stage for of_shape in plan.of_shapes for stage in of_shape.stages]
-        self._draws = any(part.random for stage in stages for part in (stage.forward, stage.backward))
         self._shards = [] if resumed is None else restore(self.executors, resumed)
+        self.shapes.attach(self.executors, self._minibatches)
         self.checkpoints = Checkpoints.of(options, plan, self.recipe, self._out, self.executors, resumed, self._shards)
         self._leaves: dict[tuple[int, int], Sequence[Any]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -322,7 +324,7 @@ class LocalPipeline(OwnLoop):
     def _pump(self) -> None:
         """Let the workers act in turn, one action each, until none can."""
         self._broken = True
-        with self._random_apart(self._draws):
+        with self._random_apart(any(executor.draws for executor in self.executors)):
             acted = True
             while acted or self._mailbox.rest():
                 acted = False

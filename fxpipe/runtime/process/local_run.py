@@ -20,6 +20,7 @@ from fxpipe.runtime.process.epochs import counted, epoch_of, in_steps
 from fxpipe.runtime.process.last_saved import name_checkpoint
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.runtime.process.local_best import LocalBest
+from fxpipe.runtime.process.new_shapes import of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_summary import (
@@ -71,7 +72,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
         total, epoch = counted(options, feed)
-        options = in_steps(replace(options, steps_per_epoch=epoch))
+        options = of_run(in_steps(replace(options, steps_per_epoch=epoch)), plan)
         before = resumed_step(options, checkpoint, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
         record = Record(
@@ -90,7 +91,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             pipeline = LocalPipeline(
                 options.build, task, options, out=options.out, keep_gradients=False, epoch=lambda: epoch_of(feed)
             )
-            executors = pipeline.executors
+            executors, shapes = pipeline.executors, pipeline.shapes
             record.steps_per_epoch = options.steps_per_epoch or feed.length
 
             def stopped(minibatch: int, loss: float, worker: int) -> NotFiniteError:
@@ -99,7 +100,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             look = check_loss(executors[plan.loss_worker], options.keep_going, stopped)
             pipeline.report = looking(record.step, look)
             record.scaled = executors[0].scaled_step
-            record.samples_of = samples_by_shape(plan, executors[0].shape_of)
+            record.samples_of = samples_by_shape(lambda: shapes.plan, executors[0].shape_of)
             watches = [executor.watch for executor in executors]
             for executor in executors:
                 warn_if_edited(*executor.stages)

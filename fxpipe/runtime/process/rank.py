@@ -25,7 +25,7 @@ from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.batches_read import BatchesRead
 from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.checkpoints import Checkpoints
-from fxpipe.runtime.process.coming_shapes import ComingShapes
+from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.device import common_backend, own_device
 from fxpipe.runtime.process.distributed_evaluation import DistributedEvaluation
@@ -34,6 +34,7 @@ from fxpipe.runtime.process.early_stop import ending
 from fxpipe.runtime.process.epochs import agree_epoch, agree_length
 from fxpipe.runtime.process.evaluation_while_training import WorkerEvaluations
 from fxpipe.runtime.process.membership import membership
+from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
@@ -114,7 +115,7 @@ class RankRun:
         if self.feed is None:
             seed_everything(options.seed)
         self.total, options = agree_length(options, self.feed, rank)
-        self.options = options
+        self.options = options = of_run(options, plan)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
         self.backend = common_backend(device, rank, plan.workers)
@@ -152,18 +153,22 @@ class RankRun:
         )
         if options.trace:
             self.executor.watch.record()
-        self.batches: BatchesRead | None = None
-        if self.feed is not None:
-            minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
-            self.batches = BatchesRead(self.feed, minibatches, self.executor.watch, bool(plan.shapes))
-        self.coming: ComingShapes | None = None
-        if plan.shapes:
-            read = None if self.batches is None else self.batches.read
-            self.coming = ComingShapes(plan, rank, self.transport, self.total, read)
-            self.executor.shape_of = self.coming
-        check_unchanged(agreed.files)
         with peers(rank):
             exchange = StoreExchange() if options.exchange is None else FolderExchange(Path(options.exchange) / TEXTS)
+        self.shapes = NewShapes(options.build, plan, task.step_hooks, options, device, exchange, pulse)
+        several = several_shapes(plan, options)
+        self.batches: BatchesRead | None = None
+        minibatches: ShapedMinibatches | None = None
+        if self.feed is not None:
+            minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
+            self.batches = BatchesRead(self.feed, minibatches, self.executor.watch, several)
+        self.shapes.attach(executors, minibatches)
+        self.coming: ComingShapes | None = None
+        if several:
+            read = None if self.batches is None else self.batches.read
+            self.coming = ComingShapes(plan, rank, self.transport, self.total, read, self.shapes.hear)
+            self.executor.shape_of = self.coming
+        check_unchanged(agreed.files)
         shards = [] if resumed is None else [self._shards]
         self.checkpoints = Checkpoints.of(
             options, plan, recipe, options.out, [self.executor], resumed, shards, exchange
@@ -197,7 +202,7 @@ class RankRun:
             if self.checkpoints is not None:
                 self.checkpoints.writer.logs = self.record.sync
             self.record.scaled = self.executor.scaled_step
-            self.record.samples_of = samples_by_shape(plan, self.executor.shape_of)
+            self.record.samples_of = samples_by_shape(lambda: self.shapes.plan, self.executor.shape_of)
             if self.resumed is not None:
                 say_resumed(self.resumed)
             else:

@@ -28,7 +28,7 @@ Options = TypeVar("Options", bound=PipelineOptions)
 
 KEPT = (
     "schedule", "policy", "sync_steps", "rate_discount", "clip_norm", "loss_scale", "loss_scale_interval", "ema",
-    "seed", "steps_per_epoch",
+    "seed", "steps_per_epoch", "new_shapes",
 )  # fmt: skip
 """The options of a run that its numbers depend on: one that is not given is that of the checkpoint."""
 

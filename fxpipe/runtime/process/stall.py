@@ -52,12 +52,16 @@ _DOES = {
     "save": "copies its state for a checkpoint at step {step}, or waits for the disk",
     "wait": "waits for another worker",
 }
+COMPILING = "compiling a shape"
+"""The phase in which a worker takes as long as it takes, while it runs."""
+
 _PHASES = {
     "starting": "starts",
     "importing": "imports torch",
     "loading": "loads its stage",
     "training": "is between two actions",
     "evaluating": "evaluates",
+    COMPILING: "compiles stages for a new shape of batch",
     "writing results": "writes results",
     "done": "is done",
 }
@@ -107,6 +111,7 @@ class StallWatch:
             self._before, self._silent = list(signs), [0.0] * len(signs)
         beats = [new.beat != old.beat for new, old in zip(signs, self._before, strict=True)]
         moves = [s.moves for s in signs] != [s.moves for s in self._before]
+        moves |= any(beat and s.phase == COMPILING for beat, s in zip(beats, signs, strict=True))
         self._silent = [0.0 if beat else silent + passed for beat, silent in zip(beats, self._silent, strict=True)]
         self._before = list(signs)
         self._still += passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fxpipe.plan.spec import EdgeSpec, Plan
@@ -34,6 +35,17 @@ class Addresses:
         # All that one worker sends another for evaluations is in one channel: moved tensors, then batch after batch.
         self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
         self._tags = {name: 1 + len(self.channels) + i for i, name in enumerate((*self._channels, *NOTES))}
+
+    def add(self, edges: Sequence[EdgeSpec]) -> None:
+        """Add the edges of one more shape of batch: in every process in the same order, so that tags are the same."""
+        for edge in edges:
+            if edge.name not in self._channels:
+                self._channels[edge.name] = _edge_channel(edge)
+                self._tags[edge.name] = 1 + len(self.channels) + len(self._tags)
+
+    def unconnected(self, edges: Sequence[EdgeSpec]) -> list[EdgeSpec]:
+        """Those edges of one more shape whose channel no edge had when the processes connected."""
+        return [edge for edge in edges if _edge_channel(edge) not in self.channels]
 
     def channel(self, edge: EdgeSpec) -> Channel:
         """The channel of an edge's values."""

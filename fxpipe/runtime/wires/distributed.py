@@ -163,7 +163,8 @@ class DistTransport(Transport):
         self.addresses = addresses
         self._microbatches = microbatches
         self._in_flight = in_flight
-        self._layouts = {e.name: Layout(e.tensor, e.name) for e in edges if worker in (e.src, e.dst)}
+        self._layouts: dict[str, Layout] = {}
+        self._carry(edges)
         self._order: dict[str, deque[str]] = {}  # by edge; those of one channel and shape share theirs
         self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
         self._sent: deque[_Sent] = deque()
@@ -185,13 +186,30 @@ class DistTransport(Transport):
     def set_order(self, *shapes: Sequence[EdgeSpec]) -> None:
         """From now on this worker sends the values of the edges of each shape in their order, again and again."""
         self._order = {}
-        for edges in shapes if self.wires.ordered else ():
-            of_channel: dict[Channel, deque[str]] = {}
-            for edge in edges:
-                if edge.src == self.worker:
-                    order = of_channel.setdefault(self.addresses.channel(edge), deque())
-                    order.append(edge.name)
-                    self._order[edge.name] = order
+        for edges in shapes:
+            self._keep_order(edges)
+
+    def add(self, edges: Sequence[EdgeSpec]) -> None:
+        if self.wires.ordered and (found := self.addresses.unconnected(edges)):
+            raise RunError(
+                f"worker {found[0].src} has no line to worker {found[0].dst} for {found[0].name}",
+                hint="NCCL's lines are set up when a run begins: compile with a batch of this shape (--scan N)",
+            )
+        self.addresses.add(edges)
+        self._carry(edges)
+        self._keep_order(edges)
+
+    def _carry(self, edges: Sequence[EdgeSpec]) -> None:
+        self._layouts |= {e.name: Layout(e.tensor, e.name) for e in edges if self.worker in (e.src, e.dst)}
+
+    def _keep_order(self, edges: Sequence[EdgeSpec]) -> None:
+        """The edges of one shape stay in their order."""
+        of_channel: dict[Channel, deque[str]] = {}
+        for edge in edges if self.wires.ordered else ():
+            if edge.src == self.worker:
+                order = of_channel.setdefault(self.addresses.channel(edge), deque())
+                order.append(edge.name)
+                self._order[edge.name] = order
 
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
         layout = self._layouts[edge.name]

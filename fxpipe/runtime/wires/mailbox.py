@@ -79,6 +79,9 @@ class LocalTransport(Transport):
         self.layouts = mailbox.layouts
         self.worker = worker
 
+    def add(self, edges: Sequence[EdgeSpec]) -> None:
+        self.layouts |= {edge.name: Layout(edge.tensor, edge.name) for edge in edges}
+
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
         self.box.put(self.worker, edge.dst, (edge.name, minibatch, microbatch), self.layouts[edge.name](value))
 

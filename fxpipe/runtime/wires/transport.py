@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -23,6 +24,17 @@ class Transport(ABC):
     """
 
     watch: Watch
+
+    def add(self, edges: Sequence[EdgeSpec]) -> None:
+        """Carry the values of the edges of one more shape of batch, too.
+
+        Args:
+            edges: all of the shape, also those of other workers.
+
+        Raises:
+            RunError: workers are connected by lines that were set up before, and there is none for an edge.
+        """
+        raise NotImplementedError(f"{type(self).__name__} carries the edges that it was made with")
 
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:  # noqa: B027
         """A value of `edge` will be received soon."""

@@ -23,7 +23,7 @@ from fxpipe.runtime.worker.initial_weights import initial_weights
 from fxpipe.runtime.worker.loss_scaler import make_scaler
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.weights import WeightStore
-from fxpipe.stages.loaded import load_stage
+from fxpipe.stages.loaded import LoadedStage, load_stage
 from fxpipe.task.hooks import TrainingTask
 
 
@@ -59,9 +59,7 @@ def open_worker(
     stages = []
     for of_shape in plan.of_shapes:
         spec = of_shape.stages[worker]
-        engines = engines_of(of_shape, worker, options.backend)
-        loaded = load_stage(folder / spec.file, spec)
-        stages.append(equip(of_shape, worker, loaded, engines, folder / ENGINES, str(device)))
+        stages.append(on_engines(of_shape, worker, load_stage(folder / spec.file, spec), folder, options, device))
     read = {recipe.demand.parameters[n].name for n in _weight_names(plan, worker)}
     if continue_after is not None:  # the owners send the others
         read = {p.name for p in plan.parameters if p.name in read and not p.trained}
@@ -93,6 +91,23 @@ def open_worker(
     executor.scaler = scaler
     executor.watch.fills = recipe.segments.single * plan.microbatches
     return executor
+
+
+def on_engines(
+    of_shape: Plan,
+    worker: int,
+    stage: LoadedStage,
+    folder: str | Path,
+    options: PipelineOptions,
+    device: torch.device | str,
+) -> LoadedStage:
+    """A stage for one shape of batch on the engines that the options, or the plan, say.
+
+    Raises:
+        BackendError: an engine is not available, or cannot run the stage.
+    """
+    engines = engines_of(of_shape, worker, options.backend)
+    return equip(of_shape, worker, stage, engines, Path(folder) / ENGINES, str(device))
 
 
 def _weight_names(plan: Plan, worker: int) -> set[str]:

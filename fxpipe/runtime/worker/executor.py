@@ -62,6 +62,7 @@ class Executor:
         self._divisor = plan.loss_divisor
         self.stages = tuple(stages)
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
+        self._plan = plan
         self._stages = [
             StageOfShape(of_shape, worker, stage, transport, plan)
             for of_shape, stage in zip(plan.of_shapes, stages, strict=True)
@@ -82,6 +83,16 @@ class Executor:
     def scaled_step(self) -> ScaledStep | None:
         """How the last step's loss was scaled; None if it was not."""
         return None if self.scaler is None else self.scaler.last
+
+    @property
+    def draws(self) -> bool:
+        """Whether a stage draws random numbers."""
+        return any(stage.forward.random or stage.backward.random for stage in self._stages)
+
+    def add(self, of_shape: Plan, stage: LoadedStage) -> None:
+        """From now on there is one more shape of batch, whose messages the transport carries."""
+        self._stages.append(StageOfShape(of_shape, self.worker, stage, self.transport, self._plan))
+        self.stages = (*self.stages, stage)
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""

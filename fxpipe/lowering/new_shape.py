@@ -1,0 +1,111 @@
+"""One more shape of batch for a build that there is already, from the user's model and loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.build.build import Build
+from fxpipe.errors import BatchError, TaskError
+from fxpipe.ir.program import Program
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.shapes import capture_shape, with_shape
+from fxpipe.plan.spec import Plan
+from fxpipe.planner.cuts import Cuts
+from fxpipe.task.batch import describe, moved, tensor_spec
+from fxpipe.task.meta import on_meta
+from fxpipe.task.step_hooks import StepHooks
+
+COMMAND = "a shape of batch that was met during a run"
+"""Stands where stages of a compile have its command."""
+
+
+def with_new_shape(build: Build, batch: Any, hooks: StepHooks) -> Build:
+    """The build with stages for the shape of a batch: as a compile makes them that meets the batch.
+
+    The step is captured, compared with eager PyTorch, and cut where the first shape is. Random generators move.
+
+    Args:
+        batch: one whole minibatch, of a shape that the build does not have.
+
+    Raises:
+        FxpipeError: as `capture_shape` and `with_shape`; or the model is another than was compiled.
+    """
+    plan = build.plan
+    options = options_of(plan, batch, hooks)
+    model = hooks.model() if hooks.same else _made(plan, hooks)
+    if plan.device != "cpu":
+        batch = moved(plan.device, batch)
+    captured = capture_shape(model, hooks.loss, batch, options)
+    _check_model(plan, captured.program)
+    made = with_shape(build, captured, options)
+    known = {buffer.name for buffer in plan.buffers}
+    more = [buffer for buffer in made.plan.buffers if buffer.name not in known]
+    if kept := [buffer.name for buffer in more if buffer.persistent]:
+        raise BatchError(f"the model has a buffer {kept[0]}, which the build does not know", hint=_AGAIN)
+    if more and not hooks.same and (name := _other_value(build, model)):
+        raise TaskError(
+            f"the step has constants of its own, and model() gives other values than it was compiled with, such as "
+            f"those of {name}: the constants may be others as well",
+            hint=f"seed what model() draws in model(); or {_AGAIN}",
+        )
+    return made
+
+
+_AGAIN = "compile with a batch of this shape (--scan N; in Python shapes=...)"
+
+
+def options_of(plan: Plan, batch: Any, hooks: StepHooks) -> CompileOptions:
+    """What a plan was compiled with, as far as it matters for one more shape.
+
+    Leaves are cut where those of the first shape are, if the batch has the same leaves; else it is found again.
+    """
+    given = plan.given
+    constants = tuple(leaf.name for leaf in given if leaf.tensor is None and isinstance(leaf.constant, dict))
+    leaves = [leaf.name for leaf in describe(batch, constants)[0]]
+    dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in given}
+    cuts = Cuts.of(plan)
+    return CompileOptions(
+        workers=plan.workers,
+        schedule=plan.schedule,
+        policy=plan.policy,
+        microbatches=plan.microbatches,
+        microbatch_dims=dims if leaves == list(dims) and plan.microbatches > 1 else None,
+        constant_batch=constants,
+        loss_weight=hooks.loss_weight if plan.loss_weight else None,
+        accept_microbatch_loss=bool(plan.differs_from_whole),
+        autocast=plan.autocast,
+        split_backward=cuts.weights != cuts.backward,
+        command=COMMAND,
+    )
+
+
+def _made(plan: Plan, hooks: StepHooks) -> nn.Module:
+    torch.manual_seed(0)  # as a compile that is given no seed
+    model = on_meta(hooks.model).model if plan.meta else hooks.model()
+    return model if plan.device == "cpu" else model.to(plan.device)
+
+
+def _check_model(plan: Plan, program: Program) -> None:
+    """Refuse a model whose parameters are not those of the build."""
+    found = {p.names[0]: replace(tensor_spec(program.values[p.node]), stride=()) for p in program.parameters}
+    known = {p.name: replace(p.tensor, stride=()) for p in plan.parameters}
+    if wrong := sorted(name for name in found.keys() | known.keys() if found.get(name) != known.get(name)):
+        raise TaskError(
+            f"model() does not give the model that was compiled: {wrong[0]} differs",
+            hint="give the function that made it, with the same arguments, or compile again",
+        )
+
+
+def _other_value(build: Build, model: nn.Module) -> str | None:
+    """The first tensor of the model that the build has with another value."""
+    for name, tensor in model.state_dict().items():
+        known = build.tensors.get(name)
+        if known is None or tensor.is_meta:
+            continue
+        if known.shape != tensor.shape or not torch.equal(known, tensor.detach().to(known)):
+            return name
+    return None

@@ -1,0 +1,233 @@
+"""Shapes of batches that the build has no stages for: worker 0 makes them during the run, and all workers add them.
+
+    worker 0:  reads a batch ── compiles ── tells the texts ── tells the shape's number ──┐
+    worker k:                    computes on, then waits            reads its texts ◄─────┘
+
+The number goes from worker to worker as that of any shape does (`ComingShapes`, `Calls`), before anybody posts a
+receive for a minibatch of this shape. A worker that hears a number it does not know finds the texts in the exchange.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.build.build import Build, load
+from fxpipe.errors import BatchError, BuildError, FxpipeError
+from fxpipe.messages import say
+from fxpipe.observe.pulse import Pulse
+from fxpipe.plan.spec import BufferSpec, Plan
+from fxpipe.random_state import random_state_kept
+from fxpipe.runtime.options import PipelineOptions, RunOptions
+from fxpipe.runtime.process.coming_shapes import several_shapes
+from fxpipe.runtime.wires.exchange import Exchange
+from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.worker.assembly import on_engines
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.shape_text import ShapeOfWorker, plan_of_text
+from fxpipe.stages.loaded import load_stage_text
+from fxpipe.stages.minibatch import ShapedMinibatches
+from fxpipe.task.batch import shape_text
+from fxpipe.task.step_hooks import StepHooks
+
+MOST = 8
+"""How many shapes are made where the options do not say it."""
+
+LOOK = 0.01
+"""Seconds until a text that is on its way is looked for again."""
+
+
+def of_run(options: RunOptions, plan: Plan) -> RunOptions:
+    """Of a run: no shapes are made where the build has one and nothing is asked, because nothing is told then."""
+    return options if several_shapes(plan, options) else replace(options, new_shapes=0)
+
+
+class NewShapes:
+    """The shapes made during a run, for the workers in this process.
+
+    Args:
+        folder: of the build.
+        hooks: on worker 0, what a step is captured of; None where there is no model or no loss.
+        exchange: with the processes of the other workers; None if there are none.
+        pulse: says what worker 0 does meanwhile.
+
+    Attributes:
+        plan: of the build with the shapes made so far.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        plan: Plan,
+        hooks: StepHooks | None,
+        options: PipelineOptions,
+        device: torch.device,
+        exchange: Exchange | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
+        self.plan = plan
+        self._digest = plan.digest
+        self._folder, self._hooks, self._options = Path(folder), hooks, options
+        self._most = MOST if options.new_shapes is None else options.new_shapes
+        self._device, self._exchange, self._pulse = device, exchange, pulse
+        self._constants: dict[str, Tensor] = {}
+        self._made: list[tuple[Plan, dict[int, ShapeOfWorker]]] = []
+        self._executors: Sequence[Executor] = ()
+        self._minibatches: ShapedMinibatches | None = None
+
+    def attach(self, executors: Sequence[Executor], minibatches: ShapedMinibatches | None) -> None:
+        """Add the shapes to these, which know those of the build, and those that will be made.
+
+        Args:
+            minibatches: on worker 0.
+        """
+        self._executors, self._minibatches = executors, minibatches
+        if minibatches is not None:
+            minibatches.make = self._make
+        for plan, parts in self._made:
+            self._add(plan, parts)
+
+    def hear(self, shape: int) -> None:
+        """Worker 0 has a minibatch of this shape: read what this worker needs for it, if it has not.
+
+        Raises:
+            FxpipeError: the stage cannot be loaded here.
+        """
+        while shape > len(self.plan.shapes):
+            assert self._exchange is not None
+            number, own = len(self.plan.shapes) + 1, [executor.worker for executor in self._executors]
+            keys = [_key(number, "plan"), *(_key(number, worker) for worker in own)]
+            with peers(own[0]):
+                while (texts := self._exchange.get(keys)) is None:
+                    time.sleep(LOOK)
+            plan = plan_of_text(texts[0])
+            parts = (ShapeOfWorker.of_text(text) for text in texts[1:])
+            self._take(plan, dict(zip(own, parts, strict=True)))
+
+    def _make(self, batch: Any, minibatch: int, refusal: BatchError) -> None:
+        """Compile the shape of a batch, and add it.
+
+        Raises:
+            BatchError: it cannot be, or no more may be made; `refusal` says why the batch does not fit the others.
+        """
+        if not self._most:
+            refusal.hint = f"--new-shapes {MOST} (in Python new_shapes=) makes stages for it; or {refusal.hint}"
+            raise refusal
+        shown = f"the batch of step {minibatch + 1} has a new shape ({shape_text(batch)})"
+        if len(self._made) >= self._most:
+            raise BatchError(
+                f"{shown}, and stages for {self._most} new shapes were made in this run: --new-shapes allows no more",
+                hint="pad batches to a few lengths (--pad-to; pad_to_multiple_of in a collator), compile with more of "
+                f"them (--scan N; in Python shapes=...), or allow more: --new-shapes {2 * self._most}",
+                page="batch-shapes",
+            )
+        if self._hooks is None:
+            refusal.hint = f"with model= and loss=, the run can make stages for it; or {refusal.hint}"
+            raise refusal
+        begin = perf_counter()
+        with self._compiling():
+            try:
+                build = self._compiled(batch)
+            except FxpipeError as error:
+                raise BatchError(
+                    f"{refusal.what}; and no stages can be made for its shape: {error.what}",
+                    where=error.where,
+                    hint=error.hint,
+                    page=error.page,
+                ) from error
+            self._give(build)
+        left = self._most - len(self._made)
+        say(
+            f"{shown}: stages for it were made in {perf_counter() - begin:.1f} s, and {left} more shapes may be "
+            "(--new-shapes); compile with --scan N makes them before a run"
+        )
+
+    def _compiled(self, batch: Any) -> Build:
+        """The build with one more shape.
+
+        Raises:
+            FxpipeError: as `Build.with_shape_of`; or a worker lacks what the shape reads.
+        """
+        assert self._hooks is not None
+        build = load(self._folder)
+        if build.plan.digest != self._digest:
+            raise BuildError("the build was replaced since the run began", where=str(self._folder))
+        build = replace(build, plan=self.plan, tensors={**build.tensors, **self._constants})
+        with random_state_kept(), torch.enable_grad():
+            build = build.with_shape_of(batch, self._hooks)
+        for buffer in build.plan.buffers:  # what does not change, and no checkpoint holds, the build has the value of
+            if buffer.persistent and (more := self._new_readers(buffer)):
+                raise BatchError(
+                    f"worker {min(more)} reads {buffer.name} for it, which that worker does not have",
+                    hint="compile with a batch of this shape (--scan N; in Python shapes=...)",
+                )
+        return build
+
+    def _new_readers(self, buffer: BufferSpec) -> set[int]:
+        """The workers that read a buffer for the newest shape alone."""
+        return set(buffer.workers).difference(*(b.workers for b in self.plan.buffers if b.name == buffer.name))
+
+    def _give(self, build: Build) -> None:
+        """Add the newest shape of a build here, and tell the other workers."""
+        of_shape, number = build.plan.of_shapes[-1], len(build.plan.shapes)
+        parts = {}
+        for stage, worker in zip(of_shape.stages, range(build.plan.workers), strict=True):
+            files = {stage.file: build.files[stage.file]}
+            if worker == 0 and of_shape.totals is not None:
+                files |= {share.file: build.files[share.file] for share in of_shape.totals.stages}
+            read = [b.name for b in build.plan.buffers if worker in self._new_readers(b)]
+            parts[worker] = ShapeOfWorker(files, {name: build.tensors[name] for name in read})
+        before = {b.name for b in self.plan.buffers}
+        self._constants |= {b.name: build.tensors[b.name] for b in build.plan.buffers if b.name not in before}
+        self._take(build.plan, parts)
+        if self._exchange is not None:
+            with peers(0):
+                for worker, part in parts.items():
+                    self._exchange.set(_key(number, worker), part.to_text())
+                self._exchange.set(_key(number, "plan"), build.plan.to_json())
+
+    def _take(self, plan: Plan, parts: dict[int, ShapeOfWorker]) -> None:
+        self._add(plan, parts)
+        self.plan = plan
+        self._made.append((plan, {executor.worker: parts[executor.worker] for executor in self._executors}))
+
+    def _add(self, plan: Plan, parts: dict[int, ShapeOfWorker]) -> None:
+        of_shape = plan.of_shapes[-1]
+        loaded = []
+        for executor in self._executors:
+            worker = executor.worker
+            spec = of_shape.stages[worker]
+            stage = load_stage_text(parts[worker].files[spec.file], spec)
+            loaded.append(on_engines(of_shape, worker, stage, self._folder, self._options, self._device))
+        for executor in self._executors:
+            executor.transport.add(of_shape.edges)
+        for executor, stage in zip(self._executors, loaded, strict=True):
+            more = {name: t.to(self._device) for name, t in parts[executor.worker].tensors.items()}
+            executor.buffers |= {name: t for name, t in more.items() if name not in executor.buffers}
+            executor.add(of_shape, stage)
+        if self._minibatches is not None:
+            self._minibatches.add(of_shape, parts[0].files)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """The others wait meanwhile: worker 0 says what for."""
+        if self._pulse is None:
+            yield
+            return
+        before, self._pulse.phase = self._pulse.phase, "compiling a shape"
+        try:
+            yield
+        finally:
+            self._pulse.phase = before
+
+
+def _key(shape: int, what: int | str) -> str:
+    return f"shape/{shape}/{what}"

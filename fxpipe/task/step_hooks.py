@@ -1,0 +1,65 @@
+"""What a training step is captured of, where it can be captured again: the user's model and loss."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import TaskError
+
+Loss = Callable[[nn.Module, Any], Any]
+"""`loss(model, batch)`: a scalar, or a scalar and metrics by name."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """The hooks that a step needs.
+
+    Attributes:
+        model: makes the model as it was compiled, or gives the very one.
+        loss: `loss(model, batch)`.
+        loss_weight: that of the build, if it has one.
+        same: the model is the one that was compiled: its constants are those of the build.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Loss
+    loss_weight: Callable[[Any], Any] | None = None
+    same: bool = False
+
+    @staticmethod
+    def of(
+        model: Callable[[], nn.Module] | None,
+        loss: Loss | None,
+        loss_weight: Callable[[Any], Any] | None,
+    ) -> StepHooks | None:
+        """None where one of them is missing."""
+        return None if model is None or loss is None else StepHooks(model, loss, loss_weight)
+
+    @staticmethod
+    def of_compiled(model: nn.Module, loss: Loss, loss_weight: Callable[[Any], Any] | None) -> StepHooks:
+        """Of a model that is being compiled: it is not kept alive, and may not have been changed when it is asked for.
+
+        Its `model` raises TaskError where the model is gone, or in another mode.
+        """
+        kept, modes = weakref.ref(model), {name: part.training for name, part in model.named_modules()}
+
+        def again() -> nn.Module:
+            found = kept()
+            if found is None:
+                raise TaskError(
+                    "the model that was compiled is gone", hint="keep it, or give model= and loss= with the options"
+                )
+            changed = [name for name, part in found.named_modules() if part.training != modes.get(name)]
+            if changed:
+                raise TaskError(
+                    f"the model that was compiled is in another mode since ({changed[0] or 'the whole of it'})",
+                    hint="call model.train() again, or give model=, a function that makes the model, and loss=",
+                )
+            return found
+
+        return StepHooks(again, loss, loss_weight, same=True)
