@@ -36,8 +36,9 @@ class Consequences:
         goal: what `--save-best` asks for; None if it asks for nothing.
         best: the step and the value of the best evaluation so far.
         end: after how many steps the run ends.
-        stopped: why it ends before `total`; None if it does not.
+        stopped: why it ends before `total`: `patience`, or the callback that asks for it; None if it does not.
         on_end: called with the end, when it becomes an earlier one.
+        on_evaluation: called with the version and the metrics of an evaluation, after all else that follows from it.
 
     Raises:
         RunError: the options ask for what cannot be done.
@@ -59,6 +60,7 @@ class Consequences:
         self.end = total
         self.stopped: str | None = None
         self.on_end: Callable[[int], None] = lambda end: None
+        self.on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda version, metrics: None
         self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
         self._lead = lead(recipe, bool(plan.shapes))
         self._replayed: Mapping[str, Any] | None = None
@@ -89,6 +91,7 @@ class Consequences:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
         if self._replayed is not None and self._replays_step and self.due(self._step):
             self._tell_schedulers(self._step, self._replayed["metrics"])
+            self.on_evaluation(self._step, self._replayed["metrics"])
 
     @property
     def _replays_step(self) -> bool:
@@ -107,10 +110,37 @@ class Consequences:
         if version < end:
             self._tell_schedulers(version, metrics)
         if self.end < end:
-            for executor in self._executors:
-                executor.store.end(self.end)
-            self.on_end(self.end)
+            self._tell_end()
+        self.on_evaluation(version, metrics)
         return best
+
+    def earliest(self, version: int) -> int:
+        """After which step the run can end, or be saved, if all its workers hear of that at a version."""
+        return max(self._step, version + self._lead)
+
+    def ends(self, end: int, why: str, reason: str) -> None:
+        """All workers decide, at the same version, that the run ends after a step, the `earliest`."""
+        if self.shorten(end, why, reason):
+            self._tell_end()
+
+    def shorten(self, end: int, why: str, reason: str) -> bool:
+        """The same before training begins; whether it would have ended later.
+
+        Args:
+            why: see `stopped`.
+            reason: the same for the user.
+        """
+        if end >= self.end:
+            return False
+        self.end, self.stopped = end, why
+        if self._speaks:
+            say(f"{reason}: the run ends after step {end}")
+        return True
+
+    def _tell_end(self) -> None:
+        for executor in self._executors:
+            executor.store.end(self.end)
+        self.on_end(self.end)
 
     def is_best(self, step: int) -> bool:
         """Whether the best evaluation so far is that of this step."""
@@ -122,15 +152,22 @@ class Consequences:
             say(f"the weights of step {self.best[0]} are not in {self._options.out}: the best from here on are kept")
         self.best = None
 
+    @property
+    def tells(self) -> bool:
+        """Whether the summary says something of it."""
+        return self.goal is not None or self.stopped is not None
+
     def tell(self, summary: dict[str, Any], held: int | None) -> None:
         """Put the best evaluation, and why the run has ended early, into its summary.
 
         Args:
             held: the step whose weights were kept.
         """
-        if self.goal is None:
+        if not self.tells:
             return
         summary["stopped"] = self.stopped
+        if self.goal is None:
+            return
         summary["best"] = None
         if self.best is not None:
             step, value = self.best
@@ -148,11 +185,8 @@ class Consequences:
         self._since += version % every_steps == 0  # else it was the last of a shorter run, which a longer one lacks
         patience = self._options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
-            end = max(self._step, version + self._lead)
-            if end < self.end:
-                self.end, self.stopped = end, PATIENCE
-                if self._speaks:
-                    say(f"{self.goal.metric} has not improved in {patience} evaluations: the run ends after step {end}")
+            reason = f"{self.goal.metric} has not improved in {patience} evaluations"
+            self.shorten(self.earliest(version), PATIENCE, reason)
         return False
 
     def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:

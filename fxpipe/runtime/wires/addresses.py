@@ -7,13 +7,14 @@ from typing import Any
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.wires.moves import evaluation_edges
+from fxpipe.task.callbacks import CALLBACKS
 
 Channel = tuple[Any, ...]
 BATCH = "batch"
 CALL = "call"
 LOSS = "told loss"
-NOTES = ("behind", "total", "before", "shape", "metrics", "heard", BATCH, CALL, LOSS)
-"""Kinds of notes, each with its own tag: for clipping, evaluation, the shapes of batches, a user's own loop."""
+NOTES = ("behind", "total", "before", "shape", "metrics", "heard", BATCH, CALL, LOSS, *CALLBACKS)
+"""Kinds of notes, each with its own tag: for clipping, evaluation, shapes of batches, a user's own loop, callbacks."""
 
 
 class Addresses:
