@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import TaskError, near
 from fxpipe.messages import say
+from fxpipe.observe.record import BEST_WEIGHTS
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.best_weights import PARTIAL
 from fxpipe.runtime.process.early_stop import lead
 from fxpipe.runtime.process.goal import Goal, metrics_of
 from fxpipe.runtime.worker.evaluator import every
@@ -78,6 +81,9 @@ class Consequences:
         self._replayed = evaluations[-1] if evaluations else None
         for row in evaluations:
             self._judge(row["step"], row["metrics"])
+        kept = (Path(self._options.out) / name for name in (BEST_WEIGHTS, PARTIAL)) if self._options.out else ()
+        if self.goal is None and self._step and self._speaks and (old := next(filter(Path.exists, kept), None)):
+            say(f"{old} stays as it is, whatever the evaluations give: --save-best is not given")
         if self.goal is not None and self._speaks:
             text = "" if self.best is None else f"; {self.best[1]:.4f} of step {self.best[0]} is the best so far"
             say(f"the weights of the best {self.goal} are kept{text}")
