@@ -54,6 +54,10 @@ def run_command(build: str, local: bool, workers: int | None, as_json: bool, **a
     --save-best keeps the weights of the best of these evaluations as OUT/best.safetensors, and --patience ends the run,
     some steps later, when there was none better in so many evaluations.
 
+    The model file's on_step(step, loss, run), on_eval(step, metrics, run) and on_epoch(epoch, run) are called while the
+    run trains, in every process with the same numbers: one that returns something true ends it, some steps later;
+    run.set_lr(RATE) sets the rates of the next updates; run.save() has a checkpoint made.
+
     --ema keeps a moving average of the weights, which is written as OUT/ema.safetensors, and evaluated last.
 
     With schedule async, --policy says which weights every forward and backward reads. --clip-norm is exact with the

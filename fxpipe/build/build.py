@@ -222,6 +222,9 @@ class Build:
         eval_data: Callable[[], Iterable[Any]] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+        on_step: Callable[[int, float, Any], object] | None = None,
+        on_eval: Callable[[int, dict[str, float], Any], object] | None = None,
+        on_epoch: Callable[[int, Any], object] | None = None,
         **options: Any,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
@@ -231,6 +234,8 @@ class Build:
             optimizer, lr_scheduler, model, loss, loss_weight, averaged: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
+            on_step, on_eval, on_epoch: called in every process while it trains, with the same numbers, and the run (see
+                `fxpipe.task.callbacks`, `OngoingRun`); something true that one returns ends the run.
             options: those of `local`, and steps, epochs, eval_every, save_best, patience, out, trace, tensorboard,
                 threads: see `fxpipe.runtime.options.RunOptions`.
 
@@ -247,6 +252,7 @@ class Build:
         from fxpipe.runtime.options import RunOptions
         from fxpipe.runtime.process.rank import join
         from fxpipe.runtime.worker.evaluation_check import check_evaluation
+        from fxpipe.task.callbacks import Callbacks
         from fxpipe.task.hooks import ObjectTask
 
         if self.folder is None:
@@ -259,7 +265,10 @@ class Build:
         optimizer = of_parameters(optimizer, model or self.model)
         self._try_optimizer(optimizer, lr_scheduler, chosen)
         hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
-        task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, hooks)
+        callbacks = Callbacks(on_step, on_eval, on_epoch)
+        task = ObjectTask(
+            optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, hooks, callbacks
+        )
         return join(chosen, task)
 
     def _try_optimizer(

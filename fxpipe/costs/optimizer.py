@@ -15,7 +15,7 @@ from fxpipe.errors import PolicyError, TaskError
 from fxpipe.optimizer.hook import make_optimizer
 from fxpipe.optimizer.small_copies import hold_still, shrunk, users
 from fxpipe.plan.cost_records import OptimizerCosts, PolicyTimes
-from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, momentum_of
+from fxpipe.policy.optimizers.error_feedback import ErrorFeedback, has_momentum
 from fxpipe.policy.optimizers.predict import Predictor
 from fxpipe.task.model_file import MakeOptimizer
 from fxpipe.task.one_optimizer import OptimizerRefused
@@ -99,7 +99,7 @@ def _state(parameters: Named, optimizer: MakeOptimizer, device: str | None = Non
     for (_, whole), (_, small) in zip(parameters, sample, strict=True):
         for found in _tensors(made.state.get(small, {})):
             state += found.nbytes * (whole.numel() / small.numel() if found.dim() and small.numel() else 1.0)
-    return state / total, all((momentum_of(group) or 0.0) > 0 for group in made.param_groups)
+    return state / total, all(map(has_momentum, made.param_groups))
 
 
 def update_seconds_per_byte(parameters: Named, optimizer: MakeOptimizer, device: str | None = None) -> float:

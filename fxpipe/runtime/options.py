@@ -55,8 +55,8 @@ class PipelineOptions:
             means the build's values, or model()'s where the build has none.
         steps_per_epoch: the steps after which a scheduler for every epoch makes one, and whatever else is done every
             epoch; None takes the number of batches of `train_data()`, where there is that hook.
-        checkpoint_every: save the whole run after every so many steps (`500`), so much time (`10min`), or every
-            `epoch`; None never.
+        checkpoint_every: save the whole run after every so many steps (`500`), so much time (`10min`), every `epoch`,
+            or only when `asked` by a callback or a signal; None never.
         keep: how many checkpoints stay.
         resume: the checkpoint to go on from: its folder, or `newest` for the newest whole one of the output folder.
             Options that its numbers depend on are those of the checkpoint where they are not given.
@@ -136,7 +136,8 @@ class PipelineOptions:
         None,
         "--checkpoint-every",
         metavar="STEPS|TIME",
-        help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, or every epoch.",
+        help="Save the whole run in OUT/checkpoints every so many steps, every 30s, 10min, 2h, every epoch, or only "
+        "when asked by a callback or a signal.",
     )
     keep: int = option(3, "--keep", minimum=1, metavar="N", help="Checkpoints that stay: the newest N.")
     resume: str | None = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
+from fxpipe.task.callbacks import Callbacks
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.step_hooks import StepHooks
@@ -43,6 +44,10 @@ class TrainingTask(Protocol):
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any: ...
 
     @property
+    def callbacks(self) -> Callbacks:
+        """What the run calls while it trains."""
+
+    @property
     def validates(self) -> bool:
         """Whether there is `eval_data`."""
 
@@ -61,6 +66,7 @@ class ObjectTask:
     loss_weight: Callable[[Any], Any] | None = None
     read_averages: Callable[[torch.optim.Optimizer, Any], Any] | None = None
     step_hooks: StepHooks | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def model(self) -> nn.Module:
         if self.make_model is None:

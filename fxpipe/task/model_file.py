@@ -8,6 +8,8 @@ def optimizer(named_parameters, model)        # … that looks at the model, or 
 def lr_scheduler(optimizer)                   # optional: a scheduler, for every update; or (scheduler, "epoch")
 def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
 def eval_data(), def metrics(model, batch)    # optional validation
+def on_step(step, loss, run)                  # optional, as on_eval(step, metrics, run) and on_epoch(epoch, run):
+                                              # called while the run trains; may end it, save it, or set rates
 def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
 pad = {"ids": 0}; pad_to = 64                 # optional: what is appended to leaves of a batch, to multiples of what
@@ -33,6 +35,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.task.callbacks import CALLBACKS, Callbacks
 from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.model_view import ModelViews, asks_for_model
 from fxpipe.task.one_optimizer import one_optimizer
@@ -40,7 +43,10 @@ from fxpipe.task.padding import Pad
 from fxpipe.task.step_hooks import StepHooks
 
 REQUIRED = ("model", "loss", "train_data")
-OPTIONAL = ("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
+OPTIONAL = (
+    *("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight"),
+    *CALLBACKS,
+)
 SIGNATURES = {
     "model": "def model() -> nn.Module",
     "loss": "def loss(model, batch) -> Tensor",
@@ -197,6 +203,15 @@ class Task:
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
         """What the optimizer has averaged of these parameters, by name; only where `averages`."""
         return self._call("averaged", optimizer, named_parameters)
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """What the run calls while it trains.
+
+        Raises:
+            TaskError: one of them is no such function.
+        """
+        return Callbacks(**{name: getattr(self.module, name, None) for name in CALLBACKS}, path=self.path)
 
     @property
     def validates(self) -> bool:

@@ -47,7 +47,8 @@ BRANCH = Refusal(
 CAUSAL = Refusal(
     "the step depends on the values of a tensor: torch checks whether an attention mask is causal, and branches on "
     "that",
-    "pass is_causal=True with the mask, or is_causal=False if it is not causal",
+    "pass is_causal=True with the mask, or is_causal=False if it is not causal; nn.TransformerDecoder and "
+    "nn.Transformer call it tgt_is_causal, the latter has src_is_causal, too",
     "data-dependent",
 )
 VARIANCE = Refusal(

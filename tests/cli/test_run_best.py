@@ -265,3 +265,35 @@ def test_mistakes_are_said_before_training(build: Path, plateau: Path, tmp_path:
     assert "waits for the metric 'lss'" in error(wrong, "--local", "--eval-every", 4)
     bare = built(tmp_path, PLATEAU.replace(', "loss"', ""))
     assert 'return (scheduler, "loss")' in error(bare, "--local", "--eval-every", 4)
+
+
+def test_a_scheduler_without_a_state_does_not_begin_anew(tmp_path: Path) -> None:
+    """It waits for evaluations, which are over: its steps cannot be repeated."""
+    build = built(
+        tmp_path,
+        """
+
+class Silent(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    def state_dict(self):
+        raise NotImplementedError
+
+
+def lr_scheduler(optimizer):
+    return Silent(optimizer, factor=0.5, patience=0), "loss"
+""",
+    )
+    run = ("run", build, "--local", "--eval-every", 2, "--checkpoint-every", "4", "--out", tmp_path / "out")
+    assert fxpipe(*run, "--steps", 4).code == 0
+    more = fxpipe(*run, "--steps", 8, "--resume")
+    assert more.code == 1
+    assert "Silent waits for the metric 'loss', and the checkpoint has no state of it" in more.err
+
+
+def test_a_run_that_goes_on_without_a_goal_says_what_stays(build: Path, tmp_path: Path) -> None:
+    run = ("run", build, "--local", "--eval-every", 4, "--out", tmp_path / "out")
+    first = fxpipe(*run, "--steps", 8, "--checkpoint-every", "4", "--save-best", "loss")
+    assert "stays as it is" not in first.err
+    kept = weights(tmp_path / "out", "best.safetensors")
+    more = fxpipe(*run, "--steps", 16, "--resume")
+    assert "best.safetensors stays as it is" in more.err
+    assert weights(tmp_path / "out", "best.safetensors") == kept

@@ -1,7 +1,4 @@
-"""early_stopping.py for fxpipe: the loop stays its own, over a pipeline.
-
-torchrun --nproc-per-node 2 early_stopping_task.py BUILD
-"""
+"""early_stopping.py for fxpipe, with its own loop: torchrun --nproc-per-node 2 early_stopping_task.py BUILD"""
 
 import json
 import sys

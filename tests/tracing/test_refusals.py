@@ -390,6 +390,23 @@ def test_a_mask_that_torch_looks_at() -> None:
     fxpipe.capture(Encoder(is_causal=True), loss, data())
 
 
+def test_the_masks_of_a_transformer() -> None:
+    class Translator(nn.Module):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.both = nn.Transformer(WIDTH, 2, 1, 1, 16, batch_first=True)
+            self.options = options
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(6)
+            return self.both(x[None], x[None], tgt_mask=mask, **self.options)[0]
+
+    with pytest.raises(CaptureError, match="whether an attention mask is causal") as caught:
+        fxpipe.capture(Translator(), loss, data())
+    assert "tgt_is_causal" in caught.value.hint
+    fxpipe.capture(Translator(tgt_is_causal=True), loss, data())
+
+
 def test_a_check_of_variances() -> None:
     error = refused(lambda x: F.gaussian_nll_loss(x, x.detach() + 1, x.exp()))
     assert "whether a variance is negative" in error.what

@@ -152,18 +152,22 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
     return float(value) if isinstance(value, (int, float, Tensor)) else None
 
 
+def has_momentum(group: Mapping[str, Any]) -> bool:
+    """Whether a group's options say that its steps have momentum."""
+    return (momentum_of(group) or 0.0) > 0
+
+
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         kind = stepped_by(optimizer, group).__name__
         where = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
-        momentum = momentum_of(group)
-        if momentum is None:
+        if momentum_of(group) is None:
             raise PolicyError(
                 f"error feedback needs momentum, without which it harms, and {kind}{where} has no option that says so",
                 hint="SGD, RMSprop or Muon with momentum, Adam, AdamW or NAdam, or leave out +ef; an optimizer of your "
                 "own says it with `momentum` or `betas` in its defaults",
             )
-        if not momentum > 0:
+        if not has_momentum(group):
             raise PolicyError(
                 f"error feedback needs momentum, without which it harms, and {kind}{where} has none",
                 hint=f"give {kind} momentum > 0, or leave out +ef",

@@ -24,7 +24,7 @@ GLANCE = 0.002
 """Seconds between two looks for an entry."""
 
 
-class _Decision(NamedTuple):
+class _AgendaEntry(NamedTuple):
     """The step of a checkpoint, if there is to be one; whether the run stops after it; the steps to the next entry."""
 
     save: int | None
@@ -71,6 +71,10 @@ class Agenda:
         """Whether there is a checkpoint at a step, by what is known."""
         return step in self._steps
 
+    def add(self, step: int) -> None:
+        """All workers decide by themselves that there is a checkpoint at a step."""
+        self._steps.add(step)
+
     def begin(self, minibatch: int, over: int) -> None:
         """The first forward of a minibatch is about to run on a worker of this process.
 
@@ -87,7 +91,7 @@ class Agenda:
         if entry.stop:
             self.stop = entry.save
 
-    def _written(self, minibatch: int, over: int) -> _Decision:
+    def _written(self, minibatch: int, over: int) -> _AgendaEntry:
         self._exchange.forget([_key(earlier) for earlier in self._unforgotten if earlier < over])
         self._unforgotten = [earlier for earlier in self._unforgotten if earlier >= over] + [minibatch]
         now = monotonic()
@@ -99,14 +103,14 @@ class Agenda:
         if save:
             self._saved = now
         steps = max(1, round(PERIOD / max(pace, 1e-6)))
-        entry = _Decision(minibatch + self._ahead if save else None, stop, steps)
+        entry = _AgendaEntry(minibatch + self._ahead if save else None, stop, steps)
         self._exchange.set(_key(minibatch), json.dumps(entry))
         return entry
 
-    def _read(self, minibatch: int) -> _Decision:
+    def _read(self, minibatch: int) -> _AgendaEntry:
         while (found := self._exchange.get([_key(minibatch)])) is None:
             sleep(GLANCE)
-        return _Decision(*json.loads(found[0]))
+        return _AgendaEntry(*json.loads(found[0]))
 
 
 def _key(minibatch: int) -> str:

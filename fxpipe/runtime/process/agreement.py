@@ -107,7 +107,7 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
                 hint=f"start {plan.workers} processes in all, or compile with -n {world}",
             )
         task = task or task_of_build(plan, options.build, options.model_file)
-        facts = facts_of(plan, options)
+        facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
         if checkpoint is not None and checkpoint.manifest is not None:  # each worker compares what it reads with that
             facts[f"--weights: {MANIFEST}"] = _digest(checkpoint.path / MANIFEST)
     except FxpipeError as error:

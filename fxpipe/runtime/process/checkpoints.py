@@ -39,6 +39,9 @@ from fxpipe.runtime.wires.exchange import Exchange, LocalExchange
 from fxpipe.runtime.worker.captures import Captures
 from fxpipe.runtime.worker.executor import Executor
 
+DECIDED = "decided"
+"""Where the state in a shard has what callbacks decided before its step, and is yet to be done."""
+
 LOOK = 0.05
 """Seconds between two looks for the reports of others."""
 
@@ -55,6 +58,7 @@ class Checkpoints:
 
     Attributes:
         data: tells, on worker 0, where the data stand after so many minibatches (see `Feed.mark`).
+        decided: tells what was decided up to a step and is yet to be done (see `RunCallbacks`).
         asked: whether the run is to stop after one more; asked where worker 0 is.
     """
 
@@ -71,6 +75,7 @@ class Checkpoints:
         self.every = every
         self.writer = writer
         self.data: Callable[[int], Any] = lambda step: None
+        self.decided: Callable[[int], Any] | None = None
         self.asked: Callable[[], bool] = lambda: False
         demand = executors[0].store.demand
         reach = max(demand.reach(owner) for owner in range(demand.plan.workers))
@@ -124,10 +129,16 @@ class Checkpoints:
             return
         if worker == 0:
             shard.data = self.data(shard.step)
+        if self.decided is not None:
+            shard.state[DECIDED] = self.decided(shard.step)
         watch = self._captures[worker].executor.watch
         watch.open("save")
         self.writer.put(worker, shard, last=shard.step == self.agenda.stop)
         watch.close()
+
+    def add(self, step: int) -> None:
+        """There is to be a checkpoint at a step: known so early as `Consequences.earliest` has it."""
+        self.agenda.add(step)
 
     def finish(self) -> None:
         """The run is over: wait until all its checkpoints are on the disk."""

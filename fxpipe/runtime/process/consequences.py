@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import TaskError, near
 from fxpipe.messages import say
+from fxpipe.observe.record import BEST_WEIGHTS
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.best_weights import PARTIAL
 from fxpipe.runtime.process.coming_shapes import several_shapes
 from fxpipe.runtime.process.early_stop import lead
 from fxpipe.runtime.process.goal import Goal, metrics_of
@@ -37,8 +40,9 @@ class Consequences:
         goal: what `--save-best` asks for; None if it asks for nothing.
         best: the step and the value of the best evaluation so far.
         end: after how many steps the run ends.
-        stopped: why it ends before `total`; None if it does not.
+        stopped: why it ends before `total`: `patience`, or the callback that asks for it; None if it does not.
         on_end: called with the end, when it becomes an earlier one.
+        on_evaluation: called with the version and the metrics of an evaluation, after all else that follows from it.
 
     Raises:
         RunError: the options ask for what cannot be done.
@@ -60,6 +64,7 @@ class Consequences:
         self.end = total
         self.stopped: str | None = None
         self.on_end: Callable[[int], None] = lambda end: None
+        self.on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda version, metrics: None
         self._options, self._step, self._executors, self._speaks = options, step, executors, speaks
         self._lead = lead(recipe, several_shapes(plan, options))
         self._replayed: Mapping[str, Any] | None = None
@@ -77,6 +82,9 @@ class Consequences:
         self._replayed = evaluations[-1] if evaluations else None
         for row in evaluations:
             self._judge(row["step"], row["metrics"])
+        kept = (Path(self._options.out) / name for name in (BEST_WEIGHTS, PARTIAL)) if self._options.out else ()
+        if self.goal is None and self._step and self._speaks and (old := next(filter(Path.exists, kept), None)):
+            say(f"{old} stays as it is, whatever the evaluations give: --save-best is not given")
         if self.goal is not None and self._speaks:
             text = "" if self.best is None else f"; {self.best[1]:.4f} of step {self.best[0]} is the best so far"
             say(f"the weights of the best {self.goal} are kept{text}")
@@ -90,6 +98,7 @@ class Consequences:
         """Call when the pipeline has begun: a checkpoint is cut before the evaluation of its step changes rates."""
         if self._replayed is not None and self._replays_step and self.due(self._step):
             self._tell_schedulers(self._step, self._replayed["metrics"])
+            self.on_evaluation(self._step, self._replayed["metrics"])
 
     @property
     def _replays_step(self) -> bool:
@@ -108,10 +117,37 @@ class Consequences:
         if version < end:
             self._tell_schedulers(version, metrics)
         if self.end < end:
-            for executor in self._executors:
-                executor.store.end(self.end)
-            self.on_end(self.end)
+            self._tell_end()
+        self.on_evaluation(version, metrics)
         return best
+
+    def earliest(self, version: int) -> int:
+        """After which step the run can end, or be saved, if all its workers hear of that at a version."""
+        return max(self._step, version + self._lead)
+
+    def ends(self, end: int, why: str, reason: str) -> None:
+        """All workers decide, at the same version, that the run ends after a step, the `earliest`."""
+        if self.shorten(end, why, reason):
+            self._tell_end()
+
+    def shorten(self, end: int, why: str, reason: str) -> bool:
+        """The same before training begins; whether it would have ended later.
+
+        Args:
+            why: see `stopped`.
+            reason: the same for the user.
+        """
+        if end >= self.end:
+            return False
+        self.end, self.stopped = end, why
+        if self._speaks:
+            say(f"{reason}: the run ends after step {end}")
+        return True
+
+    def _tell_end(self) -> None:
+        for executor in self._executors:
+            executor.store.end(self.end)
+        self.on_end(self.end)
 
     def is_best(self, step: int) -> bool:
         """Whether the best evaluation so far is that of this step."""
@@ -123,15 +159,22 @@ class Consequences:
             say(f"the weights of step {self.best[0]} are not in {self._options.out}: the best from here on are kept")
         self.best = None
 
+    @property
+    def tells(self) -> bool:
+        """Whether the summary says something of it."""
+        return self.goal is not None or self.stopped is not None
+
     def tell(self, summary: dict[str, Any], held: int | None) -> None:
         """Put the best evaluation, and why the run has ended early, into its summary.
 
         Args:
             held: the step whose weights were kept.
         """
-        if self.goal is None:
+        if not self.tells:
             return
         summary["stopped"] = self.stopped
+        if self.goal is None:
+            return
         summary["best"] = None
         if self.best is not None:
             step, value = self.best
@@ -149,11 +192,8 @@ class Consequences:
         self._since += version % every_steps == 0  # else it was the last of a shorter run, which a longer one lacks
         patience = self._options.patience
         if patience is not None and self._since >= patience and self.stopped is None:
-            end = max(self._step, version + self._lead)
-            if end < self.end:
-                self.end, self.stopped = end, PATIENCE
-                if self._speaks:
-                    say(f"{self.goal.metric} has not improved in {patience} evaluations: the run ends after step {end}")
+            reason = f"{self.goal.metric} has not improved in {patience} evaluations"
+            self.shorten(self.earliest(version), PATIENCE, reason)
         return False
 
     def _tell_schedulers(self, version: int, metrics: Mapping[str, float]) -> None:

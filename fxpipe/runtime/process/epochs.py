@@ -43,8 +43,11 @@ def in_steps(options: Options) -> Options:
     return dataclasses.replace(options, **{name: steps[name] for name in named})
 
 
-def counted(options: RunOptions, feed: Feed) -> tuple[int, int | None]:
+def counted(options: RunOptions, feed: Feed, epochs: bool) -> tuple[int, int | None]:
     """How many minibatches a run has, and how many an epoch, if an option names epochs: by the data.
+
+    Args:
+        epochs: something else must know.
 
     Raises:
         TaskError: the data are empty; or have no length, and counting them takes too long.
@@ -53,19 +56,20 @@ def counted(options: RunOptions, feed: Feed) -> tuple[int, int | None]:
         total = options.steps_per_epoch * (options.epochs or 1)
     else:
         total = feed.total(options.steps, options.epochs)
-    asked = any(getattr(options, name) == EPOCH for name in OF_EPOCHS)
+    asked = epochs or any(getattr(options, name) == EPOCH for name in OF_EPOCHS)
     return total, epoch_of(feed) if asked and options.steps_per_epoch is None else options.steps_per_epoch
 
 
-def agree_length(options: RunOptions, feed: Feed | None, rank: int) -> tuple[int, RunOptions]:
+def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool) -> tuple[int, RunOptions]:
     """How many minibatches the run has, and the options in steps; called by all workers.
 
     Args:
         feed: on worker 0.
+        epochs: as of `counted`.
     """
     box: list[Any] = [None, None]
     if feed is not None:
-        box = [*counted(options, feed)]
+        box = [*counted(options, feed, epochs)]
     with peers(rank):
         dist.broadcast_object_list(box, 0)
     return int(box[0]), in_steps(dataclasses.replace(options, steps_per_epoch=box[1]))

@@ -154,7 +154,7 @@ class WorkerEvaluations:
         """
         if self._best is not None:
             self._best.take_place()
-        if summary is not None and self.consequences.goal is not None:
+        if summary is not None and self.consequences.tells:
             self.consequences.tell(summary, None if self._best is None else self._best.held)
             write_run(summary)
 

@@ -20,6 +20,7 @@ from fxpipe.plan.build_folder import read_plan
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
+from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.epochs import in_steps, tell_epoch
 from fxpipe.runtime.process.local_evaluation import LocalEvaluation
@@ -27,6 +28,7 @@ from fxpipe.runtime.process.new_shapes import NewShapes
 from fxpipe.runtime.process.own_checkpoint import open_checkpoint, write_own, write_whole
 from fxpipe.runtime.process.own_loop import OwnLoop
 from fxpipe.runtime.process.resume import Resumed, begin_or_go_on, opened, restore, resumed_options
+from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -62,7 +64,8 @@ class LocalPipeline(OwnLoop):
         fed: how many minibatches it has had, with those before the checkpoint that it goes on from.
         shapes: of batches: those of the build, and those that are made for it on demand.
         checkpoints: what saves it; None if it is not to be saved.
-        waits: an evaluation changes learning rates: no worker goes on before it.
+        callbacks: those of a run; None where the loop is the user's.
+        waits: an evaluation may change learning rates: no worker goes on before it.
         temporary: the build's temporary folder, deleted with the pipeline; None if the build has a lasting one.
 
     Raises:
@@ -134,12 +137,18 @@ class LocalPipeline(OwnLoop):
         self._mailbox.clear()
         self._broken = False
         self._evaluation: LocalEvaluation | None = None
+        self.callbacks: RunCallbacks | None = None
         self.waits = any(executor.store.updater.metric is not None for executor in self.executors)
 
     @property
     def data_mark(self) -> Any:
         """Where the data stood, if they said so, at the checkpoint that the pipeline goes on from."""
         return self._shards[0][0].data if self._shards else None
+
+    @property
+    def state_before(self) -> Any:
+        """A worker's state (see `Shard`) at that checkpoint."""
+        return self._shards[0][0].state if self._shards else None
 
     @property
     def edited(self) -> list[Path]:
@@ -353,6 +362,8 @@ class LocalPipeline(OwnLoop):
         if loss is not None:
             self._losses[action.minibatch] = loss
             self._newest = (action.minibatch, loss)
+            if self.callbacks is not None:
+                self.callbacks.tell(action.minibatch, loss)
         self._next[worker] = next(self._rows[worker])
         if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
             reported = self._losses.pop(action.minibatch)
@@ -373,12 +384,9 @@ class LocalPipeline(OwnLoop):
         return True
 
     def _acted(self, worker: int) -> None:
-        if self.waits and self.checkpoints is not None:
-            self.checkpoints.take(worker)  # who goes on from there hears of the evaluation then
-        if self._evaluation is not None:
-            self._evaluation.after()
-        if self.checkpoints is not None:
-            self.checkpoints.take(worker)
+        evaluate = None if self._evaluation is None else self._evaluation.after
+        executors, callbacks = self.executors, self.callbacks
+        between_actions(executors[worker], executors, callbacks, self.checkpoints, evaluate, self.waits)
 
     def _ready(self, worker: int, action: Action) -> bool:
         if action.minibatch >= self.fed:

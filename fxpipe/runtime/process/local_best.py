@@ -30,6 +30,7 @@ class LocalBest:
         self._consequences = consequences
         self._best: BestWeights | None = None
         consequences.on_end = self._ends
+        self._ends(consequences.end)
 
     def begin(self, data: EvaluationData, earlier: Path | None) -> None:
         """Called before training begins.
@@ -76,7 +77,7 @@ class LocalBest:
         """The run has trained to its end, and its weights are written."""
         if self._best is not None:
             self._best.take_place()
-        if self._consequences.goal is not None:
+        if self._consequences.tells:
             self._consequences.tell(summary, None if self._best is None else self._best.held)
             write_run(summary)
 

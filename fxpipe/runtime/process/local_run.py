@@ -23,6 +23,7 @@ from fxpipe.runtime.process.local_best import LocalBest
 from fxpipe.runtime.process.new_shapes import of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop
 from fxpipe.runtime.process.resume import resumed_options, resumed_step, run_before, say_resumed
+from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import (
     add_trace,
     averages_evaluated,
@@ -71,7 +72,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     evaluating = evaluates(plan, task, options.eval_every)
     with threads(options.threads, plan.workers):
         feed = Feed(task, options.seed)
-        total, epoch = counted(options, feed)
+        hooks = task.callbacks
+        total, epoch = counted(options, feed, hooks.on_epoch is not None)
         options = of_run(in_steps(replace(options, steps_per_epoch=epoch)), plan)
         before = resumed_step(options, checkpoint, total)
         data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if evaluating else None
@@ -111,6 +113,12 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                     for loaded in evaluator.loaded:
                         warn_if_edited(loaded)
             ends = Consequences(options, plan, pipeline.recipe, total, pipeline.fed, executors, True)
+            if hooks.names:
+                pipeline.callbacks = callbacks = RunCallbacks(
+                    hooks, plan, ends, pipeline.fed, options.steps_per_epoch, evaluating, options.seed, executors
+                )
+                pipeline.waits |= hooks.on_eval is not None
+                callbacks.go_on(pipeline.checkpoints, pipeline.state_before)
             best = LocalBest(options, plan, pipeline, record, ends)
             if data is not None:
                 best.begin(data, run_before(options))
@@ -173,6 +181,8 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 if averages is not None:
                     with weights_are_safe(options.out):
                         averages_evaluated(summary, pipeline.evaluation.run(data, pipeline.fed, averages))
+            if pipeline.callbacks is not None:
+                pipeline.callbacks.over()
             record.end(summary)
         except FxpipeError as error:
             if pipeline is not None and pipeline.checkpoints is not None:

@@ -23,6 +23,7 @@ from fxpipe.runtime.process.agreed_stop import AgreedStop
 from fxpipe.runtime.process.agreement import Agreed
 from fxpipe.runtime.process.allocator import reuse_freed_memory
 from fxpipe.runtime.process.batches_read import BatchesRead
+from fxpipe.runtime.process.between_actions import between_actions
 from fxpipe.runtime.process.check_run import check_unchanged
 from fxpipe.runtime.process.checkpoints import Checkpoints
 from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
@@ -38,6 +39,7 @@ from fxpipe.runtime.process.new_shapes import NewShapes, of_run
 from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
+from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import summarize_run, take_place, worker_row
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
@@ -114,7 +116,7 @@ class RankRun:
         self.feed = Feed(task, options.seed) if rank == 0 else None
         if self.feed is None:
             seed_everything(options.seed)
-        self.total, options = agree_length(options, self.feed, rank)
+        self.total, options = agree_length(options, self.feed, rank, task.callbacks.on_epoch is not None)
         self.options = options = of_run(options, plan)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
@@ -173,6 +175,13 @@ class RankRun:
         self.checkpoints = Checkpoints.of(
             options, plan, recipe, options.out, [self.executor], resumed, shards, exchange
         )
+        self.callbacks: RunCallbacks | None = None
+        if (hooks := task.callbacks).names:
+            per_epoch, ends = self.options.steps_per_epoch, self.consequences
+            self.callbacks = RunCallbacks(
+                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, self.transport
+            )
+            self.callbacks.go_on(self.checkpoints, self._shards[0].state if self._shards else None)
         self.stop = PoliteStop()
         if self.checkpoints is not None:
             self.checkpoints.asked = lambda: self.stop.asked is not None
@@ -240,6 +249,8 @@ class RankRun:
                 seconds = self.executor.watch.elapsed
                 collect_trace(options.trace, self.rank, plan, self.recipe, trace, summary, seconds)
             self.evaluations.last(summary, None if averages is None else averages[0])
+            if self.callbacks is not None:
+                self.callbacks.over()
             if record is not None:
                 record.end(summary)
         finally:
@@ -275,8 +286,8 @@ class RankRun:
             feed, report = (None, None) if record is None else (self.batches, looking(record.step, look))
             if self.coming is not None:
                 self.coming.begin(self.step)
-            reach = None if self.coming is None else self.coming.reach
-            train(self.plan, self.executor, self.transport, actions, feed, report, self._between, reach)
+            tell = None if self.callbacks is None else self.callbacks.tell
+            train(self.plan, self.executor, self.transport, actions, feed, report, self._between, self._reach, tell)
             self.transport.finish()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
@@ -308,9 +319,19 @@ class RankRun:
         self.stop.exit()
 
     def _between(self, version: int) -> None:
-        """Between two actions: save and evaluate what is due."""
-        if self.checkpoints is not None and self.consequences.changes_rates:
-            self.checkpoints.take(self.rank)  # who goes on from there hears of the evaluation then
-        self.evaluations.if_due(version)
-        if self.checkpoints is not None:
-            self.checkpoints.take(self.rank)
+        """Between two actions, after so many updates."""
+        between_actions(
+            self.executor,
+            [self.executor],
+            self.callbacks,
+            self.checkpoints,
+            lambda: self.evaluations.if_due(version),
+            self.consequences.changes_rates,
+        )
+
+    def _reach(self, minibatch: int, version: int) -> None:
+        """The first forward of a minibatch is about to run."""
+        if self.coming is not None:
+            self.coming.reach(minibatch, version)
+        if self.callbacks is not None:
+            self.callbacks.begins(minibatch)

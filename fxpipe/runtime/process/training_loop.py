@@ -28,6 +28,7 @@ def train(
     report: OnStep | None = None,
     between: Callable[[int], None] | None = None,
     reach: Callable[[int, int], None] | None = None,
+    tell: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """Run all actions of one worker.
 
@@ -35,6 +36,7 @@ def train(
         feed: on worker 0, the microbatches of a minibatch.
         report: on worker 0, called when it ends a minibatch (see `OnStep`).
         reach: called before the first forward of each minibatch, with the number of updates made so far.
+        tell: on the loss worker, called with each minibatch and its loss, with its metrics after it.
         between: called between actions, after any update that waited, with the number of updates made so far.
     """
     last = plan.microbatches - 1
@@ -67,6 +69,8 @@ def train(
             mine = leaves.pop()
         updater = executor.store.updater
         loss = executor.execute(action, mine)
+        if loss is not None and tell is not None:
+            tell(action.minibatch, loss)
         if loss is not None and not first:
             transport.send_loss(loss)
         elif loss is not None:

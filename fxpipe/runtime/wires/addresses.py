@@ -8,13 +8,14 @@ from typing import Any
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.runtime.wires.moves import evaluation_edges
+from fxpipe.task.callbacks import CALLBACKS
 
 Channel = tuple[Any, ...]
 BATCH = "batch"
 CALL = "call"
 LOSS = "told loss"
-NOTES = ("behind", "total", "before", "overflow", "skip", "shape", "metrics", "heard", BATCH, CALL, LOSS)
-"""Kinds of notes, each with its own tag: for clipping, loss scaling, evaluation, the shapes of batches, own loops."""
+NOTES = ("behind", "total", "before", "overflow", "skip", "shape", "metrics", "heard", BATCH, CALL, LOSS, *CALLBACKS)
+"""Kinds of notes, each with its own tag: for clipping, loss scaling, evaluation, shapes, own loops, callbacks."""
 
 
 class Addresses:

@@ -28,6 +28,7 @@ from fxpipe.runtime.wires.meter import Meter
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule import check
 from fxpipe.schedule.base import Schedule
+from fxpipe.task.callbacks import CALLBACKS
 
 Work = Any
 
@@ -316,7 +317,7 @@ def _cause(note: str, source: int) -> Cause:
     """What a worker waits for that waits for a note."""
     if note == LOSS:
         return Cause("loss", "loss", source)
-    return Cause("token", note, source) if note in (BATCH, CALL) else Cause("norm", f"norm {note}", source)
+    return Cause("token", note, source) if note in (BATCH, CALL, *CALLBACKS) else Cause("norm", f"norm {note}", source)
 
 
 class _Sent(NamedTuple):

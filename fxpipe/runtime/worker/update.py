@@ -303,7 +303,17 @@ class Updater:
             self.repair.in_time = in_time
 
     def _repeat_scheduler(self, updates: int) -> None:
-        """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates."""
+        """For a scheduler whose state cannot be written: the steps it has made, at the optimizer's first rates.
+
+        Raises:
+            RunError: it makes its steps by the metrics of evaluations, which nobody repeats.
+        """
+        if self.metric is not None:
+            raise RunError(
+                f"{type(self.scheduler).__name__} waits for the metric {self.metric!r}, and the checkpoint has no "
+                "state of it: it would begin anew",
+                hint="give it a state_dict() of plain values for the next run, or take a schedule of steps or epochs",
+            )
         with random_state_kept(), _hushed():
             for update in range(updates):
                 if self.scheduler_due(update + 1):

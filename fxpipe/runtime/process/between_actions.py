@@ -1,0 +1,42 @@
+"""What happens between two actions of a worker while it trains: callbacks, checkpoints, evaluations, in this order.
+
+    on_step → checkpoint → evaluation → on_eval → on_epoch
+
+A checkpoint is cut before what follows from the evaluation of its step: whoever goes on from it hears of that again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fxpipe.runtime.process.checkpoints import Checkpoints
+from fxpipe.runtime.process.run_callbacks import RunCallbacks
+from fxpipe.runtime.worker.executor import Executor
+
+
+def between_actions(
+    executor: Executor,
+    others: Sequence[Executor],
+    callbacks: RunCallbacks | None,
+    checkpoints: Checkpoints | None,
+    evaluate: Callable[[], None] | None,
+    rates_follow: bool,
+) -> None:
+    """Do what is due on a worker.
+
+    Args:
+        others: all workers of this process: an evaluation may have held some of them.
+        evaluate: evaluates, if that is due; None where nothing is evaluated.
+        rates_follow: an evaluation changes learning rates.
+    """
+    if callbacks is not None:
+        callbacks.stepped(executor)
+    if checkpoints is not None and (rates_follow or (callbacks is not None and callbacks.follows)):
+        checkpoints.take(executor.worker)
+    if evaluate is not None:
+        evaluate()
+    if callbacks is not None:
+        for each in others:
+            callbacks.epoch_over(each)
+    if checkpoints is not None:
+        checkpoints.take(executor.worker)

@@ -1,0 +1,312 @@
+"""Calls the user's callbacks while a run trains, and has done what they decide.
+
+Every process calls them, with the same numbers, when its worker has made the update of a step:
+
+    worker 0:  …  F7  B4 ·on_step(5)·  F8  B5 ·on_step(6)·  …
+    worker 1:  …  F5  B5 ·on_step(6)·  F6  B6 ·on_step(7)·  …
+
+The loss of a step is known before any backward of it, so nobody waits for a worker that it would not wait for anyway.
+Learning rates are set from the next update on. A checkpoint, or the end of the run, must be known some steps ahead
+(`early_stop.lead`): what is decided after step s is done after step s + lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.errors import FxpipeError, TaskError
+from fxpipe.messages import warn
+from fxpipe.plan.spec import Plan
+from fxpipe.random_state import random_state_kept, seed_generators, seed_of
+from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
+from fxpipe.runtime.process.consequences import Consequences
+from fxpipe.runtime.process.decisions import Decision, Decisions
+from fxpipe.runtime.process.step_loss import Losses, StepLoss
+from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.executor import Executor
+from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
+from fxpipe.task.metrics import named_numbers
+from fxpipe.task.model_file import hook_raised
+
+
+class OngoingRun:
+    """What a callback is given of the run that calls it.
+
+    Attributes:
+        rank: of this process's worker, 0 where all are in one process: what is to be printed or logged once, is
+            printed where it is 0.
+        metrics: what `loss(model, batch)` returned next to the loss of this step; empty but in `on_step`.
+    """
+
+    def __init__(self, rank: int, save: Callable[[], int], fits: Callable[[Sequence[float]], None]) -> None:
+        self.rank = rank
+        self.metrics: dict[str, float] = {}
+        self._save, self._fits = save, fits
+        self._saves = False
+        self._rates: tuple[float, ...] | None = None
+
+    def save(self) -> int:
+        """Have a checkpoint made, which some steps on can be taken; return after which step it is.
+
+        Raises:
+            TaskError: the run makes none.
+        """
+        step = self._save()
+        self._saves = True
+        return step
+
+    def set_lr(self, rate: float, *more: float) -> None:
+        """Set the learning rates of the next updates: one for all groups, or one for each.
+
+        A scheduler goes on from there, and may set others at its next step.
+
+        Raises:
+            RunError: there are other groups than rates.
+        """
+        rates = (float(rate), *map(float, more))
+        self._fits(rates)
+        self._rates = rates
+
+    def _taken(self, ends: object) -> Decision:
+        found = Decision(bool(ends), self._saves, self._rates)
+        self._saves, self._rates, self.metrics = False, None, {}
+        return found
+
+
+class RunCallbacks:
+    """Those of one run, for the workers of this process.
+
+    Args:
+        consequences: of the run's evaluations; it ends the run.
+        step: the run's first.
+        per_epoch: the steps of an epoch; must be known where there is `on_epoch`.
+        evaluates: the run evaluates what it has trained.
+        transport: of this process's worker; None where all workers are in this process.
+    """
+
+    def __init__(
+        self,
+        hooks: Callbacks,
+        plan: Plan,
+        consequences: Consequences,
+        step: int,
+        per_epoch: int | None,
+        evaluates: bool,
+        seed: int,
+        executors: Sequence[Executor],
+        transport: Transport | None = None,
+    ) -> None:
+        self._checkpoints: Checkpoints | None = None
+        self._hooks, self._plan, self._consequences, self._seed = hooks, plan, consequences, seed
+        self._executors, self._evaluates = executors, evaluates
+        self._per_epoch = per_epoch if hooks.on_epoch is not None else None
+        first = executors[0].worker
+        self._run = OngoingRun(first, self._save, self._fits)
+        self._speaks = first == 0
+        self._losses: Losses | None = None
+        self._decisions: Decisions | None = None
+        if transport is not None:
+            self._losses = Losses(plan, first, transport)
+            self._decisions = Decisions(first, plan.workers, transport)
+        self._coming: dict[int, StepLoss] = {}
+        self._known: dict[int, Tensor] = {}
+        self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have come to that step
+        firsts = {ON_STEP: step, ON_EPOCH: 0}
+        self._seen = {hook: {each.worker: at for each in executors} for hook, at in firsts.items()}
+        self._evaluated = 0
+        self._version = step
+        self._pending: list[tuple[int, int, str, bool]] = []  # decided and done after such steps, by which hook; ends
+        consequences.on_evaluation = self.evaluated
+        if self._speaks and hooks.on_eval is not None and not evaluates:
+            warn("on_eval() will not be called: the workers have nothing to evaluate (eval_data, metrics)")
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is called after evaluations, or epochs: a checkpoint is cut before that."""
+        return self._hooks.on_eval is not None or self._hooks.on_epoch is not None
+
+    def go_on(self, checkpoints: Checkpoints | None, state: Any) -> None:
+        """Call before training begins.
+
+        Args:
+            checkpoints: those that the run makes.
+            state: that of a shard of the checkpoint that it goes on from.
+        """
+        self._checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.decided = self.decided
+        known = state.get(DECIDED) if isinstance(state, Mapping) else None
+        for made, at, hook, ends in known or ():
+            if hook not in self._hooks.names:
+                continue
+            self._pending.append((made, at, hook, ends))
+            if ends:
+                self._consequences.shorten(at, hook, _reason(hook, made))
+            elif self._checkpoints is not None:
+                self._checkpoints.add(at)
+
+    def begins(self, minibatch: int) -> None:
+        """The first forward of a minibatch is about to run on the worker of this process, which is one of several."""
+        if self._hooks.on_step is None:
+            return
+        assert self._losses is not None
+        assert self._decisions is not None
+        self._coming[minibatch] = self._losses.step(minibatch)
+        self._decisions.expect(ON_STEP, minibatch + 1)
+
+    def tell(self, minibatch: int, loss: Tensor) -> None:
+        """On the loss worker: the loss of a minibatch, with its metrics after it."""
+        if self._hooks.on_step is None:
+            return
+        if self._losses is not None:
+            self._losses.tell(minibatch, loss)
+        else:
+            self._known[minibatch] = loss
+
+    def stepped(self, executor: Executor) -> None:
+        """Between two actions of a worker: call `on_step` if it has made an update.
+
+        Raises:
+            FxpipeError: the callback failed; or other processes decide otherwise.
+        """
+        on_step = self._hooks.on_step
+        version = executor.store.version
+        seen = self._seen[ON_STEP]
+        if on_step is None or seen[executor.worker] == version:
+            return
+        seen[executor.worker] = version
+        key = (ON_STEP, version)
+        if key not in self._made:
+            loss, self._run.metrics = self._numbers(version - 1)
+            self._made[key] = self._call(ON_STEP, version, version, lambda: on_step(version, loss, self._run))
+        self._take(executor, version, self._made[key])
+        if all(seen[each.worker] >= version for each in self._executors):
+            del self._made[key]
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        """All workers of this process are at a version, and it was evaluated: call `on_eval`.
+
+        Raises:
+            FxpipeError: as `stepped`.
+        """
+        self._evaluated = version
+        on_eval = self._hooks.on_eval
+        if on_eval is None:
+            return
+        given = dict(metrics)
+        decision = self._call(ON_EVAL, version, version, lambda: on_eval(version, given, self._run))
+        for executor in self._executors:
+            self._take(executor, version, decision)
+
+    def epoch_over(self, executor: Executor) -> None:
+        """Between two actions of a worker, after an evaluation that is due: call `on_epoch` if an epoch is over.
+
+        Raises:
+            FxpipeError: as `stepped`.
+        """
+        version = executor.store.version
+        if self._per_epoch is None or version == 0 or version % self._per_epoch:
+            return
+        seen = self._seen[ON_EPOCH]
+        if seen[executor.worker] == version or version >= self._consequences.end:
+            return
+        if self._evaluates and self._consequences.due(version) and self._evaluated < version:
+            return
+        seen[executor.worker] = version
+        key = (ON_EPOCH, version)
+        if key not in self._made:
+            self._made[key] = self._call_on_epoch(version)
+        self._take(executor, version, self._made[key])
+        if all(seen[each.worker] >= version for each in self._executors):
+            del self._made[key]
+
+    def over(self) -> None:
+        """The run has trained to its end, and was evaluated: that of the last epoch, which can decide nothing."""
+        end = self._consequences.end
+        if self._per_epoch is not None and end and end % self._per_epoch == 0:
+            self._call_on_epoch(end)
+
+    def decided(self, step: int) -> list[list[Any]]:
+        """What was decided up to a step, and is not yet done there, as a shard has it."""
+        self._pending = [row for row in self._pending if row[1] >= self._oldest]
+        return [list(row) for row in self._pending if row[0] <= step <= row[1]]
+
+    @property
+    def _oldest(self) -> int:
+        return min(executor.store.version for executor in self._executors)
+
+    def _call_on_epoch(self, version: int) -> Decision:
+        on_epoch, per_epoch = self._hooks.on_epoch, self._per_epoch
+        assert on_epoch is not None
+        assert per_epoch is not None
+        epoch = version // per_epoch
+        return self._call(ON_EPOCH, epoch, version, lambda: on_epoch(epoch, self._run))
+
+    def _numbers(self, minibatch: int) -> tuple[float, dict[str, float]]:
+        if self._losses is None:
+            return named_numbers(self._known.pop(minibatch), self._plan.metrics)
+        loss = self._coming.pop(minibatch)
+        return float(loss), dict(loss.metrics)
+
+    def _call(self, hook: str, number: int, version: int, call: Callable[[], object]) -> Decision:
+        """Call a hook, and note what it decides; what it draws at random follows from the seed, everywhere alike."""
+        self._version = version
+        with random_state_kept():
+            seed_generators(seed_of(self._seed, hook, number), self._executors[0].device.type)
+            try:
+                ends = call()
+            except FxpipeError:
+                raise
+            except Exception as error:
+                raise hook_raised(hook, error, self._hooks.path) from error
+        decision = self._run._taken(ends)
+        if hook != ON_STEP and version >= self._consequences.end:
+            return decision  # after the last update
+        if self._decisions is not None:
+            if hook != ON_STEP:
+                self._decisions.expect(hook, version)
+            self._decisions.compare(hook, version, decision)
+        at = self._consequences.earliest(version)
+        if decision.saves:
+            self._note(version, at, hook, ends=False)
+        if decision.ends:
+            self._note(version, at, hook, ends=True)
+        return decision
+
+    def _note(self, made: int, at: int, hook: str, ends: bool) -> None:
+        self._pending.append((made, at, hook, ends))
+        if ends:
+            self._consequences.ends(at, hook, _reason(hook, made))
+        elif self._checkpoints is not None:
+            self._checkpoints.add(at)
+
+    def _take(self, executor: Executor, version: int, decision: Decision) -> None:
+        if decision.rates is not None:
+            executor.store.updater.set_rates(version, decision.rates, version - 1)
+
+    def _save(self) -> int:
+        if self._checkpoints is None:
+            raise TaskError(
+                "run.save() was called, and the run makes no checkpoints",
+                where=None if self._hooks.path is None else self._hooks.path.name,
+                hint="--checkpoint-every asked makes those that are asked for; 500, 10min or epoch others, too",
+            )
+        at, end = self._consequences.earliest(self._version), self._consequences.end
+        if at > end and self._speaks:
+            warn(
+                f"run.save() after step {self._version} is too late for a checkpoint: the run ends after step {end}, "
+                "and its weights are written then"
+            )
+        return at
+
+    def _fits(self, rates: Sequence[float]) -> None:
+        for executor in self._executors:
+            if (error := executor.store.updater.unfit(rates)) is not None:
+                raise error
+
+
+def _reason(hook: str, made: int) -> str:
+    return f"{hook}() has asked for it after step {made}"

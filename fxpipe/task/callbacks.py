@@ -1,0 +1,65 @@
+"""What a run calls while it trains: the user's `on_step`, `on_eval` and `on_epoch`.
+
+    def on_step(step, loss, run): ...     # after every step, with how many were made
+    def on_eval(step, metrics, run): ...  # after every evaluation
+    def on_epoch(epoch, run): ...         # after every epoch and its evaluation, from 1
+
+Something true that one returns ends the run. `run` is the run itself: `run.save()`, `run.set_lr(rate)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import TaskError
+
+ON_STEP = "on_step"
+ON_EVAL = "on_eval"
+ON_EPOCH = "on_epoch"
+CALLBACKS = {ON_STEP: "(step, loss, run)", ON_EVAL: "(step, metrics, run)", ON_EPOCH: "(epoch, run)"}
+"""The hooks, and what each is called with."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Those of one run; None is not called.
+
+    Attributes:
+        path: the file that they stand in, if one is known.
+
+    Raises:
+        TaskError: one is no function of what it is called with.
+    """
+
+    on_step: Callable[[int, float, Any], object] | None = None
+    on_eval: Callable[[int, dict[str, float], Any], object] | None = None
+    on_epoch: Callable[[int, Any], object] | None = None
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            _check(name, getattr(self, name), self.path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The hooks there are."""
+        return tuple(name for name in CALLBACKS if getattr(self, name) is not None)
+
+
+def _check(name: str, function: Any, path: Path | None) -> None:
+    where = None if path is None else path.name
+    hint = f"def {name}{CALLBACKS[name]}"
+    if not callable(function):
+        raise TaskError(f"{name} is {type(function).__name__}, which is no function", where=where, hint=hint)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, say: the call will tell
+        return
+    try:
+        signature.bind(*CALLBACKS[name].split(","))
+    except TypeError as error:
+        raise TaskError(f"{name}{signature} is not called so", where=where, hint=hint) from error

@@ -1,0 +1,268 @@
+"""Callbacks of runs: what they are called with, what they decide, the same over processes and after `--resume`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import QUICK, fxpipe
+from model_files import write_model
+from safetensors.torch import load_file
+
+import fxpipe as package
+
+HOOKS = """
+import json
+import os
+
+
+def train_data():
+    torch.manual_seed(7)
+    return [{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))} for _ in range(10)]
+
+
+def loss(model, batch):
+    found = F.cross_entropy(model(batch["x"]), batch["y"])
+    return found, {"half": found / 2}
+
+
+def eval_data():
+    torch.manual_seed(8)
+    return [{"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))} for _ in range(3)]
+
+
+def metrics(model, batch):
+    return {"held": loss(model, batch)[0]}
+
+
+def note(run, *what):
+    with open(f"{os.environ['CALLED']}.{run.rank}", "a") as file:
+        file.write(json.dumps(what) + "\\n")
+"""
+CALLBACKS = """
+
+def on_step(step, loss, run):
+    note(run, "step", step, loss, run.metrics, torch.rand(()).item())
+    if step == 7:
+        run.set_lr(0.02)
+    if step == 8:
+        note(run, "saves", run.save())
+    return step == 26
+
+
+def on_eval(step, metrics, run):
+    note(run, "eval", step, metrics)
+    if step == 12:
+        run.set_lr(0.1)
+
+
+def on_epoch(epoch, run):
+    note(run, "epoch", epoch)
+    if epoch == 2:
+        run.set_lr(0.03)
+"""
+TEN = ("--steps", 10, "--checkpoint-every", "asked")
+PLAIN = (("dropout(torch.tanh(block(x)), 0.1, self.training)", "tanh(block(x))"), ("self.norm(x)", "x"))
+
+
+def built(folder: Path, more: str = CALLBACKS, workers: int = 3) -> Path:
+    model = write_model(folder, *PLAIN)
+    model.write_text(model.read_text() + HOOKS + more)
+    result = fxpipe("compile", model, "-n", workers, "-o", folder / "build", *QUICK)
+    assert result.code == 0, result.err
+    return folder / "build"
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("callbacks"))
+
+
+@pytest.fixture(autouse=True)
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CALLED", str(tmp_path / "called"))
+    return tmp_path / "called"
+
+
+def calls(called: Path, rank: int = 0) -> list[list[Any]]:
+    """Those of one process, which are then forgotten."""
+    path = called.with_name(f"{called.name}.{rank}")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    path.unlink()
+    return found
+
+
+def rates(out: Path) -> dict[int, float]:
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["lr"] for row in rows if "lr" in row}
+
+
+@pytest.mark.parametrize("schedule", ["async", "1f1b", "gpipe"])
+def test_what_they_are_called_with_and_what_they_decide(
+    build: Path, tmp_path: Path, called: Path, schedule: str
+) -> None:
+    run = ("run", build, "--local", "--schedule", schedule, "--steps", 50, "--eval-every", 6)
+    result = fxpipe(*run, "--checkpoint-every", "asked", "--out", tmp_path / "out", "--json")
+    seen = calls(called)
+    end = result.json["steps"]
+    assert 26 < end < 40
+    assert f"on_step() has asked for it after step 26: the run ends after step {end}" in result.err
+    assert result.json["stopped"] == "on_step"
+    steps = [row for row in seen if row[0] == "step"]
+    assert [row[1] for row in steps] == list(range(1, end + 1))
+    assert [row[2] for row in steps] == result.json["losses"]
+    assert all(row[3] == {"half": pytest.approx(row[2] / 2)} for row in steps)
+    evaluations = [row for row in seen if row[0] == "eval"]
+    assert [{"step": step, "metrics": found} for _, step, found in evaluations] == result.json["evaluations"]
+    assert [row[1] for row in evaluations] == [*range(6, end, 6), end]
+    assert [row[1] for row in seen if row[0] == "epoch"] == [1, 2, 3][: end // 10]
+    order = [row[:2] for row in seen if row[0] != "saves"]
+    at = order.index(["step", 30])
+    assert order[at : at + 3] == [["step", 30], *([["eval", 30]] if end >= 30 else []), ["epoch", 3]]
+    (saved,) = [row[1] for row in seen if row[0] == "saves"]
+    assert 8 < saved == 8 + end - 26
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == [f"step-{saved}"]
+    by_step = {
+        step: 0.05 if step <= 7 else 0.02 if step <= 12 else 0.1 if step <= 20 else 0.03 for step in range(1, 51)
+    }
+    assert rates(tmp_path / "out") == {step: by_step[step] for step in range(1, end + 1)}
+
+
+def test_a_synchronous_run_is_the_plain_loop_with_the_same_rates(build: Path, tmp_path: Path, called: Path) -> None:
+    result = fxpipe("run", build, "--local", "--schedule", "1f1b", *TEN, "--out", tmp_path / "out", "--json")
+    task = runpy.run_path(str(build.parent / "model.py"))
+    initial = load_file(build / "weights.safetensors")
+    model = task["model"]()
+    model.load_state_dict({name: initial[name] for name in model.state_dict()})
+    optimizer = task["optimizer"](list(model.named_parameters()))
+    for step, batch in enumerate(task["train_data"](), start=1):
+        loss, _ = task["loss"](model, batch)
+        assert loss.item() == pytest.approx(result.json["losses"][step - 1], rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 7:
+            optimizer.param_groups[0]["lr"] = 0.02
+    trained = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained[name], value)
+
+
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+def test_a_loop_of_ones_own_sets_the_same_rates(build: Path, tmp_path: Path, schedule: str) -> None:
+    how = ("--schedule", schedule, *(("--policy", "stash") if schedule == "async" else ()))
+    assert fxpipe("run", build, "--local", *how, *TEN, "--out", tmp_path / "out").code == 0
+    task = runpy.run_path(str(build.parent / "model.py"))
+    policy = {"policy": "stash"} if schedule == "async" else {}
+    pipeline = package.load(build).local(optimizer=task["optimizer"], schedule=schedule, **policy)
+
+    def on_step(step: int, loss: Any) -> None:
+        if step == 7:
+            pipeline.set_lr(0.02)
+
+    pipeline.train(task["train_data"], on_step=on_step)
+    trained = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(trained[name].equal(value) for name, value in pipeline.state_dict().items())
+
+
+@pytest.mark.parametrize("policy", ["stash", "pipeoptim"])
+@pytest.mark.parametrize("cut", [7, 9, 12, 20, 26, 27])
+def test_a_resumed_run_decides_and_does_the_same(
+    build: Path, tmp_path: Path, called: Path, cut: int, policy: str
+) -> None:
+    """Also where a decision was made before the checkpoint, and is done after it; or an evaluation follows it."""
+    run = ("run", build, "--local", "--steps", 50, "--eval-every", 4, "--policy", policy, "--checkpoint-every", 1)
+    whole = fxpipe(*run, "--keep", 100, "--out", tmp_path / "whole", "--json").json
+    before = calls(called)
+    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{cut}"
+    part = ("--checkpoint-every", "asked", "--resume", checkpoint, "--out", tmp_path / "part", "--json")
+    more = fxpipe(*run, *part).json
+    after = calls(called)
+    assert more["steps"] == whole["steps"]
+    assert more["losses"] == whole["losses"]
+    assert more["evaluations"] == whole["evaluations"]
+    first = before.index(next(row for row in before if row[:2] == ["step", cut])) + 1
+    assert after == [row for row in before[first:] if row[0] != "saves" or cut < 8]
+    ends = [tmp_path / name / "model.safetensors" for name in ("whole", "part")]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+    saved = 8 + whole["steps"] - 26
+    made = [path.name for path in (tmp_path / "part").glob("checkpoints/step-*")]
+    assert made == [f"step-{saved}"] * (cut < saved)
+
+
+def test_a_longer_run_is_the_whole_one(build: Path, tmp_path: Path, called: Path) -> None:
+    """What is decided after the last step of a run counts where a longer one goes on."""
+    run = ("run", build, "--local", "--checkpoint-every", 1, "--keep", 100, "--json")
+    whole = fxpipe(*run, "--steps", 50, "--out", tmp_path / "whole").json
+    for cut in (7, 20, 26):
+        out = ("--out", tmp_path / str(cut))
+        assert fxpipe(*run, "--steps", cut, *out).code == 0
+        assert fxpipe(*run, "--steps", 50, "--resume", *out).json["losses"] == whole["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+def test_processes_are_called_alike(build: Path, tmp_path: Path, called: Path, schedule: str) -> None:
+    run = ("run", build, "--schedule", schedule, "--steps", 50, "--eval-every", 6, "--checkpoint-every", "asked")
+    one = fxpipe(*run, "--local", "--out", tmp_path / "one", "--json").json
+    seen = calls(called)
+    many = fxpipe(*run, "--out", tmp_path / "many", "--json").json
+    assert [calls(called, rank) == seen for rank in range(3)] == [True] * 3
+    assert many["losses"] == one["losses"]
+    assert many["stopped"] == "on_step"
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*-of-*"))
+    assert files
+    for file in [Path("model.safetensors"), *files]:
+        assert (tmp_path / "many" / file).read_bytes() == (tmp_path / "one" / file).read_bytes(), file
+    more = fxpipe(*run, "--resume", "--out", tmp_path / "many", "--json").json
+    assert more["losses"] == one["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_processes_that_decide_otherwise_end(tmp_path: Path) -> None:
+    build = built(tmp_path, "\n\ndef on_step(step, loss, run):\n    return step == 3 and run.rank == 1\n")
+    result = fxpipe("run", build, "--steps", 20, "--out", tmp_path / "out")
+    assert result.code == 1
+    assert "on_step() on worker" in result.err
+    assert "ends the run after step 3" in result.err or "it ends the run" in result.err
+    assert "decide by these alone" in result.err
+
+
+def said(folder: Path, hooks: str, *more: object) -> str:
+    result = fxpipe("run", built(folder, hooks, 2), "--local", "--out", folder / "out", *more)
+    return f"{result.code} {result.err}"
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    found = said(tmp_path / "save", "\n\ndef on_step(step, loss, run):\n    run.save()\n")
+    assert "1 " in found
+    assert "the run makes no checkpoints" in found
+    assert "--checkpoint-every asked" in found
+    found = said(tmp_path / "raises", "\n\ndef on_step(step, loss, run):\n    return 1 / (step - 2)\n")
+    assert "on_step() raised ZeroDivisionError" in found
+    assert "return 1 / (step - 2)" in found
+    found = said(tmp_path / "rates", "\n\ndef on_epoch(epoch, run):\n    run.set_lr(1.0, 2.0)\n", "--epochs", 2)
+    assert "2 learning rates were given, and the optimizer has 1 groups" in found
+    found = said(tmp_path / "form", "\n\ndef on_step(step, loss):\n    pass\n")
+    assert "def on_step(step, loss, run)" in found
+    assert said(tmp_path / "none", "\n\non_eval = 3\n").startswith("1 ")
+
+
+def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
+    late = "\n\ndef on_step(step, loss, run):\n    return step == 9 and run.save() < 0\n"
+    found = said(tmp_path / "late", late, "--checkpoint-every", "asked")
+    assert "run.save() after step 9 is too late for a checkpoint: the run ends after step 10" in found
+    never = "\n\ndef on_eval(step, metrics, run):\n    pass\n\n\ndel metrics\n"
+    assert "on_eval() will not be called" in said(tmp_path / "never", never)
+
+
+def test_a_misspelt_callback_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    model.write_text(model.read_text() + "\n\ndef on_epochs(epoch, run):\n    pass\n")
+    assert "do you mean on_epoch()?" in fxpipe("compile", model, "-o", tmp_path / "build", *QUICK).err
