@@ -211,3 +211,12 @@ def test_a_checkpoint_is_loaded_over_shapes_that_were_made(one_shape: Build, tmp
     assert pipeline.run(data[4:]) == losses
     fresh = one_shape.local(optimizer=adam, resume=tmp_path / "saved", **HOOKS)
     assert fresh.run(data[4:]) == losses
+
+
+def test_stages_that_are_made_run_on_the_engine_of_the_run(one_shape: Build) -> None:
+    pytest.importorskip("onnxruntime")
+    data = [batch_of(*SIZES[i % 2], seed=i) for i in range(3)]
+    plain = one_shape.local(optimizer=adam, **HOOKS).run(data)
+    pipeline = one_shape.local(optimizer=adam, backend="onnxruntime", **HOOKS)
+    assert pipeline.run(data) == pytest.approx(plain, rel=1e-5)
+    assert [stage.engines for stage in pipeline.executors[0].stages] == [("onnxruntime", "onnxruntime")] * 2

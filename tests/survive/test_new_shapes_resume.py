@@ -95,15 +95,16 @@ def test_two_epochs_of_padded_batches_are_those_of_a_build_that_has_them_all(
     whole = compiled(model_file, tmp_path / "whole", workers, schedule, 6)
     run = ("--epochs", 2, "--threads", 1, "--json")
     new = ("--new-shapes", 8)
+    losses = []
     for name, more in (("apart", (one, *new)), ("local", (one, *new, "--local")), ("all", (whole,))):
         result = fxpipe("run", *more, *run, "--out", tmp_path / f"out_{name}")
         assert result.code == 0, result.err
+        losses.append(json.loads(result.out)["losses"])
         if name == "local":
             assert "stages for it were made in" in result.err
     weights = [load_file(tmp_path / f"out_{name}" / "model.safetensors") for name in ("apart", "local", "all")]
     for found in weights[:2]:
         torch.testing.assert_close(found, weights[2], rtol=0, atol=0)
-    losses = [json.loads((tmp_path / f"out_{n}" / "run.json").read_text())["losses"] for n in ("apart", "local", "all")]
     assert losses[0] == losses[1] == losses[2]
     assert len(losses[0]) == 12
     refused = fxpipe("run", one, *run, "--out", tmp_path / "out_refused")

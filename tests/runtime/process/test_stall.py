@@ -59,6 +59,16 @@ def looks(seconds: int, workers: list[Worker], silent: tuple[int, ...] = (), **m
     return found
 
 
+def test_who_waits_for_a_shape_that_is_compiled_does_not_stand_still_while_that_runs() -> None:
+    compiling = Worker("compiling a shape")
+    compiling.watch.open("data")
+    waiting = Worker().waits("token", 0)
+    assert looks(2000, [compiling, waiting]) == {}
+    assert looks(61, [compiling, waiting], silent=(0,))[60].text.startswith(
+        "no worker has moved for 60 s: worker 0 does not answer"
+    )
+
+
 def test_it_is_said_at_growing_intervals_until_the_end() -> None:
     data = Worker()
     data.watch.open("data")
