@@ -182,6 +182,8 @@ def _waits(run: TimedRun) -> list[_Loss]:
 def _awaited(wait: Wait) -> str:
     if wait.whats[0] == "norm":
         return "the gradients' norm"
+    if wait.whats[0] == "overflow":
+        return "the overflow check"
     if wait.whats[0] == "loss":
         return "the loss"
     return " and ".join(_NOUNS.get(what, what) for what in wait.whats[:2])

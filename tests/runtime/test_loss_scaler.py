@@ -16,6 +16,7 @@ import pytest
 import torch
 from commands import fxpipe
 from overflowing import LAYERS, batches, eager, loss, made
+from torch import nn
 
 import fxpipe as fxp
 from fxpipe.build.build import Build
@@ -334,3 +335,45 @@ def test_own_loops_over_processes_scale_as_in_one(folder: Path, tmp_path: Path) 
     ((found, weights),) = own_loops.in_processes([loop], LAYERS, tmp_path)
     assert found == [alone] * LAYERS
     assert all(torch.equal(weights[name], state[name]) for name in state)
+
+
+def test_totals_metrics_ties_and_shapes() -> None:
+    """A mean over what the batch selects, a tied weight, and batches of two shapes: all share the one scale."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.middle = nn.Embedding(20, 16), nn.Linear(16, 16)
+            self.head = nn.Linear(16, 20)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.head(torch.tanh(self.middle(self.words(x))))
+
+    def measured(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        scores = model(x)
+        value = nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=-100)
+        return value, {"right": (scores.argmax(-1) == y).float().mean()}
+
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for number in range(10):
+        y = torch.randint(0, 20, (8, 5 + number % 2), generator=generator)
+        y[torch.rand(y.shape, generator=generator) < 0.3] = -100
+        data.append((torch.randint(0, 20, y.shape, generator=generator), y))
+    torch.manual_seed(0)
+    model = Words()
+    found = []
+    for forward, backward in (("middle", "middle"), ("middle", "head"), ("head", "middle")):
+        build = fxp.compile(
+            model, measured, data[0], shapes=data[1:2], workers=2, schedule="1f1b", microbatches=4, autocast="fp16",
+            forward_at=[forward], backward_at=[backward], cost="analytic",
+        )  # fmt: skip
+        assert compare_with_eager(build, model, measured, data[0]).largest < 1e-2
+        pipeline = build.local(optimizer=adam, loss_scale=2.0**20, loss_scale_interval=3)
+        found.append(trained(pipeline, data))
+        assert pipeline.skipped_steps > 0
+        assert pipeline.metrics.keys() == {"right"}
+    assert found[0] == found[1] == found[2], "cuts change no number"
+    assert found[0][1][-1] < found[0][1][0]

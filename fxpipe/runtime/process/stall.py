@@ -39,6 +39,7 @@ _WHATS = {
     "token": "its turn",
     "weights": "weights",
     "norm": "the norm of its gradients",
+    "overflow": "word whether its gradients overflowed",
     "loss": "the loss",
 }
 _DOES = {

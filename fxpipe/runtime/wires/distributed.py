@@ -317,6 +317,8 @@ def _cause(note: str, source: int) -> Cause:
     """What a worker waits for that waits for a note."""
     if note == LOSS:
         return Cause("loss", "loss", source)
+    if note in ("overflow", "skip"):
+        return Cause("overflow", f"note {note}", source)
     return Cause("token", note, source) if note in (BATCH, CALL, *CALLBACKS) else Cause("norm", f"norm {note}", source)
 
 
