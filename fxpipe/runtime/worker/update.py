@@ -311,8 +311,8 @@ class Updater:
         """
         if self.metric is not None:
             raise RunError(
-                f"{type(self.scheduler).__name__} waits for the metric {self.metric!r}, and the checkpoint has no state "
-                "of it: it would begin anew",
+                f"{type(self.scheduler).__name__} waits for the metric {self.metric!r}, and the checkpoint has no "
+                "state of it: it would begin anew",
                 hint="give it a state_dict() of plain values for the next run, or take a schedule of steps or epochs",
             )
         with random_state_kept(), warnings.catch_warnings():
