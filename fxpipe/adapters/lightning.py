@@ -206,15 +206,17 @@ def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer, and what `lr_scheduler()` returns, of the forms that `configure_optimizers` may return.
 
     Raises:
-        TaskError: there are several, or the scheduler waits for a metric.
+        TaskError: there are several, or a scheduler's steps are others than those of a pipeline.
     """
     schedulers: Any = []
+    monitor = None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (list, tuple)):
         made, schedulers = made
     if isinstance(made, (list, tuple)) and len(made) == 1:
         [made] = made
     if isinstance(made, dict):
         schedulers = [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
+        monitor = made.get("monitor")
         made = made["optimizer"]
     if not isinstance(made, torch.optim.Optimizer) or len(schedulers) > 1:
         raise TaskError(
@@ -226,11 +228,23 @@ def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
     [scheduler] = schedulers
     if not isinstance(scheduler, dict):
         scheduler = {"scheduler": scheduler}
-    if isinstance(scheduler["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TaskError("ReduceLROnPlateau waits for evaluations", hint="take a schedule of steps or epochs")
     if scheduler.get("frequency", 1) != 1:
         raise TaskError("a scheduler's frequency is not followed", hint="leave it 1, and make the schedule slower")
+    if isinstance(scheduler["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return made, (scheduler["scheduler"], _monitored(scheduler.get("monitor", monitor), scheduler.get("interval")))
     return made, (scheduler["scheduler"], scheduler.get("interval", "epoch"))
+
+
+def _monitored(monitor: Any, interval: Any) -> str:
+    """The metric that a ReduceLROnPlateau waits for: it makes a step after every evaluation."""
+    if not isinstance(monitor, str):
+        raise TaskError("ReduceLROnPlateau waits for a metric, and none is named", hint='"monitor": "val_loss"')
+    if interval not in (None, "epoch"):
+        raise TaskError(
+            f"ReduceLROnPlateau with interval={interval!r} makes its steps between evaluations",
+            hint="leave it 'epoch': fxpipe run --eval-every says how often",
+        )
+    return monitor
 
 
 def _kinds(made: Any) -> str:

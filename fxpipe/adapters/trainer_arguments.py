@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxpipe.errors import TaskError
+from fxpipe.runtime.process.goal import SMALLER
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Those that look at each parameter alone and ask nothing of the model; `fxpipe compile` tries them all the same."""
@@ -23,7 +24,6 @@ REFUSED = {
     "neftune_noise_alpha": "add the noise in the model",
     "label_smoothing_factor": "compute the smoothed loss in the model",
     "auto_find_batch_size": "give per_device_train_batch_size",
-    "load_best_model_at_end": "fxpipe run --checkpoint-every keeps checkpoints; choose one of them",
     "resume_from_checkpoint": "fxpipe run --resume goes on from its own checkpoints",
     "push_to_hub": "push what save_pretrained() has written",
     "optim_target_modules": "choose the parameters by requires_grad, in the model's factory",
@@ -58,7 +58,10 @@ def refuse(args: Any) -> None:
     found = [f"{name}={getattr(args, name)!r}: {cure}" for name, cure in REFUSED.items() if getattr(args, name, None)]
     if str(args.optim.value) not in OPTIMIZERS:
         found.append(f"optim={args.optim.value!r}: take one of {', '.join(OPTIMIZERS)}, or write optimizer() yourself")
-    if args.lr_scheduler_type.value in ("reduce_lr_on_plateau", "greedy"):
+    if args.load_best_model_at_end and args.greater_is_better and best_metric(args).lower().endswith(SMALLER):
+        name = best_metric(args)
+        found.append(f"greater_is_better=True: {name!r} is better where it is smaller; call the metric otherwise")
+    if args.lr_scheduler_type.value == "greedy":
         found.append(f"lr_scheduler_type={args.lr_scheduler_type.value!r}: a schedule must not wait for evaluations")
     if args.train_sampling_strategy not in ("random", "sequential"):
         found.append(f"train_sampling_strategy={args.train_sampling_strategy!r}: every batch must have the same shapes")
@@ -68,6 +71,11 @@ def refuse(args: Any) -> None:
         raise TaskError(
             "TrainingArguments ask for what a pipeline does not do", hint="take it out:\n    " + "\n    ".join(found)
         )
+
+
+def best_metric(args: Any) -> str:
+    """The metric of `metric_for_best_model`, as `metrics(model, batch)` calls it."""
+    return str(args.metric_for_best_model or "loss").removeprefix("eval_")
 
 
 def unheard(args: Any) -> Iterator[str]:
@@ -104,6 +112,8 @@ def commands(args: Any, updates: Callable[[], int]) -> tuple[str, str]:
     if args.max_grad_norm:
         train += ["--clip-norm", str(args.max_grad_norm)]
     train += _every("--eval-every", args.eval_strategy.value, args.eval_steps)
+    if args.load_best_model_at_end:
+        train.append(f"--save-best={'' if args.greater_is_better else '-'}{best_metric(args)}")
     saves = _every("--checkpoint-every", args.save_strategy.value, args.save_steps)
     train += [*saves, "--keep", str(args.save_total_limit)] if saves and args.save_total_limit else saves
     return shlex.join(make), shlex.join([*train, "--out", str(args.output_dir)])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxpipe.adapters.said_once import is_first_process
-from fxpipe.adapters.trainer_arguments import commands, refuse, unheard
+from fxpipe.adapters.trainer_arguments import best_metric, commands, refuse, unheard
 from fxpipe.errors import TaskError
 from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta
@@ -114,13 +114,15 @@ def trainer_hooks(
 
     def lr_scheduler(optimizer: torch.optim.Optimizer) -> Any:
         steps = updates(args, train_data())
-        return get_scheduler(
+        made = get_scheduler(
             args.lr_scheduler_type,
             optimizer,
             num_warmup_steps=args.get_warmup_steps(steps),
             num_training_steps=steps,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
+        waits = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        return (made, best_metric(args)) if waits else made
 
     def eval_data() -> Iterable[Any]:
         return loader(eval_dataset, args.per_device_eval_batch_size, False, args.dataloader_drop_last)

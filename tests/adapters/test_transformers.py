@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from dataclasses import replace
@@ -57,7 +58,8 @@ globals().update(trainer_hooks(model=make, args=make_args, train_dataset=train, 
 
 def written(folder: Path, more: str = "", peft: str = "") -> Path:
     path = folder / "model.py"
-    path.write_text(SOURCE.replace("MORE", more).replace("PEFT", peft))
+    source = SOURCE.replace('save_strategy="no", ', "") if "save_strategy" in more else SOURCE
+    path.write_text(source.replace("MORE", more).replace("PEFT", peft))
     return path
 
 
@@ -152,7 +154,11 @@ def test_columns_that_forward_does_not_take_are_left_out(tmp_path: Path) -> None
             ["neftune_noise_alpha=0.1", "label_smoothing_factor=0.1"],
         ),
         ('optim="galore_adamw", optim_target_modules=["attn"]', ["optim='galore_adamw'", "optim_target_modules"]),
-        ('lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch"', ["must not wait for evaluations"]),
+        (
+            'load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, eval_strategy="epoch", '
+            'save_strategy="epoch"',
+            ["'loss' is better where it is smaller"],
+        ),
     ],
 )
 def test_what_a_pipeline_does_not_do_is_refused(more: str, said: list[str], tmp_path: Path) -> None:
@@ -160,6 +166,39 @@ def test_what_a_pipeline_does_not_do_is_refused(more: str, said: list[str], tmp_
         runpy.run_path(str(written(tmp_path, more)))
     for text in said:
         assert text in str(refused.value)
+
+
+PLATEAU = (
+    'lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"factor": 0.1, "patience": 0, "mode": "max"}, '
+    'eval_strategy="steps", eval_steps=2'
+)
+
+
+@pytest.mark.slow
+def test_rates_that_wait_for_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss falls, and the greater is better here: the rate falls after the second evaluation, as Trainer's."""
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, PLATEAU)
+    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    run = ("run", "build", "--local", "--steps", 8, "--eval-every", 2, "--clip-norm", 1.0, "--json")
+    summary = fxpipe(*run, "--out", tmp_path / "out").json
+    trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
+    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+    assert summary["losses"] == pytest.approx(losses, abs=2e-3)
+    rows = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates[-1] < rates[0]
+
+
+def test_the_best_model_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = 'load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch", metric_for_best_model="METRIC"'
+    for metric, said in (("eval_loss", "--save-best=-loss "), ("accuracy", "--save-best=accuracy ")):
+        path = written(tmp_path, more.replace("METRIC", metric))
+        runpy.run_path(str(path.rename(tmp_path / f"{metric}.py")))
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_not_followed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
