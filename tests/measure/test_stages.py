@@ -99,6 +99,19 @@ def test_every_kind_of_build_is_timed(name: str, workers: int, options: dict[str
     assert all(t.forward > 0 and t.backward > 0 and t.update > 0 for t in times)
 
 
+def test_updates_that_wait_for_other_workers_are_timed() -> None:
+    def made() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    options: dict[str, Any] = {"workers": 2, "microbatches": 2, "schedule": "1f1b", "autocast": "fp16"}
+    build = fxpipe.compile(made(), loss, torch.randn(4, 4), cost="analytic", **options)
+    times = measure_stages(build, torch.randn(4, 4), repeats=2)
+    assert all(time.forward > 0 and time.backward > 0 and time.update > 0 for time in times)
+
+
 def test_the_slow_forward_is_found(sleepers: Any) -> None:
     assert sleepers(slowed(build_of(), "stage_1.py", "forward")) == [{}, {"forward": PAUSE}]
 

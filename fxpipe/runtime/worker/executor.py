@@ -93,6 +93,8 @@ class Executor:
         """From now on there is one more shape of batch, whose messages the transport carries."""
         self._stages.append(StageOfShape(of_shape, self.worker, stage, self.transport, self._plan))
         self.stages = (*self.stages, stage)
+        if self.scaler is not None:
+            self.scaler.add(of_shape)
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""

@@ -86,7 +86,13 @@ class LossScaler(Clip):
         self._divisor = plan.loss_divisor
         self._transport = transport
         self._found = 0.0
-        self._places = [[leaf.name for leaf in of_shape.batch].index(LOSS_SCALE) for of_shape in plan.of_shapes]
+        self._places: list[int] = []
+        for of_shape in plan.of_shapes:
+            self.add(of_shape)
+
+    def add(self, of_shape: Plan) -> None:
+        """There is one more shape of batch."""
+        self._places.append([leaf.name for leaf in of_shape.batch].index(LOSS_SCALE))
 
     def leaves(self, given: Sequence[Any], shape: int, device: torch.device) -> Sequence[Any]:
         """The leaves of a microbatch with the present scale among them.
