@@ -70,8 +70,8 @@ def run_single(folder: Path, steps: int) -> float:
 
     import fxpipe
     from fxpipe.runtime.process.allocator import reuse_freed_memory
-    from fxpipe.task.batch import Splitter
     from fxpipe.task.model_file import load_task
+    from fxpipe.task.splitter import Splitter
 
     reuse_freed_memory()  # as the workers do
     torch.set_num_threads(1)

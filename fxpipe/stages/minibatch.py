@@ -13,9 +13,9 @@ from torch import Tensor
 from fxpipe.errors import BatchError, TaskError
 from fxpipe.plan.spec import LOSS_SCALE, LOSS_WEIGHT, Plan
 from fxpipe.stages.loaded import load_evaluation
-from fxpipe.task.batch import Splitter
 from fxpipe.task.loss_weights import LossWeight, weight_of
 from fxpipe.task.padding import padded
+from fxpipe.task.splitter import Splitter
 
 TRIED_SCALE = 1024.0
 """The loss scale where a step under float16 is tried: compared, measured, exported. A run takes its own (see

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,3 +49,11 @@ def paced(made: Any) -> PacedScheduler | None:
     if pace not in (STEP, EPOCH):
         raise TaskError(f"lr_scheduler() returned a scheduler for every {pace!r}", hint=RETURNS)
     return PacedScheduler(scheduler, pace == EPOCH)
+
+
+@contextmanager
+def without_order_warning() -> Iterator[None]:
+    """Without torch's warning of a scheduler that makes steps before the optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

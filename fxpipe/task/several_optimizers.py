@@ -95,3 +95,14 @@ def stepped_by(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> ty
 def name_of(optimizer: torch.optim.Optimizer) -> str:
     """What a message calls it: `AdamW`, `Muon and AdamW`."""
     return " and ".join(dict.fromkeys(type(part).__name__ for part in parts_of(optimizer)))
+
+
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may use random numbers, being more than one of torch's own optimizers makes."""
+    return any(map(_is_changed, parts_of(optimizer)))
+
+
+def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    return bool(hooks) or not own

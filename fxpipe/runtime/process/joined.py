@@ -90,9 +90,8 @@ class JoinedPipeline(OwnLoop):
         backend = common_backend(self.device, self.rank, self.plan.workers)
         meter = meter_of_process(self.options.throttle, self.rank, self.plan.workers)
         self._wires = Wires(self.rank, backend, self._addresses.channels, self.device, meter)
-        self._transport = DistTransport.of_training(
-            self.plan, self.rank, self._wires, self._addresses, self.recipe.schedule
-        )
+        wires, addresses = self._wires, self._addresses
+        self._transport = DistTransport.of_training(self.plan, self.rank, wires, addresses, self.recipe.schedule)
         self._given: Iterable[Any] = ()
         with peers(self.rank):
             exchange = StoreExchange()

@@ -36,7 +36,7 @@ from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.runtime.worker.final_weights import final_tensors, held
+from fxpipe.runtime.worker.final_weights import copies
 from fxpipe.schedule.action import Action
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
@@ -268,7 +268,7 @@ class LocalPipeline(OwnLoop):
             RunError: minibatches are in flight, so that workers are at different versions.
         """
         self._settled("state_dict")
-        return self._all_tensors(None)
+        return copies(self.plan, self.executors)
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """The same with the averages of the weights in place of those that are averaged (`ema`, or `averaged`).
@@ -280,22 +280,12 @@ class LocalPipeline(OwnLoop):
         self._settled("averaged_state_dict")
         averages = self.averages()
         if averages is None:
-            raise RunError(
-                "the pipeline keeps no averages of the weights", hint="build.local(ema=0.999), or averaged=a function"
-            )
-        return self._all_tensors(averages)
+            raise RunError("the pipeline keeps no averages of the weights", hint="build.local(ema=0.999), or averaged=")
+        return copies(self.plan, self.executors, averages)
 
     def averages(self) -> list[dict[str, Tensor]] | None:
         """For each worker, the averages of its trained weights by name; None if there are none."""
         return averages_of([executor.store.averages for executor in self.executors])
-
-    def _all_tensors(self, averages: list[dict[str, Tensor]] | None) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for tensor in final_tensors(self.plan):
-            own = None if averages is None else averages[tensor.worker]
-            value = held(self.executors[tensor.worker], tensor, own).detach().clone()
-            found |= dict.fromkeys(tensor.names, value)
-        return found
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean gradient of the last step for every trained parameter, under its first name.

@@ -56,6 +56,18 @@ def held(executor: Executor, tensor: FinalTensor, averages: Mapping[str, Tensor]
     return executor.buffers[tensor.names[0]] if parameter is None else parameter.detach()
 
 
+def copies(
+    plan: Plan, executors: Sequence[Executor], averages: Sequence[Mapping[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
+    """Copies of all final tensors, under all their names, of workers that are all in this process."""
+    found: dict[str, Tensor] = {}
+    for tensor in final_tensors(plan):
+        own = None if averages is None else averages[tensor.worker]
+        value = held(executors[tensor.worker], tensor, own).detach().clone()
+        found |= dict.fromkeys(tensor.names, value)
+    return found
+
+
 @contextmanager
 def weights_are_safe(out: str | None) -> Iterator[None]:
     """Errors raised inside say that the trained weights were already written."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.optimizer_state import load_optimizer_state, optimizer_state, scheduler_state
 from fxpipe.schedule.segments import Segments
 from fxpipe.task.hooks import TrainingTask
-from fxpipe.task.paced_scheduler import paced
-from fxpipe.task.several_optimizers import parts_of
+from fxpipe.task.paced_scheduler import paced, without_order_warning
+from fxpipe.task.several_optimizers import may_draw
 
 
 class Updater:
@@ -314,7 +313,7 @@ class Updater:
                 "state of it: it would begin anew",
                 hint="give it a state_dict() of plain values for the next run, or take a schedule of steps or epochs",
             )
-        with random_state_kept(), _hushed():
+        with random_state_kept(), without_order_warning():
             for update in range(updates):
                 if self.scheduler_due(update + 1):
                     self._reseed("lr_scheduler", update)
@@ -330,7 +329,7 @@ class Updater:
         try:
             if self.scheduler is not None and self.scheduler_due(minibatch + 1):
                 self._reseed("lr_scheduler", minibatch)
-                with _hushed() if skips else nullcontext():
+                with without_order_warning() if skips else nullcontext():
                     self.scheduler.step()
         except Exception as error:
             raise self._failed(error, minibatch, self.scheduler) from error
@@ -382,7 +381,7 @@ class Updater:
 
     def _may_draw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update may use random numbers; torch's own optimizers do not. Keeping the state takes 0.2 ms."""
-        return self.scheduler is not None or any(map(_is_changed, parts_of(optimizer)))
+        return self.scheduler is not None or may_draw(optimizer)
 
     def _reseed(self, *place: object) -> None:
         seed_generators(seed_of(self._seed, *place), self._device_type)
@@ -393,18 +392,3 @@ class Updater:
             where=f"{type(what).__name__}.step()",
             hint="it is called without arguments, an optimizer's once after every update",
         )
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Without torch's warning of a scheduler that makes steps before the optimizer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
-def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step may be more than torch's own."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    return bool(hooks) or not own

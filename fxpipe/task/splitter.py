@@ -1,0 +1,134 @@
+"""A minibatch cut into microbatches, checked against the batch that was captured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import BatchError
+from fxpipe.plan.spec import LeafSpec, TensorSpec
+from fxpipe.task.batch import constant_of, dump, said, split
+from fxpipe.task.containers import flatten
+from fxpipe.task.tree_text import tree_text
+
+
+class Splitter:
+    """Checks a minibatch against the captured leaves and cuts it into microbatches, as worker 0 does with its data.
+
+    Args:
+        leaves: the leaves of one microbatch that the user's batches have, from the plan.
+        spec: the serialised pytree, from the plan.
+        microbatches: into how many a minibatch is cut.
+        device: where the tensors go.
+    """
+
+    def __init__(
+        self, leaves: Sequence[LeafSpec], spec: str, microbatches: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.leaves = tuple(leaves)
+        self._dims = {leaf.name: leaf.dim for leaf in leaves}
+        self.spec = spec
+        self._known: pytree.TreeSpec | None = None
+        self.microbatches = microbatches
+        self.device = device
+
+    def cut(self, batch: Any, minibatch: int) -> list[Any]:
+        """The microbatches, as the user's batches are built: views of their memory.
+
+        Raises:
+            BatchError: names every leaf that differs from the captured one.
+        """
+
+        values, spec = flatten(batch)
+        if not self._is_built_so(spec):
+            raise BatchError(
+                f"the batch of step {minibatch + 1} is built differently from the one captured: "
+                f"{spec} for {tree_text(self.spec)}",
+                hint="every batch of train_data() must have the same structure; compile again if it changed",
+            )
+        differences = map(self._difference, self.leaves, values)
+        if wrong := [text for text in differences if text]:
+            raise BatchError(
+                f"the batch of step {minibatch + 1} does not fit the captured program: " + "; ".join(wrong),
+                hint="compile again with every shape of batch (--scan N; in Python shapes=...), or drop the last, "
+                "smaller batch (drop_last=True), or pad it",
+                page="batch-shapes",
+            )
+        return split(batch, self.microbatches, self._dims)
+
+    def distance(self, batch: Any) -> float:
+        """How far a batch is from the captured ones: 0 if it fits, infinite if it is built differently.
+
+        Each leaf that differs counts 1, and each of its dimensions that does.
+        """
+        values, spec = flatten(batch)
+        if not self._is_built_so(spec):
+            return math.inf
+        return sum(self._distance(leaf, value) for leaf, value in zip(self.leaves, values, strict=True))
+
+    def _distance(self, leaf: LeafSpec, value: Any) -> int:
+        if not self._difference(leaf, value):
+            return 0
+        if leaf.tensor is None or not isinstance(value, torch.Tensor):
+            return 1
+        return 1 + sum(a != b for a, b in zip_longest(value.shape, self._expected(leaf, leaf.tensor)))
+
+    def _is_built_so(self, spec: pytree.TreeSpec) -> bool:
+        if spec != self._known:
+            if dump(spec) != self.spec:
+                return False
+            self._known = spec
+        return True
+
+    def leaves_of(self, part: Any) -> tuple[Any, ...]:
+        """A microbatch's tensors and constants, in the plan's order.
+
+        Tensors are copies, because an iterable may reuse their memory while the minibatch is in flight. They have the
+        strides of the captured ones, because the captured code may rely on them.
+        """
+        return tuple(map(self._placed, self.leaves, pytree.tree_leaves(part)))
+
+    def __call__(self, batch: Any, minibatch: int) -> list[tuple[Any, ...]]:
+        """The leaves of each microbatch.
+
+        Raises:
+            BatchError: as `cut`.
+        """
+        return [self.leaves_of(part) for part in self.cut(batch, minibatch)]
+
+    def _placed(self, leaf: LeafSpec, value: Any) -> Any:
+        if leaf.tensor is None:
+            return value
+        made = torch.empty_strided(leaf.tensor.shape, leaf.tensor.stride, dtype=value.dtype, device=self.device)
+        return made.copy_(value.detach())
+
+    def _is_constant(self, leaf: LeafSpec, value: Any) -> bool:
+        """Whether a leaf of the minibatch is what every microbatch was captured with."""
+        parts = [value]
+        if isinstance(value, torch.Tensor) and leaf.dim is not None:
+            parts = list(torch.chunk(value, self.microbatches, leaf.dim))
+        return all(repr(constant_of(part)) == repr(leaf.constant) for part in parts)
+
+    def _difference(self, leaf: LeafSpec, value: Any) -> str:
+        """How a leaf differs from the captured one, in words; '' if it does not."""
+        if leaf.tensor is None:
+            found = said(constant_of(value))
+            same = self._is_constant(leaf, value)
+            return "" if same else f"{leaf.name} is {found}, captured as the constant {said(leaf.constant)}"
+        if not isinstance(value, torch.Tensor):
+            return f"{leaf.name} is a {type(value).__name__}, captured as a tensor"
+        expected, dtype = self._expected(leaf, leaf.tensor), str(value.dtype).removeprefix("torch.")
+        if tuple(value.shape) == expected and dtype == leaf.tensor.dtype:
+            return ""
+        return f"{leaf.name} is {dtype}{list(value.shape)}, captured as {leaf.tensor.dtype}{list(expected)}"
+
+    def _expected(self, leaf: LeafSpec, tensor: TensorSpec) -> tuple[int, ...]:
+        """The shape of the minibatch's tensor."""
+        if leaf.dim is None:
+            return tensor.shape
+        return (*tensor.shape[: leaf.dim], tensor.shape[leaf.dim] * self.microbatches, *tensor.shape[leaf.dim + 1 :])
