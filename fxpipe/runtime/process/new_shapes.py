@@ -146,7 +146,7 @@ class NewShapes:
             self._give(build)
         left = self._most - len(self._made)
         say(
-            f"{shown}: stages for it were made in {perf_counter() - begin:.1f} s, and {left} more may be "
+            f"{shown}: stages for it were made in {perf_counter() - begin:.1f} s, and {left} more may be made "
             "(--new-shapes); compile with --scan N makes them before a run"
         )
 
