@@ -143,7 +143,9 @@ def _placed(program: Program) -> None:
     for name, new in program.updates().items():
         home = info(new).worker if new.op == "call_function" else 0
         for user in placeholders[name].users:
-            if user.op == "call_function" and info(user).phase == "F" and info(user).worker != home:
+            if user.op != "call_function" or info(user).phase != "F" or info(user).worker == home:
+                continue
+            if "B" in program.phases or (info(user).worker or 0) < (home or 0):  # an evaluation can send it on
                 _fail(program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 7
+FORMAT = 8
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B"]

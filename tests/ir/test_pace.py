@@ -73,7 +73,8 @@ def test_no_worker_runs_ahead_however_eager_it_is(name: str, greedy: int | None)
     minibatches, workers = 6, pipeline.plan.workers
     pipeline.begin()
     for minibatch in range(minibatches):
-        for microbatch, leaves in enumerate(pipeline._minibatches(batch, minibatch)[1]):
+        pipeline._shapes[minibatch], parts = pipeline._minibatches(batch, minibatch)
+        for microbatch, leaves in enumerate(parts):
             pipeline._leaves[minibatch, microbatch] = leaves
     pipeline.fed, pipeline._ending = minibatches, True
     chance = random.Random(0)

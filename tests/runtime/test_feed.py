@@ -172,3 +172,19 @@ def test_says_when_skipping_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(feeding, "SAY_SECONDS", -1.0)
     Feed(Task(noise), 0).go_on(2, None)
     assert "skipping the data of the first 2 steps: 1 so far" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shuffle", "anew", "warned"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_a_generator_that_is_made_anew_for_every_epoch_is_told(
+    shuffle: bool, anew: bool, warned: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = torch.Generator().manual_seed(7)
+
+    def data() -> Any:
+        generator = torch.Generator().manual_seed(7) if anew else once
+        return torch.utils.data.DataLoader(range(8), 2, shuffle=shuffle, generator=generator)  # type: ignore[arg-type]
+
+    feed = Feed(Task(data), 0)
+    epochs = [[feed.next_batch().tolist() for _ in range(4)] for _ in range(3)]
+    assert (epochs[0] == epochs[1] == epochs[2]) == anew or not shuffle
+    assert capsys.readouterr().err.count("every epoch has the same order") == warned

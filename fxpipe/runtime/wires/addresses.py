@@ -35,14 +35,18 @@ class Addresses:
         self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *loss, *evaluations]
         # All that one worker sends another for evaluations is in one channel: moved tensors, then batch after batch.
         self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
-        self._tags = {name: 1 + len(self.channels) + i for i, name in enumerate((*self._channels, *NOTES))}
+        first = 1 + len(self.channels)
+        # Apart from the edges', whose names are the user's: a batch that is one tensor travels along the edge `batch`.
+        self._notes = {kind: first + i for i, kind in enumerate(NOTES)}
+        self._first_edge = first + len(NOTES)
+        self._tags = {name: self._first_edge + i for i, name in enumerate(self._channels)}
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
         """Add the edges of one more shape of batch: in every process in the same order, so that tags are the same."""
         for edge in edges:
             if edge.name not in self._channels:
                 self._channels[edge.name] = _edge_channel(edge)
-                self._tags[edge.name] = 1 + len(self.channels) + len(self._tags)
+                self._tags[edge.name] = self._first_edge + len(self._tags)
 
     def unconnected(self, edges: Sequence[EdgeSpec]) -> list[EdgeSpec]:
         """Those edges of one more shape whose channel no edge had when the processes connected."""
@@ -52,9 +56,13 @@ class Addresses:
         """The channel of an edge's values."""
         return self._channels[edge.name]
 
-    def tag(self, name: str) -> int:
-        """The tag of an edge's values, or of a kind of notes; no channel has the same tag."""
-        return self._tags[name]
+    def tag(self, edge: EdgeSpec) -> int:
+        """The tag of an edge's values; nothing else has the same."""
+        return self._tags[edge.name]
+
+    def tag_of_note(self, kind: str) -> int:
+        """The tag of a kind of notes; nothing else has the same."""
+        return self._notes[kind]
 
 
 def _edge_channel(edge: EdgeSpec) -> Channel:

@@ -215,7 +215,7 @@ class DistTransport(Transport):
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
         layout = self._layouts[edge.name]
         channel = self.addresses.channel(edge)
-        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, self.addresses.tag(edge.name))
+        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, self.addresses.tag(edge))
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
@@ -229,7 +229,7 @@ class DistTransport(Transport):
             order.rotate(-1)
         layout = self._layouts[edge.name]
         flat = layout.flat(layout(value))
-        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge.name)), edge.dst)
+        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge)), edge.dst)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._layouts[edge.name]
@@ -253,10 +253,12 @@ class DistTransport(Transport):
             self._finished(key, Cause("weights", "weights", key[1]))
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
-        self._posted["note", source, what] = self.wires.irecv_numbers(count, source, self.addresses.tag(what[0]))
+        self._posted["note", source, what] = self.wires.irecv_numbers(
+            count, source, self.addresses.tag_of_note(what[0])
+        )
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
-        self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag(what[0])), to)
+        self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag_of_note(what[0])), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
         pending = self._finished(("note", source, what), _cause(what[0], source))

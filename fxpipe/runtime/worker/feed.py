@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.utils.data import SequentialSampler
 
 from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.messages import say, warn
@@ -43,6 +44,7 @@ class Feed:
         self._marks: dict[int, dict[str, Any]] = {}
         self._handed = -1  # the latest that was asked for
         self._length: int | None = None
+        self._order = _Order()
         self._since_begin: int | None = 0  # the batches of the present epoch; None if it began before a checkpoint
         self.steps_per_epoch: int | None = None
         self.marks: Callable[[int], bool] = lambda batches: False
@@ -162,6 +164,7 @@ class Feed:
             try:
                 if self._batches is None:
                     self._data = self._task.train_data()
+                    self._order.begins(self._data)
                     self._batches = iter(self._data)
                 batch = next(self._batches)
                 if self._since_begin is not None:
@@ -196,6 +199,28 @@ class Feed:
         finally:
             self._state = torch.get_rng_state()
             torch.set_rng_state(outside)
+
+
+class _Order:
+    """Warns, once, where epochs cannot but have the same order: `train_data()` makes the loader's generator anew."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Generator, torch.Tensor] | None = None
+        self._said = False
+
+    def begins(self, data: Any) -> None:
+        """An epoch of these data begins."""
+        generator = _generator(data)
+        if generator is None or self._said or isinstance(getattr(data, "sampler", None), SequentialSampler):
+            return
+        state = generator.get_state()
+        if self._last is not None and self._last[0] is not generator and torch.equal(self._last[1], state):
+            warn(
+                "train_data() makes its loader's generator anew, with the same seed: every epoch has the same order, "
+                "unlike a script's whose loader is made once. Make the generator once, outside train_data()"
+            )
+            self._said = True
+        self._last = generator, state
 
 
 def _generator(data: Any) -> torch.Generator | None:
