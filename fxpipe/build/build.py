@@ -45,6 +45,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, OptimizerHook
 from fxpipe.task.model_view import of_parameters
+from fxpipe.task.reset_buffers import of_buffers
 
 if TYPE_CHECKING:
     from fxpipe.runtime.options import PipelineOptions
@@ -144,6 +145,7 @@ class Build:
         model: Callable[[], nn.Module] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+        reset: Callable[[nn.Module], Any] | None = None,
         out: str | Path | None = None,
         **options: Any,
     ) -> LocalPipeline:
@@ -163,6 +165,7 @@ class Build:
                 the build was loaded.
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
+            reset: sets buffers where an evaluation begins, and in `train` an epoch (`fxpipe.task.reset_buffers`).
             out: the folder for checkpoints and the staleness log; with `resume`, feed the batches from the step
                 `LocalPipeline.fed` on.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
@@ -185,7 +188,8 @@ class Build:
             temporary = tempfile.TemporaryDirectory(prefix="fxpipe_build_")
             folder = Path(temporary.name) / "build"
             self.save(folder)
-        task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
+        resets = of_buffers(reset, model or self.model)
+        task = ObjectTask(optimizer, lr_scheduler, model, None, None, loss_weight, averaged, resets)
         pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
         pipeline.temporary = temporary
         for executor in pipeline.executors:
@@ -202,13 +206,14 @@ class Build:
         eval_data: Callable[[], Iterable[Any]] | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+        reset: Callable[[nn.Module], Any] | None = None,
         **options: Any,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            optimizer, lr_scheduler, model, loss_weight, averaged: as those of `local`.
+            optimizer, lr_scheduler, model, loss_weight, averaged, reset: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
             options: those of `local`, and steps, epochs, eval_every, save_best, patience, out, trace, tensorboard,
@@ -238,7 +243,8 @@ class Build:
             check_evaluation(self.plan, "eval_data")
         optimizer = of_parameters(optimizer, model or self.model)
         self._try_optimizer(optimizer, lr_scheduler, chosen)
-        task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged)
+        resets = of_buffers(reset, model or self.model)
+        task = ObjectTask(optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, resets)
         return join(chosen, task)
 
     def _try_optimizer(
@@ -285,6 +291,7 @@ def join(
     model: Callable[[], nn.Module] | None = None,
     loss_weight: Callable[[Any], Any] | None = None,
     averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+    reset: Callable[[nn.Module], Any] | None = None,
     out: str | Path | None = None,
     **options: Any,
 ) -> JoinedPipeline:
@@ -296,8 +303,8 @@ def join(
 
     Args:
         folder: of the build; each process has one with the same content.
-        optimizer, lr_scheduler, model, loss_weight, averaged, options: as those of `Build.local`, and threads and
-            stall_timeout: see `fxpipe.runtime.options.RunOptions`.
+        optimizer, lr_scheduler, model, loss_weight, averaged, reset, options: as those of `Build.local`, and threads
+            and stall_timeout: see `fxpipe.runtime.options.RunOptions`.
         out: the folder for the staleness log.
 
     Raises:
@@ -317,7 +324,8 @@ def join(
     chosen = changed(RunOptions(str(build.folder)), given)
     optimizer = of_parameters(optimizer, model)
     build._try_optimizer(optimizer, lr_scheduler, chosen)
-    task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged)
+    resets = of_buffers(reset, model)
+    task = ObjectTask(optimizer, lr_scheduler, model, None, None, loss_weight, averaged, resets)
     return JoinedPipeline(chosen, task)
 
 

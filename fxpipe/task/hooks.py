@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import model_path
 from fxpipe.plan.spec import Plan
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
 from fxpipe.task.one_optimizer import one_optimizer
+from fxpipe.task.reset_buffers import ResetBuffers, Rows
 
 
 class TrainingTask(Protocol):
@@ -38,6 +39,12 @@ class TrainingTask(Protocol):
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any: ...
 
     @property
+    def resets(self) -> bool:
+        """Whether there is `reset`."""
+
+    def reset(self, buffers: Rows) -> dict[str, Tensor]: ...
+
+    @property
     def validates(self) -> bool:
         """Whether there is `eval_data`."""
 
@@ -55,6 +62,7 @@ class ObjectTask:
     eval_batches: Callable[[], Iterable[Any]] | None = None
     loss_weight: Callable[[Any], Any] | None = None
     read_averages: Callable[[torch.optim.Optimizer, Any], Any] | None = None
+    reset_buffers: ResetBuffers | None = None
 
     def model(self) -> nn.Module:
         if self.make_model is None:
@@ -71,6 +79,14 @@ class ObjectTask:
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any:
         assert self.read_averages is not None
         return self.read_averages(optimizer, named_parameters)
+
+    @property
+    def resets(self) -> bool:
+        return self.reset_buffers is not None
+
+    def reset(self, buffers: Rows) -> dict[str, Tensor]:
+        assert self.reset_buffers is not None
+        return self.reset_buffers(buffers)
 
     @property
     def validates(self) -> bool:

@@ -8,6 +8,7 @@ def optimizer(named_parameters, model)        # … that looks at the model, or 
 def lr_scheduler(optimizer)                   # optional: a scheduler, for every update; or (scheduler, "epoch")
 def averaged(optimizer, named_parameters)     # optional: averaged weights that the optimizer keeps, by name
 def eval_data(), def metrics(model, batch)    # optional validation
+def reset(model)                              # optional: buffers that begin anew with an epoch and an evaluation
 def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
 constant_batch = ["grid"]                     # optional: tensors of the batch whose values the step reads
@@ -35,9 +36,19 @@ from fxpipe.errors import FxpipeError, TaskError
 from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.model_view import ModelViews, asks_for_model
 from fxpipe.task.one_optimizer import one_optimizer
+from fxpipe.task.reset_buffers import Rows, buffers_after
 
 REQUIRED = ("model", "loss", "train_data")
-OPTIONAL = ("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight")
+OPTIONAL = (
+    "optimizer",
+    "configure_optimizers",
+    "lr_scheduler",
+    "averaged",
+    "eval_data",
+    "metrics",
+    "loss_weight",
+    "reset",
+)
 SIGNATURES = {
     "model": "def model() -> nn.Module",
     "loss": "def loss(model, batch) -> Tensor",
@@ -177,6 +188,20 @@ class Task:
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
         """What the optimizer has averaged of these parameters, by name; only where `averages`."""
         return self._call("averaged", optimizer, named_parameters)
+
+    @property
+    def resets(self) -> bool:
+        """Whether the file defines `reset(model)`."""
+        return hasattr(self.module, "reset")
+
+    def reset(self, buffers: Rows) -> dict[str, torch.Tensor]:
+        """What `reset(model)` makes of these buffers; see `fxpipe.task.reset_buffers`. Only where `resets`."""
+        return buffers_after(self._views.model, self.reset_model, buffers, self._place("reset"))
+
+    def reset_model(self, model: nn.Module) -> None:
+        """Call `reset(model)`, if the file defines it."""
+        if self.resets:
+            self._call("reset", model)
 
     @property
     def validates(self) -> bool:

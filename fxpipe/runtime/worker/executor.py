@@ -13,6 +13,7 @@ from fxpipe.checkpoint.shard import Shard
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.stage_of_shape import StageOfShape
 from fxpipe.runtime.worker.weights import WeightStore
@@ -35,6 +36,7 @@ class Executor:
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
         beginning: called with each minibatch before its first forward.
+        resets: the hook `reset(model)`; None without it.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Executor:
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
         self.beginning: Callable[[int], None] = lambda minibatch: None
+        self.resets: BuffersReset | None = None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -164,6 +167,8 @@ class Executor:
         part = stage.forward
         if action.microbatch == 0:
             self.beginning(action.minibatch)
+            if self.resets is not None and self.resets.due(action.minibatch):
+                self.resets(self.buffers, action.minibatch)
             self.store.updater.begin(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
         buffers = tuple([self.buffers[name] for name in stage.forward_buffers])
@@ -177,8 +182,7 @@ class Executor:
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            updates = self._stages[0].updates  # those of any shape: a later batch may update what this one does not
-            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in updates}
+            self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._saved[action.minibatch, action.microbatch] = saved
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
