@@ -46,6 +46,7 @@ from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, read_profile_json
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, OptimizerHook
 from fxpipe.task.model_view import of_parameters
+from fxpipe.task.reset_buffers import of_buffers
 from fxpipe.task.step_hooks import Loss, StepHooks
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class Build:
         loss: Loss | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+        reset: Callable[[nn.Module], Any] | None = None,
         out: str | Path | None = None,
         **options: Any,
     ) -> LocalPipeline:
@@ -179,6 +181,7 @@ class Build:
             loss: `loss(model, batch)`, as it was compiled; neither it nor `model` is needed for a build in memory.
             loss_weight: the hook, if the build was compiled with it; batches that are evaluated count by it, too.
             averaged: from such an optimizer and its named parameters, the averaged weights that it keeps, by name.
+            reset: sets buffers where an evaluation begins, and in `train` an epoch (`fxpipe.task.reset_buffers`).
             out: the folder for checkpoints and the staleness log; with `resume`, feed the batches from the step
                 `LocalPipeline.fed` on.
             options: schedule, policy, clip_norm, ema, log_staleness, backend, weights, seed: see
@@ -202,8 +205,9 @@ class Build:
             folder = Path(temporary.name) / "build"
             self.save(folder)
         hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
+        resets = of_buffers(reset, model or self.model)
         task = ObjectTask(
-            optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged, step_hooks=hooks
+            *(optimizer, lr_scheduler, model, None, None, loss_weight, averaged), step_hooks=hooks, reset_buffers=resets
         )
         pipeline = LocalPipeline(folder, task, chosen, out=None if out is None else str(out))
         pipeline.temporary = temporary
@@ -225,13 +229,14 @@ class Build:
         on_step: Callable[[int, float, Any], object] | None = None,
         on_eval: Callable[[int, dict[str, float], Any], object] | None = None,
         on_epoch: Callable[[int, Any], object] | None = None,
+        reset: Callable[[nn.Module], Any] | None = None,
         **options: Any,
     ) -> dict[str, Any] | None:
         """Train as one worker of the processes that torchrun started; every process calls it with the same arguments.
 
         Args:
             train_data: gives an epoch's batches; called on worker 0 alone.
-            optimizer, lr_scheduler, model, loss, loss_weight, averaged: as those of `local`.
+            optimizer, lr_scheduler, model, loss, loss_weight, averaged, reset: as those of `local`.
             eval_data: gives the batches that the metrics of the build's evaluation are computed on, the same at every
                 call; called on worker 0 alone. The trained weights are evaluated in the end.
             on_step, on_eval, on_epoch: called in every process while it trains, with the same numbers, and the run (see
@@ -266,10 +271,9 @@ class Build:
         self._try_optimizer(optimizer, lr_scheduler, chosen)
         hooks = StepHooks.of(model, loss, loss_weight) or self.hooks
         callbacks = Callbacks(on_step, on_eval, on_epoch)
-        task = ObjectTask(
-            optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, hooks, callbacks
-        )
-        return join(chosen, task)
+        resets = of_buffers(reset, model or self.model)
+        own = (optimizer, lr_scheduler, model, train_data, eval_data, loss_weight, averaged, hooks, callbacks, resets)
+        return join(chosen, ObjectTask(*own))
 
     def _try_optimizer(
         self, optimizer: MakeOptimizer | None, lr_scheduler: MakeScheduler | None, options: PipelineOptions
@@ -286,8 +290,7 @@ def load(folder: str | Path) -> Build:
     Raises:
         BuildError: a file is missing, was changed (except stages, which may be edited), or is of another version.
     """
-    folder = Path(folder)
-    plan = load_plan(folder)
+    plan = load_plan(folder := Path(folder))
     try:
         tensors = load_file(folder / plan.weights_file)
     except (SafetensorError, OSError) as error:
@@ -316,6 +319,7 @@ def join(
     loss: Loss | None = None,
     loss_weight: Callable[[Any], Any] | None = None,
     averaged: Callable[[torch.optim.Optimizer, Any], Any] | None = None,
+    reset: Callable[[nn.Module], Any] | None = None,
     out: str | Path | None = None,
     **options: Any,
 ) -> JoinedPipeline:
@@ -327,8 +331,8 @@ def join(
 
     Args:
         folder: of the build; each process has one with the same content.
-        optimizer, lr_scheduler, model, loss, loss_weight, averaged, options: as those of `Build.local`, and threads and
-            stall_timeout: see `fxpipe.runtime.options.RunOptions`.
+        optimizer, lr_scheduler, model, loss, loss_weight, averaged, reset, options: as those of `Build.local`, and
+            threads and stall_timeout: see `fxpipe.runtime.options.RunOptions`.
         out: the folder for the staleness log.
 
     Raises:
@@ -349,7 +353,10 @@ def join(
     optimizer = of_parameters(optimizer, model)
     build._try_optimizer(optimizer, lr_scheduler, chosen)
     hooks = StepHooks.of(model, loss, loss_weight)
-    task = ObjectTask(optimizer, lr_scheduler, model, loss_weight=loss_weight, read_averages=averaged, step_hooks=hooks)
+    resets = of_buffers(reset, model)
+    task = ObjectTask(
+        *(optimizer, lr_scheduler, model, None, None, loss_weight, averaged), step_hooks=hooks, reset_buffers=resets
+    )
     return JoinedPipeline(chosen, task)
 
 

@@ -32,6 +32,8 @@ def evaluate(task: Task, plan: Plan, weights: Path) -> dict[str, float]:
     model = task.model()
     model.load_state_dict(load_file(weights))
     model.eval()
+    with torch.no_grad():
+        task.reset_model(model)
     weigh = LossWeights(plan, task.loss_weight)
     rows: list[tuple[float, dict[str, float]]] = []
     with torch.no_grad():

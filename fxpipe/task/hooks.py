@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import TaskError
 from fxpipe.plan.build_folder import model_path
@@ -15,6 +15,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.task.callbacks import Callbacks
 from fxpipe.task.model_file import MakeOptimizer, MakeScheduler, Task, default_optimizer, load_task
 from fxpipe.task.one_optimizer import one_optimizer
+from fxpipe.task.reset_buffers import ResetBuffers, Rows
 from fxpipe.task.step_hooks import StepHooks
 
 
@@ -48,6 +49,12 @@ class TrainingTask(Protocol):
         """What the run calls while it trains."""
 
     @property
+    def resets(self) -> bool:
+        """Whether there is `reset`."""
+
+    def reset(self, buffers: Rows) -> dict[str, Tensor]: ...
+
+    @property
     def validates(self) -> bool:
         """Whether there is `eval_data`."""
 
@@ -67,6 +74,7 @@ class ObjectTask:
     read_averages: Callable[[torch.optim.Optimizer, Any], Any] | None = None
     step_hooks: StepHooks | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
+    reset_buffers: ResetBuffers | None = None
 
     def model(self) -> nn.Module:
         if self.make_model is None:
@@ -83,6 +91,14 @@ class ObjectTask:
     def averaged(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> Any:
         assert self.read_averages is not None
         return self.read_averages(optimizer, named_parameters)
+
+    @property
+    def resets(self) -> bool:
+        return self.reset_buffers is not None
+
+    def reset(self, buffers: Rows) -> dict[str, Tensor]:
+        assert self.reset_buffers is not None
+        return self.reset_buffers(buffers)
 
     @property
     def validates(self) -> bool:

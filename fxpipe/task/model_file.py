@@ -10,6 +10,7 @@ def averaged(optimizer, named_parameters)     # optional: averaged weights that 
 def eval_data(), def metrics(model, batch)    # optional validation
 def on_step(step, loss, run)                  # optional, as on_eval(step, metrics, run) and on_epoch(epoch, run):
                                               # called while the run trains; may end it, save it, or set rates
+def reset(model)                              # optional: buffers that begin anew with an epoch and an evaluation
 def loss_weight(batch) -> number              # optional: how much a microbatch, or a batch of eval_data(), counts
 microbatch_dims = (0, None)                   # optional: where the leaves of a batch are cut, in its own structure
 pad = {"ids": 0}; pad_to = 64                 # optional: what is appended to leaves of a batch, to multiples of what
@@ -40,11 +41,12 @@ from fxpipe.task.first_batches import FirstBatches, first_batches
 from fxpipe.task.model_view import ModelViews, asks_for_model
 from fxpipe.task.one_optimizer import one_optimizer
 from fxpipe.task.padding import Pad
+from fxpipe.task.reset_buffers import Rows, buffers_after
 from fxpipe.task.step_hooks import StepHooks
 
 REQUIRED = ("model", "loss", "train_data")
 OPTIONAL = (
-    *("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight"),
+    *("optimizer", "configure_optimizers", "lr_scheduler", "averaged", "eval_data", "metrics", "loss_weight", "reset"),
     *CALLBACKS,
 )
 SIGNATURES = {
@@ -212,6 +214,20 @@ class Task:
             TaskError: one of them is no such function.
         """
         return Callbacks(**{name: getattr(self.module, name, None) for name in CALLBACKS}, path=self.path)
+
+    @property
+    def resets(self) -> bool:
+        """Whether the file defines `reset(model)`."""
+        return hasattr(self.module, "reset")
+
+    def reset(self, buffers: Rows) -> dict[str, torch.Tensor]:
+        """What `reset(model)` makes of these buffers; see `fxpipe.task.reset_buffers`. Only where `resets`."""
+        return buffers_after(self._views.model, self.reset_model, buffers, self._place("reset"))
+
+    def reset_model(self, model: nn.Module) -> None:
+        """Call `reset(model)`, if the file defines it."""
+        if self.resets:
+            self._call("reset", model)
 
     @property
     def validates(self) -> bool:

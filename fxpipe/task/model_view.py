@@ -63,7 +63,8 @@ class ModelViews:
         self._make = make
 
     @functools.cached_property
-    def _model(self) -> nn.Module:
+    def model(self) -> nn.Module:
+        """The module, whose parameters have no values."""
         with random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they came out when the model was compiled
             try:
@@ -87,7 +88,7 @@ class ModelViews:
             OptimizerRefused: it is none, or the model has no such parameters.
             Exception: whatever `call` raises.
         """
-        present = dict(self._model.named_parameters(remove_duplicate=False))
+        present = dict(self.model.named_parameters(remove_duplicate=False))
         wrong = [name for name, p in named if name not in present or present[name].dim() != p.dim()]
         if wrong:
             raise OptimizerRefused(
@@ -98,7 +99,7 @@ class ModelViews:
             )
         for name, parameter in named:
             vars(parameter).update(vars(present[name]))
-        view = _replaced(self._model, {id(present[name]): parameter for name, parameter in named})
+        view = replaced(self.model, {id(present[name]): parameter for name, parameter in named})
         try:
             made = one_optimizer(call(view), where)
         except FxpipeError as error:
@@ -118,7 +119,7 @@ def without_values(model: nn.Module) -> nn.Module:
         made.__class__ = type(parameter)
         vars(made).update(vars(parameter))
         known[id(parameter)] = made
-    found: nn.Module = _replaced(model, known)
+    found: nn.Module = replaced(model, known)
     return found
 
 
@@ -146,7 +147,7 @@ def of_parameters(hook: Callable[..., Any] | None, make: Callable[[], nn.Module]
     return optimizer
 
 
-def _replaced(value: Any, known: dict[int, Any]) -> Any:
+def replaced(value: Any, known: dict[int, Any]) -> Any:
     """The value with others in place of what is known by its id, in modules and containers of its own.
 
     A module's attributes may hold parameters and modules in lists and dictionaries; what other objects hold stays.
@@ -156,14 +157,14 @@ def _replaced(value: Any, known: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module):
         module = known[id(value)] = object.__new__(type(value))
         for name, held in vars(value).items():
-            found = _replaced(held, known)
+            found = replaced(held, known)
             vars(module)[name] = type(held)(held) if found is held and type(held) in _CONTAINERS else found
         return module
     if type(value) in (dict, OrderedDict):
-        pairs = [(key, _replaced(held, known)) for key, held in value.items()]
+        pairs = [(key, replaced(held, known)) for key, held in value.items()]
         return type(value)(pairs) if any(found is not value[key] for key, found in pairs) else value
     if type(value) in (list, tuple, set):
-        several = [(held, _replaced(held, known)) for held in value]
+        several = [(held, replaced(held, known)) for held in value]
         return type(value)(found for _, found in several) if any(a is not b for a, b in several) else value
     return value
 

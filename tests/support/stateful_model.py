@@ -65,16 +65,40 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.5, momentum=0.5)
 
 
+def reset(net: Any) -> None:
+    net.forget()
+
+
+def in_eager(steps: Sequence[Batch], epochs: int, held_out: Sequence[Batch], every: int) -> tuple[list[float], Any]:
+    """The losses of a loop that forgets at the start of epochs and evaluations; the metric by step."""
+    net = model()
+    trained = optimizer(net.named_parameters())
+    losses, evaluated = list[float](), dict[int, float]()
+    for _ in range(epochs):
+        net.forget()
+        for batch in steps:
+            trained.zero_grad()
+            found = loss(net, batch)
+            found.backward()
+            trained.step()
+            losses.append(found.item())
+            if len(losses) % every == 0:
+                evaluated[len(losses)] = measured(net, held_out, resets=True)
+    return losses, evaluated
+
+
 def batches(count: int, seed: int, sizes: Sequence[int] = (BATCH,)) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(LENGTH, sizes[i % len(sizes)]) for i in range(count)]
     return [tuple(torch.randint(WORDS, s, generator=generator) for _ in range(2)) for s in shapes]  # type: ignore[misc]
 
 
-def measured(net: nn.Module, held_out: Sequence[Batch]) -> float:
+def measured(net: WordModel, held_out: Sequence[Batch], resets: bool = False) -> float:
     """The mean loss in eager PyTorch; the state is afterwards as it was. All batches count alike: time comes first."""
     before = {name: value.clone() for name, value in net.named_buffers()}
     net.eval()
+    if resets:
+        net.forget()
     with torch.no_grad():
         losses = [float(loss(net, batch)) for batch in held_out]
     net.train()

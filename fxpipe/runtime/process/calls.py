@@ -17,7 +17,7 @@ from fxpipe.runtime.wires.transport import Transport
 
 REFUSED = "a batch that was refused"
 
-CALLS = ("step", REFUSED, "flush", "evaluate", "set_lr", "save", "load", "close")
+CALLS = ("step", REFUSED, "flush", "evaluate", "reset", "set_lr", "save", "load", "close")
 """What can be called. Worker 0 says `REFUSED` in place of `step` where the batch does not fit."""
 
 ALIKE = "every process makes the same calls in the same order: decide by numbers that all of them have"

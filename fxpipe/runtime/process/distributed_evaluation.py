@@ -22,6 +22,7 @@ from fxpipe.runtime.process.goal import metrics_of
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
+from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
 
@@ -39,6 +40,7 @@ class DistributedEvaluation:
         folder: of the build.
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
+        resets: the hook `reset(model)`, if there is one.
 
     Attributes:
         watch: measures its messages, apart from those of training.
@@ -56,6 +58,7 @@ class DistributedEvaluation:
         wires: Wires,
         addresses: Addresses,
         data: EvaluationData | None,
+        resets: BuffersReset | None = None,
     ) -> None:
         self.plan = plan
         self.worker = wires.worker
@@ -63,6 +66,7 @@ class DistributedEvaluation:
         self.evaluator = Evaluator(plan, wires.worker, folder, seed, self._transport)
         self.watch = self._transport.watch
         self._data = data
+        self._resets = resets
         self._names = metrics_of(plan)
         self.heard: dict[str, float] = {}
         self._batches: Iterator[Placed] | None = None
@@ -90,7 +94,10 @@ class DistributedEvaluation:
         """
         if self._upcoming is None:
             self._begin()
-        state = {**state, **self._exchange(state)}
+        state = dict(state)
+        if self._resets is not None:
+            self._resets(state, "evaluation")
+        state |= self._exchange(state)
         shapes, weights = list[int](), list[float]()
         values: list[Tensor] = []
         upcoming, self._upcoming = self._upcoming, None

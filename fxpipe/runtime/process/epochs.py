@@ -76,7 +76,7 @@ def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool
 
 
 def agree_epoch(executor: Executor, feed: Feed | None, rank: int, workers: int) -> int | None:
-    """Tell this worker's scheduler how long an epoch is, if any worker's must know; called by all.
+    """Tell this worker's scheduler and its hook `reset` how long an epoch is, if any worker's must know; called by all.
 
     Returns:
         How long one is, as far as this worker knows.
@@ -84,20 +84,30 @@ def agree_epoch(executor: Executor, feed: Feed | None, rank: int, workers: int) 
     updater = executor.store.updater
     wanted: list[Any] = [None] * workers
     with peers(rank):
-        dist.all_gather_object(wanted, updater.per_epoch and updater.steps_per_epoch is None)
+        dist.all_gather_object(wanted, _must_know(executor))
     if any(wanted):
         box = [None if feed is None else epoch_of(feed)]
         with peers(rank):
             dist.broadcast_object_list(box, 0)
         updater.steps_per_epoch = box[0]
+    if executor.resets is not None:
+        executor.resets.every = updater.steps_per_epoch
     return updater.steps_per_epoch or (None if feed is None else feed.length)
 
 
 def tell_epoch(executors: Iterable[Executor], epoch: Callable[[], int]) -> None:
     """The same where all workers are in this process: `epoch` says, or counts, how long one is."""
-    for updater in (executor.store.updater for executor in executors):
-        if updater.per_epoch and updater.steps_per_epoch is None:
+    for executor in executors:
+        updater = executor.store.updater
+        if _must_know(executor):
             updater.steps_per_epoch = epoch()
+        if executor.resets is not None:
+            executor.resets.every = updater.steps_per_epoch
+
+
+def _must_know(executor: Executor) -> bool:
+    updater = executor.store.updater
+    return updater.steps_per_epoch is None and (updater.per_epoch or executor.resets is not None)
 
 
 def epoch_of(feed: Feed) -> int:

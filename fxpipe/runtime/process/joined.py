@@ -191,6 +191,10 @@ class JoinedPipeline(OwnLoop):
     def _batches(self, data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         return iter(data()) if self.rank == 0 else itertools.repeat(None)
 
+    def _reset(self) -> None:
+        with self._call("reset"):
+            super()._reset()
+
     def flush(self) -> None:
         with self._call("flush"):
             self._flush()
@@ -341,7 +345,8 @@ class JoinedPipeline(OwnLoop):
         options, data = self.options, None
         if self.rank == 0:
             data = EvaluationData(self.plan, lambda: self._given, options.seed, self._task.loss_weight)
-        return DistributedEvaluation(self.plan, options.build, options.seed, self._wires, self._addresses, data)
+        resets = self.executor.resets
+        return DistributedEvaluation(self.plan, options.build, options.seed, self._wires, self._addresses, data, resets)
 
     def _watched(self) -> None:
         watches = [self.executor.watch] if self._evaluation is None else [self.executor.watch, self._evaluation.watch]

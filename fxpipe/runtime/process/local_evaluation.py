@@ -72,8 +72,12 @@ class LocalEvaluation:
         if instead is not None:
             states = [{**state, **own} for state, own in zip(states, instead, strict=True)]
         held = [dict(state) for state in states]
+        for executor, own in zip(self._executors, held, strict=True):
+            if executor.resets is not None:
+                executor.resets(own, "evaluation")
+        begun = [dict(own) for own in held]
         for move in self._moves:
-            held[move.reader][move.name] = states[move.source][move.name]
+            held[move.reader][move.name] = begun[move.source][move.name]
         shapes, weights = list[int](), list[float]()
         values: list[list[float]] = [[] for _ in held]
         for number, (shape, leaves, weight) in enumerate(data()):

@@ -159,6 +159,8 @@ class OwnLoop(ABC):
             return on_eval is not None and bool(on_eval(self.fed, measured))
 
         for epoch in range(1, epochs + 1):
+            if self._resets:
+                self.reset()
             batches = self._batches(train_data)
             while not ends and (loss := self._feed(next(batches, OVER))) is not None:
                 losses.append(loss)
@@ -203,6 +205,30 @@ class OwnLoop(ABC):
         self._agree_on_rates(rates, next((error for error in unfit if error is not None), None))
         for executor in self.executors:
             executor.store.updater.set_rates(self.fed, rates, executor.store.version)
+
+    def reset(self) -> None:
+        """Call the hook `reset(model)`: an epoch of your own begins. `train` does it at the start of each of its own.
+
+        Raises:
+            RunError: minibatches are in flight, or there is no such hook.
+            TaskError: the hook failed, or may not do what it does.
+        """
+        self._settled("reset")
+        if not self._resets:
+            raise RunError(
+                "reset() needs the hook reset(model), and there is none",
+                hint="define it in the model file; in Python, give reset=",
+            )
+        self._reset()
+
+    @property
+    def _resets(self) -> bool:
+        return any(executor.resets is not None for executor in self.executors)
+
+    def _reset(self) -> None:
+        for executor in self.executors:
+            if executor.resets is not None:
+                executor.resets(executor.buffers, self.fed)
 
     @property
     def gradient_norm(self) -> float | None:

@@ -144,7 +144,8 @@ class RankRun:
         self.record: Record | None = None
         if evaluating:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
-            self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data)
+            resets = self.executor.resets
+            self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data, resets)
             pulse.follow(self.executor.watch, self.evaluation.watch)
         else:
             pulse.follow(self.executor.watch)

@@ -16,6 +16,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import make_averages
+from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.clip import make_clip
 from fxpipe.runtime.worker.executor import Executor
@@ -89,6 +90,7 @@ def open_worker(
         store.staleness = StalenessLog(recipe.demand, worker, store.trained, path, continue_after)
     executor = Executor(plan, worker, stages, store, held, transport, options.seed, device)
     executor.scaler = scaler
+    executor.resets = BuffersReset.of(plan, task, options.seed)
     executor.watch.fills = recipe.segments.single * plan.microbatches
     return executor
 

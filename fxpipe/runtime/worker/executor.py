@@ -14,6 +14,7 @@ from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.runtime.wires.transport import Transport
+from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
 from fxpipe.runtime.worker.stage_code import explained, reseed
 from fxpipe.runtime.worker.stage_of_shape import StageOfShape
@@ -38,6 +39,7 @@ class Executor:
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
         beginning: called with each minibatch before its first forward.
         scaler: gives the scale of the loss; None where it is not scaled.
+        resets: the hook `reset(model)`; None without it.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Executor:
         self.on_loss: Callable[[int, Tensor], None] | None = None
         self.beginning: Callable[[int], None] = lambda minibatch: None
         self.scaler: LossScaler | None = None
+        self.resets: BuffersReset | None = None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -185,6 +188,8 @@ class Executor:
         part = stage.forward
         if action.microbatch == 0:
             self.beginning(action.minibatch)
+            if self.resets is not None and self.resets.due(action.minibatch):
+                self.resets(self.buffers, action.minibatch)
             self.store.updater.begin(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
         buffers = tuple([self.buffers[name] for name in stage.forward_buffers])
@@ -200,8 +205,7 @@ class Executor:
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
-            updates = self._stages[0].updates  # those of any shape: a later batch may update what this one does not
-            self._kept[action.minibatch + 1] = {name: self.buffers[name] for name in updates}
+            self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
         self._saved[action.minibatch, action.microbatch] = saved
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None

@@ -1,0 +1,152 @@
+"""The hook `reset(model)`: which buffers begin anew with an epoch, and with an evaluation, such as a hidden state.
+
+    def reset(model):
+        for layer in model.layers:
+            layer.hidden.zero_()                       # in place
+            layer.cell = torch.zeros_like(layer.cell)  # or another tensor of the same shape and dtype
+
+It is called on a view of the model (`fxpipe.task.model_view`) on every worker: the buffers that the worker has are
+live, all others and all parameters stand on the meta device. Only buffers may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import TaskError, listed
+from fxpipe.task.model_view import ModelViews, replaced
+
+Rows = Mapping[tuple[str, ...], Tensor]
+"""Buffers by all their names."""
+ResetBuffers = Callable[[Rows], dict[str, Tensor]]
+"""New values of the buffers given, by first names."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_HINT = "reset(model) may change buffers alone: keep the state in a tensor that register_buffer() was called with"
+
+
+def of_buffers(hook: Callable[[nn.Module], Any] | None, make: Callable[[], nn.Module] | None) -> ResetBuffers | None:
+    """The hook as one that is called with buffers alone.
+
+    Args:
+        make: gives the model; see `ModelViews`.
+
+    Raises:
+        TaskError: there is a hook, and no model.
+    """
+    if hook is None:
+        return None
+    if make is None:
+        raise TaskError(
+            "reset(model) asks for the model, and there is none to be had: the build was loaded",
+            hint="give model=, a function that makes the model that was compiled",
+        )
+    views = ModelViews(make)
+    return lambda rows: buffers_after(views.model, hook, rows)
+
+
+def buffers_after(
+    model: nn.Module, hook: Callable[[nn.Module], Any], rows: Rows, where: str | None = None
+) -> dict[str, Tensor]:
+    """The values that `hook` leaves in the buffers of a view of the model; those given stay as they are.
+
+    Args:
+        model: without values of parameters; it stays as it is.
+        where: the place that errors name.
+
+    Returns:
+        All of `rows` that are buffers of the model, by first names, laid out in memory as they were.
+
+    Raises:
+        TaskError: the hook failed, changed something else, or gave a buffer another shape or dtype.
+    """
+    by_name = {name: (names[0], value) for names, value in rows.items() for name in names}
+    present = dict(model.named_buffers(remove_duplicate=False))
+    live = {first: value.clone() for first, value in (by_name[name] for name in present if name in by_name)}
+    known = {id(b): live[by_name[n][0]] if n in by_name else b.detach().to("meta") for n, b in present.items()}
+    view: nn.Module = replaced(model, known)
+    before = list(_all_else(view))
+    versions = [tensor._version for _, tensor in before if isinstance(tensor, Tensor)]
+    try:
+        with torch.no_grad():
+            hook(view)
+    except TaskError as error:
+        error.hint = error.hint or "parameters, and buffers of other workers, have no values here"
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"reset() raised {type(error).__name__}: {error}",
+            where=where,
+            hint="parameters, and buffers of other workers, have no values here",
+        ) from error
+    _refuse_other_changes(before, versions, list(_all_else(view)), where)
+    found: dict[str, Tensor] = {}
+    now = dict(view.named_buffers(remove_duplicate=False))
+    if made := sorted(now.keys() - present.keys()):
+        raise TaskError(f"reset(model) makes new buffers: {listed(made)}", where=where, hint=_HINT)
+    for name in present:
+        if name not in by_name:
+            continue
+        first, old = by_name[name]
+        new = now.get(name)
+        if first in found and found[first] is not new:
+            raise TaskError(
+                f"reset(model) replaces {name} in one of the modules that share it",
+                where=where,
+                hint="change it in place (zero_(), copy_()), so that all of them see the new value",
+            )
+        if new is None or new.is_meta or (new.shape, new.dtype) != (old.shape, old.dtype):
+            given = "nothing" if new is None else "a tensor without values, made from another worker's"
+            if new is not None and not new.is_meta:
+                given = f"{new.dtype}{list(new.shape)}"
+            raise TaskError(
+                f"reset(model) makes {given} of buffer {name}, which is {old.dtype}{list(old.shape)}",
+                where=where,
+                hint="a buffer keeps its shape and dtype, and is made anew from numbers or from itself",
+            )
+        found[first] = new
+    return {n: torch.empty_like(by_name[n][1]).copy_(v.detach()) for n, v in found.items()}
+
+
+def _all_else(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the model's modules hold next to buffers, by where it is."""
+    for path, module in model.named_modules():
+        stem = f"{path}." if path else ""
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_modules"):
+                yield from ((stem + name, held) for name, held in value.items())
+            elif key not in ("_buffers", "training"):
+                yield from _held(value, stem + key)
+
+
+def _held(value: Any, place: str, depth: int = 4) -> Iterator[tuple[str, Any]]:
+    members: list[tuple[Any, Any]] | None = None
+    if isinstance(value, dict):
+        members = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        members = list(enumerate(value))
+    if members is None or not depth:
+        yield place, value
+        return
+    for key, member in members:
+        yield from _held(member, f"{place}[{key!r}]", depth - 1)
+
+
+def _refuse_other_changes(
+    before: list[tuple[str, Any]], versions: list[int], after: list[tuple[str, Any]], where: str | None
+) -> None:
+    old, new = dict(before), dict(after)
+    changed = [place for place in {**old, **new} if place not in old or place not in new]
+    changed += [place for place in old if place in new and not _same(old[place], new[place])]
+    tensors = [(place, value) for place, value in before if isinstance(value, Tensor)]
+    changed += [place for (place, value), version in zip(tensors, versions, strict=True) if value._version != version]
+    if changed:
+        raise TaskError(f"reset(model) changes {listed(sorted(set(changed)))}", where=where, hint=_HINT)
+
+
+def _same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _PLAIN) and bool(old == new or old != old))
