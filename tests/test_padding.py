@@ -105,7 +105,7 @@ def test_a_model_that_does_not_mask_is_warned_of_with_both_numbers() -> None:
     after = {name: F.pad(value, (0, 3), value=PAD[name]) for name, value in batch.items()}
     build = built(first=batch, model=model, evaluation=(metrics, [batch]))
     (of_loss,) = [w for w in build.warnings if "padding changes the loss of a batch" in w]
-    assert f"{own:.6g} as it is, {float(loss(model, after)):.6g} padded" in of_loss
+    assert f"{own:.6g} as it is, {loss(model, after).item():.6g} padded" in of_loss
     assert "batch['ids'] int64[4, 5]" in of_loss
     (of_metric,) = [w for w in build.warnings if "padding changes the evaluation metric 'loss'" in w]
     assert f"{own:.6g} as it is" in of_metric

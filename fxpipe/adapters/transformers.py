@@ -56,7 +56,8 @@ def trainer_hooks(
         args: makes TrainingArguments. Made in a file that workers load, they would take each for one of several
             processes that train together, and wait for the others.
         train_dataset, eval_dataset: as Trainer takes them.
-        data_collator: as Trainer takes it; it must pad all batches to the same shape.
+        data_collator: as Trainer takes it. Where it pads batches to several lengths, `--pad-to` makes few of them: what
+            is appended follows from its tokenizer, if that pads at the right.
         metrics: what a batch is evaluated to, by name, instead of its loss. Means over batches are taken of them:
             `compute_metrics` of Trainer, which sees all predictions at once, has no counterpart.
 
@@ -130,6 +131,9 @@ def trainer_hooks(
     _say_what_is_left(args, collator, lambda: updates(args, train_data()))
     hooks: Hooks = {"model": make_model, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    tokenizer: Any = getattr(collator, "tokenizer", None)
+    if getattr(tokenizer, "pad_token_id", None) is not None and tokenizer.padding_side == "right":
+        hooks["pad"] = functools.partial(pad_values, tokenizer)
     return hooks if eval_dataset is None else hooks | {"eval_data": eval_data, "metrics": metrics or loss_alone}
 
 
@@ -138,6 +142,16 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     made = model(**batch)
     loss: Tensor = made["loss"] if isinstance(made, dict) else made[0]
     return loss
+
+
+def pad_values(tokenizer: Any, batch: Mapping[str, Any]) -> dict[str, int]:
+    """What `--pad-to` appends to the leaves of a tokenizer's batch: what its model and the usual losses leave out."""
+    values = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(found := batch.get(name), Tensor) and found.dim() > 1
+    }
 
 
 def loss_alone(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -202,8 +216,8 @@ def _say_what_is_left(args: Any, collator: Any, steps: Callable[[], int]) -> Non
     padding = getattr(collator, "padding", None)
     if padding is True or padding == "longest":
         warn(
-            f"{type(collator).__name__} pads each batch to its longest sample: where lengths differ, give "
-            "padding='max_length' and max_length, since a build is for few shapes of batches"
+            f"{type(collator).__name__} pads each batch to its longest sample: where lengths differ, compile with "
+            "--pad-to 64, or give padding='max_length' and max_length, since a build is for few shapes of batches"
         )
     make, train = commands(args, steps)
     say(f"TrainingArguments, as options: fxpipe compile {make}; fxpipe run {train}")

@@ -96,7 +96,8 @@ def one_of_each(batches: Iterable[Any], constant_batch: Sequence[str] = ()) -> l
         found.append(batch)
         if len(found) > SHAPES:
             raise BatchError(
-                f"eval_data() gives batches of more than {SHAPES} shapes", hint="pad them, or use drop_last=True"
+                f"eval_data() gives batches of more than {SHAPES} shapes",
+                hint="pad them (--pad-to), or use drop_last=True",
             )
     if not found:
         raise BatchError("eval_data() gave no batch")

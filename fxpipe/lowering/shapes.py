@@ -58,7 +58,7 @@ def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[
         if len(found) > SHAPES:
             raise BatchError(
                 f"the training data have batches of more than {SHAPES} shapes",
-                hint="pad them to a few lengths, or drop the last, smaller batch (drop_last=True)",
+                hint="pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True)",
                 page="batch-shapes",
             )
     return found[1:]

@@ -225,6 +225,30 @@ def test_a_collator_that_pads_to_the_longest_is_warned_of(capsys: pytest.Capture
     assert "--steps 4 " in said
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_is_padded_follows_from_the_tokenizer(side: str) -> None:
+    from types import SimpleNamespace
+
+    from transformers import TrainingArguments
+
+    from fxpipe.adapters.transformers import trainer_hooks
+
+    def collator(samples: list[Any]) -> Any:
+        return samples[0]
+
+    collator.tokenizer = SimpleNamespace(pad_token_id=7, padding_side=side)  # type: ignore[attr-defined]
+    hooks = trainer_hooks(
+        model=lambda: nn.Linear(2, 2),
+        args=lambda: TrainingArguments(output_dir="out", use_cpu=True, report_to=[]),
+        train_dataset=[{}] * 64,
+        data_collator=collator,
+    )
+    assert ("pad" in hooks) is (side == "right")
+    if side == "right":
+        batch = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2), "attention_mask": torch.ones(2, 3)}
+        assert hooks["pad"](batch) == {"input_ids": 7, "attention_mask": 0}
+
+
 def test_arguments_that_would_wait_for_other_processes_are_refused(tmp_path: Path) -> None:
     source = written(tmp_path).read_text().replace("args=make_args", "args=make_args()")
     (tmp_path / "model.py").write_text(source)

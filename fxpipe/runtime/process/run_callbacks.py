@@ -70,8 +70,8 @@ class OngoingRun:
         self._fits(rates)
         self._rates = rates
 
-    def _taken(self, ends: object) -> Decision:
-        found = Decision(bool(ends), self._saves, self._rates)
+    def _taken(self, ends: bool) -> Decision:
+        found = Decision(ends, self._saves, self._rates)
         self._saves, self._rates, self.metrics = False, None, {}
         return found
 
@@ -145,6 +145,8 @@ class RunCallbacks:
             self._pending.append((made, at, hook, ends))
             if ends:
                 self._consequences.shorten(at, hook, _reason(hook, made))
+                if at <= self._version and self._speaks:
+                    warn(f"{hook}() has ended this run after step {at}: take it out of the model file to train on")
             elif self._checkpoints is not None:
                 self._checkpoints.add(at)
 
@@ -257,7 +259,7 @@ class RunCallbacks:
         with random_state_kept():
             seed_generators(seed_of(self._seed, hook, number), self._executors[0].device.type)
             try:
-                ends = call()
+                ends = bool(call())
             except FxpipeError:
                 raise
             except Exception as error:
