@@ -232,6 +232,11 @@ def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:
         raise TaskError("a scheduler's frequency is not followed", hint="leave it 1, and make the schedule slower")
     if isinstance(scheduler["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
         return made, (scheduler["scheduler"], _monitored(scheduler.get("monitor", monitor), scheduler.get("interval")))
+    if scheduler.get("reduce_on_plateau"):
+        raise TaskError(
+            f"reduce_on_plateau is True, and {type(scheduler['scheduler']).__name__} is no ReduceLROnPlateau",
+            hint="leave it out, or return torch's ReduceLROnPlateau",
+        )
     return made, (scheduler["scheduler"], scheduler.get("interval", "epoch"))
 
 

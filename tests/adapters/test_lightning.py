@@ -168,6 +168,12 @@ def test_tied_parameters_are_one() -> None:
             '        return {"optimizer": a, "lr_scheduler": {"scheduler": plateau}}',
             "waits for a metric",
         ),
+        (
+            "a = torch.optim.SGD(self.parameters())\n"
+            "        scheduler = torch.optim.lr_scheduler.StepLR(a, 1)\n"
+            '        return {"optimizer": a, "lr_scheduler": {"scheduler": scheduler, "reduce_on_plateau": True}}',
+            "StepLR is no ReduceLROnPlateau",
+        ),
     ],
 )
 def test_what_a_pipeline_does_not_do_is_refused(configure: str, said: str, tmp_path: Path) -> None:
