@@ -144,9 +144,9 @@ def _holds(dtype: str, value: Any) -> bool:
     if kind == torch.bool:
         return value in (0, 1)
     if kind.is_floating_point or kind.is_complex:
-        return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
+        return abs(value) <= torch.finfo(kind).max or value in (math.inf, -math.inf) or value != value
     limits = torch.iinfo(kind)
-    return math.isfinite(value) and value == int(value) and limits.min <= value <= limits.max
+    return limits.min <= value <= limits.max and value == int(value)
 
 
 def _nothing_named(pad_to: int, batches: Sequence[Any]) -> BatchError:
