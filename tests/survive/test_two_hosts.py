@@ -1,0 +1,99 @@
+"""Two machines, as far as one can be two: hosts with a network and files of their own, and a real link between them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_hosts import Host, missing, two_hosts
+
+from fxpipe.lowering.lower import compile
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.local_run import run_local
+from fxpipe.task.model_file import load_task
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
+RATE = 200e6
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 16))
+
+def loss(model, batch):
+    return ((model(batch) - batch) ** 2).mean()
+
+def train_data():
+    return [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+
+def optimizer(named_parameters):
+    return torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _allowed() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+
+
+def together(hosts: Sequence[Host], folder: Path, *arguments: object) -> list[str]:
+    """What torchrun, started on both hosts, prints on each."""
+    started = []
+    for rank, host in enumerate(hosts):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
+        torchrun += ["--node-rank", rank, "--master-addr", hosts[0].address, "--master-port", 29517, "-m", "fxpipe"]
+        started.append(host.start([*torchrun, *arguments], folder))
+    said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    return [out for out, _ in said]
+
+
+def test_a_run_over_a_network_is_the_local_run(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    for folder in (path, tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+    (tmp_path / "model.py").write_text(MODEL)
+    task = load_task(tmp_path / "model.py")
+    build = compile(task.model(), task.loss, task.train_data()[0], workers=2, schedule="async", cost="analytic")
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        build.save(folder / "build", model_file=tmp_path / "model.py")
+        (folder / "model.py").write_text(MODEL)
+    options = {"build": str(path / "build"), "model_file": str(path / "model.py")}
+    with two_hosts(RATE, {path: [tmp_path / "first", tmp_path / "second"]}) as hosts:
+        run = ["run", path / "build", "--model", path / "model.py", "--threads", 1, "--steps", 12]
+        first, second = together(hosts, tmp_path, *run, "--out", path / "out", "--json")
+    assert json.loads(first)["steps"] == 12
+    assert not second
+    assert not (tmp_path / "second" / "out" / "model.safetensors").exists()
+    options = {key: text.replace(str(path), str(tmp_path / "first")) for key, text in options.items()}
+    local = run_local(RunOptions(**options, steps=12, threads=1, out=str(tmp_path / "local")))
+    assert local["losses"] == json.loads(first)["losses"]
+    written = tmp_path / "first" / "out" / "model.safetensors"
+    assert written.read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
+
+
+def test_the_link_is_what_it_should_be(tmp_path: Path) -> None:
+    with two_hosts(RATE) as hosts:
+        first, _ = together(hosts, tmp_path, "doctor", "--links", "--json")
+    (report,) = json.loads(first)["transports"]
+    assert report["bandwidth"] * 8 == pytest.approx(RATE, rel=0.25)
+
+
+def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
+    def fails() -> None:
+        with two_hosts(RATE) as hosts:
+            started.append(hosts[0].start([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path))
+            raise RuntimeError("on purpose")
+
+    started: list[Any] = []
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fails()
+    assert started[0].wait(10)
