@@ -4,7 +4,7 @@
     worker k:              decides   ◄───┴──┐   an error that names both, before either decision takes effect
     worker 0:                    decides  ◄─┘
 
-The message goes the way of the backwards, so it has come when a worker makes the update itself: nobody waits for it.
+The message goes the way of the backwards, so it has come when a worker makes the update itself: no worker waits for it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Every process calls them, with the same numbers, when its worker has made the up
     worker 0:  …  F7  B4 ·on_step(5)·  F8  B5 ·on_step(6)·  …
     worker 1:  …  F5  B5 ·on_step(6)·  F6  B6 ·on_step(7)·  …
 
-The loss of a step is known before any backward of it, so nobody waits for a worker that it would not wait for anyway.
+The loss of a step is known before any backward of it, so no worker waits for one that it would not wait for anyway.
 Learning rates are set from the next update on. A checkpoint, or the end of the run, must be known some steps ahead
 (`early_stop.lead`): what is decided after step s is done after step s + lead.
 """
@@ -176,17 +176,14 @@ class RunCallbacks:
         """
         on_step = self._hooks.on_step
         version = executor.store.version
-        seen = self._seen[ON_STEP]
-        if on_step is None or seen[executor.worker] == version:
+        if on_step is None or self._seen[ON_STEP][executor.worker] == version:
             return
-        seen[executor.worker] = version
-        key = (ON_STEP, version)
-        if key not in self._made:
+
+        def call() -> Decision:
             loss, self._run.metrics = self._numbers(version - 1)
-            self._made[key] = self._call(ON_STEP, version, version, lambda: on_step(version, loss, self._run))
-        self._take(executor, version, self._made[key])
-        if all(seen[each.worker] >= version for each in self._executors):
-            del self._made[key]
+            return self._call(ON_STEP, version, version, lambda: on_step(version, loss, self._run))
+
+        self._decide(ON_STEP, executor, version, call)
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         """All workers of this process are at a version, and it was evaluated: call `on_eval`.
@@ -212,15 +209,18 @@ class RunCallbacks:
         version = executor.store.version
         if self._per_epoch is None or version == 0 or version % self._per_epoch:
             return
-        seen = self._seen[ON_EPOCH]
-        if seen[executor.worker] == version or version >= self._consequences.end:
+        if self._seen[ON_EPOCH][executor.worker] == version or version >= self._consequences.end:
             return
         if self._evaluates and self._consequences.due(version) and self._evaluated < version:
             return
+        self._decide(ON_EPOCH, executor, version, lambda: self._call_on_epoch(version))
+
+    def _decide(self, hook: str, executor: Executor, version: int, call: Callable[[], Decision]) -> None:
+        """A worker has come to a version: the first one here calls the hook, and all take its decision."""
+        seen, key = self._seen[hook], (hook, version)
         seen[executor.worker] = version
-        key = (ON_EPOCH, version)
         if key not in self._made:
-            self._made[key] = self._call_on_epoch(version)
+            self._made[key] = call()
         self._take(executor, version, self._made[key])
         if all(seen[each.worker] >= version for each in self._executors):
             del self._made[key]

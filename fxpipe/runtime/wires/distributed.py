@@ -117,7 +117,7 @@ class Wires:
     def _stamped(self, flat: Tensor, to: int) -> Tensor:
         if self._meter is None:
             return flat
-        arrives = self._meter.send(to, flat.nbytes)
+        arrives = self._meter.send(self.worker, to, flat.nbytes)
         message = flat.new_zeros(len(flat) + self._stamp(flat.dtype))
         message[: len(flat)] = flat
         message.view(torch.uint8)[-8:] = torch.tensor([arrives]).view(torch.uint8)

@@ -29,34 +29,34 @@ class Mailbox:
         self.letters: dict[_Key, Tensor] = {}
         self._arrives: dict[_Key, int] = {}
         self._awaited: list[int] = []
-        self._meters: dict[int, Meter] = {}
+        self._meter = None if throttle is None else Meter(throttle)
 
     def put(self, source: int, to: int, key: _Key, letter: Tensor) -> None:
         """A worker sends a letter."""
         self.letters[key] = letter
-        if self.throttle is not None:
-            self._arrives[key] = self._meter(source).send(to, letter.nbytes)
+        if self._meter is not None:
+            self._arrives[key] = self._meter.send(source, to, letter.nbytes)
 
     def take(self, key: _Key) -> Tensor:
         """A letter that was sent, as soon as it arrives."""
-        if self.throttle is not None:
-            self._meter(0).hold(self._arrives.pop(key))
+        if self._meter is not None:
+            self._meter.hold(self._arrives.pop(key))
         return self.letters.pop(key)
 
     def has(self, key: _Key) -> bool:
         """Whether a letter has arrived."""
-        if key not in self.letters or self.throttle is None:
+        if key not in self.letters or self._meter is None:
             return key in self.letters
-        if self._meter(0).is_due(self._arrives[key]):
+        if self._meter.is_due(self._arrives[key]):
             return True
         self._awaited.append(self._arrives[key])
         return False
 
     def rest(self) -> bool:
         """Wait until the first letter arrives that was asked for and was still under way; False where none was."""
-        if not self._awaited:
+        if self._meter is None or not self._awaited:
             return False
-        self._meter(0).hold(min(self._awaited))
+        self._meter.hold(min(self._awaited))
         self._awaited.clear()
         return True
 
@@ -65,10 +65,6 @@ class Mailbox:
         self.letters.clear()
         self._arrives.clear()
         self._awaited.clear()
-
-    def _meter(self, worker: int) -> Meter:
-        assert self.throttle is not None
-        return self._meters.setdefault(worker, Meter(self.throttle, worker))
 
 
 class LocalTransport(Transport):

@@ -20,7 +20,7 @@ from fxpipe.runtime.wires.group import peers
 
 
 class Meter:
-    """One worker's end of all its links.
+    """All links of the workers in this process, with one clock.
 
     Args:
         offset: nanoseconds that worker 0's clock is ahead of this process's (see `clocks`).
@@ -31,19 +31,19 @@ class Meter:
     def __init__(
         self,
         links: Links,
-        worker: int,
         offset: int = 0,
         now: Callable[[], int] = perf_counter_ns,
         rest: Callable[[float], None] = sleep,
     ) -> None:
-        self._links, self._worker, self._offset, self._now, self._rest = links, worker, offset, now, rest
-        self._free: dict[int, int] = {}
+        self._links, self._offset, self._now, self._rest = links, offset, now, rest
+        self._free: dict[tuple[int, int], int] = {}  # by direction, when the wire is
 
-    def send(self, to: int, size: int) -> int:
+    def send(self, source: int, to: int, size: int) -> int:
         """A message of `size` bytes is sent now; returns when it arrives, in nanoseconds of worker 0's clock."""
-        occupies = round(self._links.seconds(self._worker, to, size) * 1e9)
-        free = self._free[to] = max(self._free.get(to, 0), self._now() + self._offset) + occupies
-        return free + round(self._links.latency_of(self._worker, to) * 1e9)
+        occupies = round(self._links.seconds(source, to, size) * 1e9)
+        free = max(self._free.get((source, to), 0), self._now() + self._offset) + occupies
+        self._free[source, to] = free
+        return free + round(self._links.latency_of(source, to) * 1e9)
 
     def is_due(self, arrives: int) -> bool:
         """Whether it is that time of worker 0's clock."""
@@ -65,4 +65,4 @@ def meter_of_process(throttle: str | None, rank: int, workers: int) -> Meter | N
     if links is None:
         return None
     with peers(rank):
-        return Meter(links, rank, read_offset(rank, workers).offset)
+        return Meter(links, read_offset(rank, workers).offset)

@@ -35,6 +35,7 @@ class Executor:
     Attributes:
         watch: where the worker's time goes.
         shape_of: tells which shape the batch of a minibatch has.
+        draws: whether a stage draws random numbers.
         evaluates: whether the state after so many updates will be evaluated while the worker trains on.
         on_loss: called on the loss worker with a minibatch and its loss, before the backward; may raise.
         beginning: called with each minibatch before its first forward.
@@ -62,19 +63,19 @@ class Executor:
         self.watch = transport.watch = Watch(self.device)
         self._last = plan.microbatches - 1
         self._divisor = plan.loss_divisor
-        self.stages = tuple(stages)
+        self.stages: tuple[LoadedStage, ...] = ()
         self.shape_of: Callable[[int], int] = lambda minibatch: 0
+        self.draws = False
+        self.scaler: LossScaler | None = None
         self._plan = plan
-        self._stages = [
-            StageOfShape(of_shape, worker, stage, transport, plan)
-            for of_shape, stage in zip(plan.of_shapes, stages, strict=True)
-        ]
+        self._stages: list[StageOfShape] = []
+        for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
+            self.add(of_shape, stage)
         self._saved: dict[tuple[int, int], list[Any]] = {}
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
         self.beginning: Callable[[int], None] = lambda minibatch: None
-        self.scaler: LossScaler | None = None
         self.resets: BuffersReset | None = None
         self._kept: dict[int, dict[str, Tensor]] = {}
 
@@ -87,15 +88,12 @@ class Executor:
         """How the last step's loss was scaled; None if it was not."""
         return None if self.scaler is None else self.scaler.last
 
-    @property
-    def draws(self) -> bool:
-        """Whether a stage draws random numbers."""
-        return any(stage.forward.random or stage.backward.random for stage in self._stages)
-
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
         """From now on there is one more shape of batch, whose messages the transport carries."""
-        self._stages.append(StageOfShape(of_shape, self.worker, stage, self.transport, self._plan))
+        added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan)
+        self._stages.append(added)
         self.stages = (*self.stages, stage)
+        self.draws |= added.forward.random or added.backward.random
         if self.scaler is not None:
             self.scaler.add(of_shape)
 

@@ -40,7 +40,7 @@ def test_messages_arrive_as_the_simulator_says() -> None:
     links = Links(((1.0, 3e6), (2e6, 1.0)), ((0.0, 0.01), (0.02, 0.0)))
     for worker in (0, 1):
         clock, direction = Clock(), Direction()
-        meter = Meter(links, worker, offset=0, now=clock.now, rest=clock.rest)
+        meter = Meter(links, offset=0, now=clock.now, rest=clock.rest)
         for _ in range(50):
             clock.time += rng.randrange(20_000_000)
             size = rng.randrange(100_000)
@@ -48,18 +48,18 @@ def test_messages_arrive_as_the_simulator_says() -> None:
             channel.send(0, clock.time / 1e9)
             ready = channel.ready[0]
             assert ready is not None
-            assert meter.send(1 - worker, size) == pytest.approx(ready * 1e9, abs=100)
+            assert meter.send(worker, 1 - worker, size) == pytest.approx(ready * 1e9, abs=100)
 
 
 def test_directions_do_not_wait_for_each_other() -> None:
     clock = Clock()
-    meter = Meter(Links(1e3), 0, now=clock.now, rest=clock.rest)
-    assert [meter.send(1, 1000), meter.send(2, 500), meter.send(1, 1000)] == [10**9, 5 * 10**8, 2 * 10**9]
+    meter = Meter(Links(1e3), now=clock.now, rest=clock.rest)
+    assert [meter.send(0, to, size) for to, size in ((1, 1000), (2, 500), (1, 1000))] == [10**9, 5 * 10**8, 2 * 10**9]
 
 
 def test_who_receives_waits_by_the_clock_of_worker_0() -> None:
     clock = Clock()
-    meter = Meter(Links(1e3), 1, offset=-(10**9), now=clock.now, rest=clock.rest)
+    meter = Meter(Links(1e3), offset=-(10**9), now=clock.now, rest=clock.rest)
     assert meter.is_due(-(10**9))
     assert not meter.is_due(0)
     meter.hold(5)
@@ -71,7 +71,7 @@ def test_who_receives_waits_by_the_clock_of_worker_0() -> None:
 )
 @pytest.mark.parametrize("count", [0, 5])
 def test_a_message_keeps_its_bits(dtype: torch.dtype, count: int) -> None:
-    meter = Meter(Links(1e9), 0)
+    meter = Meter(Links(1e9))
     wires = Wires(0, "gloo", [], torch.device("cpu"), meter)
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
     flat = bits.view(dtype)
