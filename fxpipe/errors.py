@@ -85,6 +85,10 @@ class PolicyError(FxpipeError):
     """A policy cannot be used with this schedule or optimizer."""
 
 
+class CodecError(FxpipeError):
+    """A codec does not exist, or cannot encode what it is asked to."""
+
+
 class BackendError(FxpipeError):
     """An engine cannot run a part of a stage, or computes something else than eager PyTorch."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 8
+FORMAT = 9
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B"]
@@ -42,6 +42,11 @@ class EdgeSpec:
     """A value that crosses workers once per microbatch, sent in `src_phase` and received in `dst_phase`.
 
     A `token` carries nothing: it keeps a worker after its neighbour if no value does.
+
+    Attributes:
+        tensor: the value, as the code before the edge and after it has it.
+        codec: what packs it to travel (`fxpipe.codecs`), '' if it travels as it is.
+        packed: what it is packed into.
     """
 
     name: str
@@ -51,6 +56,13 @@ class EdgeSpec:
     dst: int
     dst_phase: Phase
     tensor: TensorSpec
+    codec: str = ""
+    packed: TensorSpec | None = None
+
+    @property
+    def sent(self) -> TensorSpec:
+        """What travels."""
+        return self.packed or self.tensor
 
 
 @dataclass(frozen=True)

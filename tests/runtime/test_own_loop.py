@@ -280,7 +280,7 @@ from own_loops import optimizer
 from test_own_loop import followed
 batches, held_out = torch.load({data!r}) if os.environ["RANK"] == "0" else (None, None)
 with fxpipe.join({build!r}, optimizer=optimizer, threads=1) as pipeline:
-    print(json.dumps(followed(pipeline, batches, held_out)), flush=True)
+    os.write(1, f"{{json.dumps(followed(pipeline, batches, held_out))}}\\n".encode())  # in one write
 os._exit(0)
 """
 
@@ -313,6 +313,10 @@ def test_joining_takes_torchrun(toy: Any, tmp_path: Path, monkeypatch: pytest.Mo
 SCRIPT = """
 import os, sys, time, torch, fxpipe
 from fxpipe.errors import FxpipeError
+
+def say(text):  # a line in one write: the workers share one pipe
+    os.write(1, f"{{text}}\\n".encode())
+
 rank = int(os.environ["RANK"])
 generator = torch.Generator().manual_seed(3)
 batches = [tuple(torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(4)]
@@ -320,8 +324,8 @@ try:
     with fxpipe.join({build!r}, threads=1) as pipeline:
         {body}
 except FxpipeError as error:
-    print(f"worker {{rank}}: {{type(error).__name__}}: {{error.what}}", flush=True)
-print(f"worker {{rank}} is over", flush=True)
+    say(f"worker {{rank}}: {{type(error).__name__}}: {{error.what}}")
+say(f"worker {{rank}} is over")
 time.sleep(2)  # the others find it alive
 os._exit(0)
 """
@@ -349,8 +353,8 @@ REFUSING = """
             try:
                 losses.append(pipeline.step(batch))
             except FxpipeError as error:
-                print(f"worker {rank}: {type(error).__name__}", flush=True)
-        print(f"worker {rank}: {[float(loss) for loss in losses]}", flush=True)
+                say(f"worker {rank}: {type(error).__name__}")
+        say(f"worker {rank}: {[float(loss) for loss in losses]}")
 """
 
 

@@ -1,0 +1,100 @@
+"""What a codec is: how a value is written in fewer bytes to cross a link, and read back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, ClassVar
+
+from fxpipe.errors import CodecError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fxpipe.codecs.edge_state import EdgeState
+    from fxpipe.plan.spec import TensorSpec
+
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+class Codec(ABC):
+    """Writes a value in fewer bytes, and reads it back. A subclass is a frozen dataclass; its fields are its options.
+
+    `encode` and `decode` are torch operators without loops over elements, give the same bits in every process, and
+    never change what they are given.
+
+    Attributes:
+        name: as `--codec` and the emitted code have it, a Python identifier.
+        lossless: whether what is read back is what was written, to the bit.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, option: str) -> Codec:
+        """The codec with its one option as `--codec` has it after a colon.
+
+        Raises:
+            CodecError: it has none, or not this one.
+        """
+        raise CodecError(f"codec '{cls.name}' has no option", hint=f"--codec {cls.name}")
+
+    @property
+    def text(self) -> str:
+        """Its name with its option, from which `codec` makes it again: `topk:0.01`."""
+        return self.name
+
+    def refusal(self, tensor: TensorSpec) -> str:
+        """Why it cannot encode such a tensor, in words that go on from "int8 is for "; '' if it can."""
+        return ""
+
+    def keeps_state(self, kind: str) -> bool:
+        """Whether `encode` takes the sender's state of an edge of this kind: it draws random numbers, or remembers."""
+        return False
+
+    @abstractmethod
+    def packed(self, tensor: TensorSpec) -> TensorSpec:
+        """What such a tensor is packed into: one dimension, contiguous; exact, and the same for all values."""
+
+    @abstractmethod
+    def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
+        """Pack a contiguous value.
+
+        Args:
+            state: the sender's, of this edge, where the codec keeps one; it may put new tensors into its `memory`.
+        """
+
+    @abstractmethod
+    def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Read a value back: contiguous, in memory of its own."""
+
+    def pack(self, value: Tensor, state: EdgeState | None = None) -> Tensor:
+        """What emitted code calls before it sends: `encode`, or nothing inside `without_codecs`."""
+        return value if _PLAIN.get() else self.encode(value.contiguous(), state)
+
+    def unpack(
+        self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
+    ) -> Tensor:
+        """What emitted code calls after it has received: `decode`, or nothing inside `without_codecs`.
+
+        Args:
+            stride: of the value, where it is not row by row.
+        """
+        if _PLAIN.get():
+            return packed
+        value = self.decode(packed, shape, dtype)
+        return value if stride is None else value.new_empty_strided(tuple(shape), tuple(stride)).copy_(value)
+
+
+@contextmanager
+def without_codecs() -> Iterator[None]:
+    """Inside, emitted code sends and receives values as they are: for what looks at the rest of a stage."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
