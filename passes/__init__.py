@@ -8,6 +8,7 @@ from fxpipe.passes.codegen import TOTALS, Codegen
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
+from fxpipe.passes.encode import Encode
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.join_metrics import JoinMetrics
 from fxpipe.passes.keep_layouts import KeepLayouts
@@ -60,8 +61,13 @@ def front_passes(
     ]
 
 
-def back_passes(cuts: Cuts, command: str = COMMAND, shape: int = 0) -> list[Pass]:
-    """Program with costs in, stage files out.
+def back_passes(cuts: Cuts, command: str = COMMAND) -> list[Pass]:
+    """Program with costs in, stage files out, whose values travel as they are."""
+    return [*wiring_passes(cuts), *emitting_passes(command)]
+
+
+def wiring_passes(cuts: Cuts, shape: int = 0) -> list[Pass]:
+    """Program with costs in, program whose edges are known out: codecs can be chosen for them.
 
     Args:
         shape: the number of its batches' shape.
@@ -70,6 +76,18 @@ def back_passes(cuts: Cuts, command: str = COMMAND, shape: int = 0) -> list[Pass
         Cut(cuts),  # every node gets its worker
         Rematerialize(),  # before comm: what is computed again is not sent
         Comm(f"shape.{shape}:" if shape else ""),  # after it no value crosses workers but through Send and Recv
+    ]
+
+
+def emitting_passes(command: str = COMMAND, encode: Encode | None = None, shape: int = 0) -> list[Pass]:
+    """Wired program in, stage files out.
+
+    Args:
+        encode: gives edges their codecs; None where no edge has one.
+        shape: the number of its batches' shape.
+    """
+    return [
+        *([encode] if encode else []),  # before split: what packs a value is a call of its sender
         Split(),  # a graph for each phase of each worker
         Codegen(command, f"stage_{{worker}}_{shape}.py" if shape else "stage_{worker}.py"),  # last: the product
     ]

@@ -15,13 +15,13 @@ from fxpipe.ir.printer import argument_text, call_text, heading, type_text
 from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
-from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_send, is_unpack, variable
 from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
 TOTALS = "totals.py"
-_TAKEN = ("torch", "aten", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
+_TAKEN = ("torch", "aten", "codec", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,20 @@ def _text(header: Iterator[str], functions: Sequence[_Function]) -> str:
     """A file: its header, what it imports, its functions."""
     modules = registering(function.part.graph for function in functions)
     imports = [f"import {module}  # defines operators that are called below" for module in modules]
-    lines = [*header, "", "import torch", *imports, "", "aten = torch.ops.aten"]
+    codecs = _codecs(functions)
+    if codecs:
+        imports += ["", "from fxpipe.codecs import codec"]
+    made = [f'{variable(text)} = codec("{text}")' for text in codecs]
+    lines = [*header, "", "import torch", *imports, "", "aten = torch.ops.aten", *made]
     for function in functions:
         lines += ["", "", *function.lines()]
     return "\n".join(lines) + "\n"
+
+
+def _codecs(functions: Sequence[_Function]) -> list[str]:
+    """The codecs that these functions pack and unpack with."""
+    nodes = (node for function in functions for node in function.part.graph.nodes)
+    return sorted({codec_of(node) for node in nodes if is_pack(node) or is_unpack(node)})
 
 
 def _totals_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
@@ -76,7 +86,7 @@ def _totals_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], c
 def _evaluation_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec], command: str) -> Iterator[str]:
     assert program.cuts is not None
     worker, spec = stage.worker, stage.parts["F"].spec
-    arriving, leaving = (sum(edges[n].tensor.bytes for n in names) for names in (spec.receives, spec.sends))
+    arriving, leaving = (sum(edges[n].sent.bytes for n in names) for names in (spec.receives, spec.sends))
     yield f'"""Evaluation on worker {worker} of {program.cuts.workers}, made by: {command}'
     yield ""
     yield f"computes  {_units(program, program.cuts.forward[worker : worker + 2])}"
@@ -101,8 +111,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     replicas = [n for n in read if n not in owned and names[n].trained]
     frozen = [n for n in read if not names[n].trained]
     sizes = {p.names[0]: size_of(program.values[p.node]) for p in program.parameters}
-    out = sum(e.tensor.bytes for e in edges.values() if e.src == worker)
-    arriving = sum(e.tensor.bytes for e in edges.values() if e.dst == worker)
+    out = sum(e.sent.bytes for e in edges.values() if e.src == worker)
+    arriving = sum(e.sent.bytes for e in edges.values() if e.dst == worker)
     yield f'"""Stage {worker} of {workers}, made by: {command}'
     yield ""
     yield f"forward   {_units(program, program.cuts.forward[worker : worker + 2])}"
@@ -143,7 +153,7 @@ class _Function:
         self.function = part.function
         self.third = "saved" if part.function == "backward" else "batch"
         self.names: dict[fx.Node, str] = {}
-        self.taken = {*_TAKEN, self.function}
+        self.taken = {*_TAKEN, self.function, *(variable(edge.codec) for edge in edges.values() if edge.codec)}
         for node in part.graph.nodes:
             if not is_send(node):
                 self.names[node] = self._unique(node.name)
@@ -192,7 +202,8 @@ class _Function:
         if is_send(node):
             edge = self.edges[self.part.edges[node.name]]
             call = f'comm.send("{edge.name}", {self.names[node.args[0]]})'  # type: ignore[index]
-            return f"{call}  # {edge.kind} to worker {edge.dst}{self._pace(edge, 'its', 'this one')}"
+            size = f", {edge.sent.bytes:,} of {edge.tensor.bytes:,} bytes" if edge.codec else ""
+            return f"{call}  # {edge.kind} to worker {edge.dst}{size}{self._pace(edge, 'its', 'this one')}"
         comment = type_text(value(node))
         if is_recv(node):
             edge = self.edges[self.part.edges[node.name]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fxpipe.codecs.codec import Codec, without_codecs
+from fxpipe.codecs.codec import Codec, is_without_codecs, without_codecs
 from fxpipe.errors import CodecError, near
 
 CODECS: dict[str, type[Codec]] = {}
@@ -46,4 +46,4 @@ def codec(text: str) -> Codec:
     return CODECS[name].of(option)
 
 
-__all__ = ["CODECS", "Codec", "codec", "register", "without_codecs"]
+__all__ = ["CODECS", "Codec", "codec", "is_without_codecs", "register", "without_codecs"]

@@ -28,11 +28,13 @@ class Codec(ABC):
 
     Attributes:
         name: as `--codec` and the emitted code have it, a Python identifier.
+        kinds: of edges that it is for.
         lossless: whether what is read back is what was written, to the bit.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
+    kinds: ClassVar[tuple[str, ...]] = ("input", "activation", "saved", "gradient", "weights")
 
     @classmethod
     def of(cls, option: str) -> Codec:
@@ -74,7 +76,7 @@ class Codec(ABC):
 
     def pack(self, value: Tensor, state: EdgeState | None = None) -> Tensor:
         """What emitted code calls before it sends: `encode`, or nothing inside `without_codecs`."""
-        return value if _PLAIN.get() else self.encode(value.contiguous(), state)
+        return value if is_without_codecs() else self.encode(value.contiguous(), state)
 
     def unpack(
         self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
@@ -84,10 +86,17 @@ class Codec(ABC):
         Args:
             stride: of the value, where it is not row by row.
         """
-        if _PLAIN.get():
+        if is_without_codecs():
             return packed
         value = self.decode(packed, shape, dtype)
-        return value if stride is None else value.new_empty_strided(tuple(shape), tuple(stride)).copy_(value)
+        if stride is None or value.stride() == tuple(stride):
+            return value
+        return value.new_empty_strided(tuple(shape), tuple(stride)).copy_(value)
+
+
+def is_without_codecs() -> bool:
+    """Whether this is inside `without_codecs`."""
+    return _PLAIN.get()
 
 
 @contextmanager

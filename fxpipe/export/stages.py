@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.build.build import Build
+from fxpipe.codecs import without_codecs
 from fxpipe.errors import ExportError, FxpipeError
 from fxpipe.export.checked_files import CheckedModel, ExportedFile, Verdict
 from fxpipe.export.names import about, describe, names_of, row_of
@@ -89,7 +90,7 @@ def export(
     leaves = Minibatches(plan, build.files, build.tensors, evenly)(batch, 0)[0]
     values = dict(zip([leaf.name for leaf in plan.batch], leaves, strict=True))
     cuda = [torch.cuda.current_device()] if plan.device == "cuda" else []
-    with replacing_alone(Path(folder)) as fresh, torch.random.fork_rng(cuda), torch.no_grad():
+    with replacing_alone(Path(folder)) as fresh, torch.random.fork_rng(cuda), torch.no_grad(), without_codecs():
         job = _Export(build, values, fresh, weights, opset, seed, say)
         for stage in job.stages:
             if stage.edited:

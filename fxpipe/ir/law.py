@@ -165,7 +165,7 @@ def _wired(program: Program) -> None:
                     f"{node} is in {record.phase} of worker {record.worker}, its edge is not",
                 )
             val = node.meta["val"]
-            if tuple(val.shape) != edge.tensor.shape or str(val.dtype) != f"torch.{edge.tensor.dtype}":
+            if tuple(val.shape) != edge.sent.shape or str(val.dtype) != f"torch.{edge.sent.dtype}":
                 _fail(program, node, f"{node} differs from its edge in shape or dtype")
         if is_recv(node):
             continue  # its one input is the Send, on the other worker

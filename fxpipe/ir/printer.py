@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.ir.aten import is_getitem
 from fxpipe.ir.program import INFO, NodeInfo, Program, info, size_of
-from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_send, is_unpack, variable
 
 _DTYPES = {
     torch.float32: "f32",
@@ -50,6 +50,8 @@ def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     """
     if is_getitem(node):
         return f"{argument_text(node.args[0], name)}[{node.args[1]}]"
+    if is_pack(node) or is_unpack(node):
+        return _codec_call(node, name)
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         packet = f"{target.namespace}.{target._opname}.{target._overloadname}"
@@ -59,6 +61,16 @@ def call_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     arguments = [argument_text(a, name) for a in node.args]
     arguments += [f"{k}={argument_text(v, name)}" for k, v in node.kwargs.items()]
     return f"{function}({', '.join(arguments)})"
+
+
+def _codec_call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """`int8.pack(h)`, with the sender's state of the edge where the codec keeps one; `int8.unpack(h_packed, …)`."""
+    value, _, *more = node.args
+    called = f"{variable(codec_of(node))}.{'pack' if is_pack(node) else 'unpack'}"
+    if is_unpack(node):
+        return f"{called}({', '.join(argument_text(a, name) for a in (value, *more))})"
+    state = f', comm.state("{more[0]}")' if more[0] is not None else ""
+    return f"{called}({argument_text(value, name)}{state})"
 
 
 def argument_text(value: Any, name: Callable[[fx.Node], str]) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import fx
 
-from fxpipe.ir.wire import is_recv
+from fxpipe.ir.wire import is_recv, is_unpack
 from fxpipe.plan.spec import PartSpec, Phase
 
 
@@ -42,4 +42,9 @@ class Stage:
 
 def name_in_part(node: fx.Node) -> str:
     """The name of a program's node in its part: a received value keeps its sender's name, because it is that value."""
-    return node.name.rpartition("_recv_")[0] if is_recv(node) else node.name
+    if is_unpack(node):
+        return node.name.rpartition("_unpack_")[0]
+    if not is_recv(node):
+        return node.name
+    name = node.name.rpartition("_recv_")[0]
+    return f"{name}_packed" if any(is_unpack(user) for user in node.users) else name

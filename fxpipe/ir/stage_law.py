@@ -95,7 +95,7 @@ def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: 
         known.update(_defined(statement))
         for call in ast.walk(statement):
             match call:
-                case ast.Call(ast.Attribute(ast.Name("comm"), end), [ast.Constant(edge), *_]):
+                case ast.Call(ast.Attribute(ast.Name("comm"), "recv" | "send" as end), [ast.Constant(edge), *_]):
                     edges[end].append(str(edge))
     where = f"{function.name} in {stage.file}"
     _compare(where, "receives", edges["recv"], part.spec.receives)
@@ -104,6 +104,6 @@ def _check_function(stage: Stage, function: ast.FunctionDef, part: Part, known: 
 
 def _defined(statement: ast.stmt) -> list[str]:
     """The names that a statement defines."""
-    if isinstance(statement, ast.Import):
+    if isinstance(statement, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
     return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]

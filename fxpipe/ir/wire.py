@@ -1,13 +1,19 @@
-"""Send and Recv as nodes of the program's graph.
+"""Send and Recv, and what packs a value for the way between them, as nodes of the program's graph.
 
 In the joint graph a Recv takes its Send, and both pass the value on, so that a wired program still runs in one process.
-In a stage they become `comm.send("edge", value)` and `value = comm.recv("edge")`.
+In a stage they become `comm.send("edge", value)` and `value = comm.recv("edge")`, and the others `int8.pack(value)` and
+`int8.unpack(packed, …)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
+
+from fxpipe.codecs import codec as make_codec
+from fxpipe.codecs.edge_state import EdgeState
 
 
 def send(value: torch.Tensor) -> torch.Tensor:
@@ -18,6 +24,40 @@ def send(value: torch.Tensor) -> torch.Tensor:
 def recv(sent: torch.Tensor) -> torch.Tensor:
     """The receiving end of an edge."""
     return sent
+
+
+def pack(value: torch.Tensor, codec: str, edge: str | None) -> torch.Tensor:
+    """What a codec makes of a value before it is sent.
+
+    Args:
+        edge: whose state the codec takes at the sender; None if it keeps none.
+    """
+    return make_codec(codec).pack(value, None if edge is None else EdgeState(place=lambda: (edge,)))
+
+
+def unpack(
+    packed: torch.Tensor, codec: str, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
+) -> torch.Tensor:
+    """What a codec reads back of a value that was received."""
+    return make_codec(codec).unpack(packed, shape, dtype, stride)
+
+
+def is_pack(node: fx.Node) -> bool:
+    return node.target is pack
+
+
+def is_unpack(node: fx.Node) -> bool:
+    return node.target is unpack
+
+
+def codec_of(node: fx.Node) -> str:
+    """The codec of a node that packs or unpacks, as `--codec` has it."""
+    return str(node.args[1])
+
+
+def variable(codec: str) -> str:
+    """What emitted code calls a codec: `topk_0_01`."""
+    return "".join(c if c.isalnum() else "_" for c in codec)
 
 
 def is_send(node: fx.Node) -> bool:

@@ -10,37 +10,25 @@ from typing import Any
 from torch import nn
 
 from fxpipe.build.build import Build
+from fxpipe.costs.codecs import codec_times
 from fxpipe.errors import BackendError, BatchError, FxpipeError
-from fxpipe.ir.program import Buffer, Parameter, Program
-from fxpipe.ir.program_table import table_of
+from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.captured_step import captured_step
-from fxpipe.lowering.choose_cuts import Choice, choose_cuts
+from fxpipe.lowering.choose_codecs import emit_encoded
+from fxpipe.lowering.emit import Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
-from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
 from fxpipe.lowering.shapes import CapturedShape, with_shape
-from fxpipe.lowering.step_costs import StepCosts, has_no_values, step_costs
+from fxpipe.lowering.step_costs import has_no_values, step_costs
 from fxpipe.lowering.totals import with_totals
 from fxpipe.measure.engines import choose_engines
 from fxpipe.optimizer.per_worker import check_per_worker
 from fxpipe.options import changed
-from fxpipe.passes import back_passes, front_passes
-from fxpipe.passes.analysis.edge_timings import edge_timings
-from fxpipe.passes.analysis.metric_nodes import without_metrics
-from fxpipe.passes.analysis.profile import profile_of
-from fxpipe.passes.analysis.summary import summarize
+from fxpipe.passes import front_passes
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
-from fxpipe.plan.spec import Plan
-from fxpipe.planner.costs_file import BuildCosts
-from fxpipe.planner.profile import Profile
-from fxpipe.planner.setting import Setting
-from fxpipe.policy import make as make_policy
-from fxpipe.policy.demand import Demand
-from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.check import in_flight
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
@@ -161,12 +149,11 @@ def lower(
     program = run_passes(program, front, observers)
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
-    planned = without_metrics(program)
-    profile = profile_of(planned, costs.optimizer.seconds_per_byte)
     setting = options.setting(program.device, costs.optimizer)
-    choice = choose_cuts(planned, profile, options, setting)
-    program = run_passes(program, back_passes(choice.cuts, options.command), observers, first=len(front) + 2)
-    build = _with_optimizer(_build(program, costs, profile, setting, choice, lines), options)
+    times = codec_times(options.encoding.texts, program.device, costs.nodes is not None, options.threads, costs.device)
+    emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
+    program, build = emit_encoded(emitter, options.encoding, observers, lines)
+    build = _with_optimizer(build, options)
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)
     for shape in shapes:
@@ -195,36 +182,6 @@ def _check_values(program: Program, options: CompileOptions) -> None:
         )
 
 
-def _build(
-    program: Program, costs: StepCosts, profile: Profile, setting: Setting, choice: Choice, lines: PassLines
-) -> Build:
-    """The build of an emitted program."""
-    plan = make_plan(program, setting)
-    schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
-    held, demand = in_flight(schedule), Demand(plan, schedule, make_policy(plan.policy))
-    rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
-    tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
-    return Build(
-        plan=plan,
-        files=program.files,
-        tensors={name: t.detach().clone() for name, t in tensors.items()},
-        costs=BuildCosts(
-            workers=tuple(summarize(program, plan, held, demand, costs.optimizer.seconds_per_byte)),
-            timings=edge_timings(program),
-            partitions=choice.partitions,
-            links=setting.links,
-            speeds=setting.speeds,
-            optimizer_bytes=costs.optimizer.state_bytes,
-            policy_times=costs.optimizer.policy,
-        ),
-        profile=profile,
-        nodes=table_of(program, plan),
-        passes=tuple(lines.lines),
-        node_costs=None if costs.nodes is None else costs.nodes.to_json(),
-        warnings=(*program.warnings, *costs.warnings, *(_idle(plan) if choice.partitions else ())),
-    )
-
-
 def _with_optimizer(build: Build, options: CompileOptions) -> Build:
     """The build, now that it is known who owns which parameters, for the optimizer that will train them."""
     accepted = options.accept_optimizer_per_worker
@@ -236,15 +193,3 @@ def _on_engines(build: Build, program: Program, options: CompileOptions, say: Sa
     leaves = {b.leaf.name: program.example[b.node] for b in program.batch if b.node}
     known = options.known_costs.parent / ENGINES if options.known_costs else None
     return choose_engines(build, leaves, backend=options.backend, threads=options.threads, known=known, say=say)
-
-
-def _idle(plan: Plan) -> tuple[str, ...]:
-    idle = [
-        k
-        for k, s in enumerate(plan.stages)
-        if all(first == end for first, end in (s.forward_units, s.backward_units, s.weight_units))
-    ]
-    if not idle:
-        return ()
-    workers = f"workers {', '.join(map(str, idle))} have" if len(idle) > 1 else f"worker {idle[0]} has"
-    return (f"{workers} nothing to do: on these links more workers make nothing faster",)

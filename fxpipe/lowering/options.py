@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from fxpipe.codecs.encoding import Encoding
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, near
 from fxpipe.options import option
@@ -81,6 +82,8 @@ class CompileOptions:
         loss_weight: `loss_weight(batch)`, how much a microbatch counts in the loss of its minibatch, and a batch in an
             evaluation: its tokens, its samples. Sums, and means over what the batch alone selects, need none.
         accept_microbatch_loss: compile even if the microbatches make another loss than the whole batch.
+        codec: what packs values to cross links: 'none', a codec's name, 'auto' for int8 on just those edges whose links
+            the workers wait for, or one for each kind: 'activation=int4,gradient=int8,weights=int8'.
         autocast: 'bf16' or 'fp16' captures the step under torch.autocast; for a program that is captured already it
             says nothing. With 'fp16' a run scales the loss, and the schedule has a flush.
         threads: CPU threads while measuring.
@@ -155,6 +158,13 @@ class CompileOptions:
     accept_microbatch_loss: bool = option(
         False, "--accept-microbatch-loss", help="Compile even if microbatches change the loss (contrastive losses do)."
     )
+    codec: str = option(
+        "none",
+        "--codec",
+        metavar="NAME",
+        help="What packs values to cross links: none, bf16, fp16, int8, int4, auto (int8, only where workers "
+        "wait for links), the model file's own, or one for each kind: activation=int4,gradient=int8,weights=int8.",
+    )
     autocast: str | None = option(
         None,
         "--autocast",
@@ -190,6 +200,15 @@ class CompileOptions:
     )
     known_costs: Path | None = None
     command: str = IN_PYTHON
+
+    @property
+    def encoding(self) -> Encoding:
+        """Which codecs are asked for.
+
+        Raises:
+            CodecError: there is none of that name, or it is for other edges.
+        """
+        return Encoding.read(self.codec)
 
     @property
     def count(self) -> int:
@@ -288,6 +307,7 @@ class CompileOptions:
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         check_loss_scaling(self.schedule, self.autocast)
         self.setting()
+        _ = self.encoding
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.

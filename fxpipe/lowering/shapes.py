@@ -16,14 +16,16 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, CutError
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.transform import PassLines, run_passes
+from fxpipe.lowering.choose_codecs import like
 from fxpipe.lowering.first_of_each import SHAPES, first_of_each
 from fxpipe.lowering.make_plan import make_plan
 from fxpipe.lowering.minibatch_loss import capture_microbatch, checked_loss
 from fxpipe.lowering.name_constants import name_constants
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.totals import with_totals
-from fxpipe.passes import back_passes, front_passes
+from fxpipe.passes import emitting_passes, front_passes, wiring_passes
 from fxpipe.passes.cost import Cost
+from fxpipe.passes.encode import Encode
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.spec import Plan, ShapeSpec
 from fxpipe.planner.cuts import Cuts
@@ -87,8 +89,10 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
     program = name_constants(program, f"shape.{number}", build.tensors)
     cuts = cuts_like(plan, program)
-    back = back_passes(cuts, options.command, shape=number)
-    program = run_passes(program, back, [lines], dumped_as=f"shape_{number}_")
+    program = run_passes(program, wiring_passes(cuts, number), [lines], dumped_as=f"shape_{number}_")
+    codecs = like(plan)(program.edges)
+    emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number)
+    program = run_passes(program, emitting, [lines], dumped_as=f"shape_{number}_")
     made = make_plan(program, options.setting(program.device))
     if made.metrics != plan.metrics:
         raise BatchError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe import engines as backends
+from fxpipe.codecs import without_codecs
 from fxpipe.costs.timer import Rounds, clock_of, seconds_of
 from fxpipe.engines import ENGINES
 from fxpipe.engines.attach import check_outputs
@@ -79,6 +80,7 @@ def choose_engines(
         worker_threads(threads, plan.workers),
         torch.random.fork_rng([torch.cuda.current_device()] if plan.device == "cuda" else []),
         torch.no_grad(),
+        without_codecs(),  # they are not the engine's, and would show a difference of rounding as one of a whole step
     ):
         cache = Path(temporary) / ENGINES_FOLDER
         if known is not None and known.is_dir():

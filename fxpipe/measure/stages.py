@@ -125,7 +125,7 @@ class _Ready(Transport):
         self.values = values
         self.weights = weights
         self.device = device
-        self.layouts = {e.name: Layout(e.tensor, e.name) for e in plan.edges if worker in (e.src, e.dst)}
+        self.layouts = {e.name: Layout(e.sent, e.name) for e in plan.edges if worker in (e.src, e.dst)}
         self._blocks: dict[tuple[int, tuple[str, ...]], Tensor] = {}
         self._notes: dict[tuple[int, Note], Tensor] = {}
 

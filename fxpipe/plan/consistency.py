@@ -216,6 +216,8 @@ def _tensors(plan: Plan) -> Iterator[tuple[str, TensorSpec]]:
         yield f", $.buffers[{i}].tensor", buffer.tensor
     for place, edge in _edges(plan):
         yield f"{place}.tensor", edge.tensor
+        if edge.packed is not None:
+            yield f"{place}.packed", edge.packed
     batches = (*(shape.batch for shape in plan.of_shapes), *(e.batch for e in plan.alone))
     for leaf in (leaf for batch in batches for leaf in batch):
         if leaf.tensor is not None:

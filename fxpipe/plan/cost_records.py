@@ -118,6 +118,14 @@ class EdgeTiming:
 
 
 @dataclass(frozen=True)
+class CodecTimes:
+    """What a codec takes, in seconds for each byte of the value that it packs or unpacks."""
+
+    pack: float = 0.0
+    unpack: float = 0.0
+
+
+@dataclass(frozen=True)
 class EngineTime:
     """One part of a stage on one engine.
 

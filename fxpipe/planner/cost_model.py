@@ -26,6 +26,8 @@ one-forward-one-backward, in milliseconds:
   again. The run begins and ends with units that save something.
 - **policy** is what the policy does to owned weights, for each byte of them; workers differ in it, since those in front
   predict and those at the end need not.
+- **Codecs** make what travels smaller: of each kind of message, its bytes times its ratio. Memory has the values
+  themselves.
 - **copy** (processor seconds per byte) is paid at both ends.
 - A message is priced on the link to the neighbour in its direction, even if it travels further. Only if runs reach past
   a neighbour can the schedule take a little longer than the slowest worker's cost.
@@ -161,36 +163,42 @@ class CostModel:
 
     def _round_trip(self, worker: int, begins: Places, ends: Places) -> tuple[Floats, Floats, Floats]:
         """Milliseconds of `_busy`; bytes of activations and of gradients received."""
-        busy = self._busy(worker, begins, ends)
-        activation = self._received(0, begins[:, 0], ends[:, 0])
-        gradient = self._received(1, self.count - ends[:, 1], self.count - begins[:, 1])
+        busy, ratios = self._busy(worker, begins, ends), self.workers.ratios
+        activation = ratios.activation * self._received(0, begins[:, 0], ends[:, 0])
+        gradient = ratios.gradient * self._received(1, self.count - ends[:, 1], self.count - begins[:, 1])
         return busy, activation, gradient
 
     def _times(
         self, worker: int, begins: Places, ends: Places, spans: _CandidateSpans
     ) -> tuple[Floats, Floats, Floats]:
         busy, activation, gradient = self._round_trip(worker, begins, ends)
-        speed, share = self.workers.speeds[worker], 1.0 / self.workers.microbatches
+        speed, ratios = self.workers.speeds[worker], self.workers.ratios
+        share = ratios.weights / self.workers.microbatches
         before, behind = self._links(worker)
         own_forward = total(self.forward, spans.forward) / speed
         own_backward = total(self.backward, spans.backward) / speed
         in_front, in_back = share * self._replicas(spans, "in", 0), share * self._replicas(spans, "in", 1)
         out_front, out_back = share * self._replicas(spans, "out", 0), share * self._replicas(spans, "out", 1)
         handed = total(self._handed, spans.weight) - total(self._handed, both(spans.weight, spans.backward))
+        handed = ratios.gradient * handed
+        from_front, to_front, from_back, to_back = (
+            ratios.saved * run.size for run in (spans.from_front, spans.to_front, spans.from_back, spans.to_back)
+        )
         waits = before.occupied(activation) + behind.occupied(gradient + handed) + before.latency + behind.latency
-        waits = waits + np.maximum(before.occupied(spans.from_front.size) - own_forward, 0.0)
-        waits = waits + np.maximum(before.occupied(spans.to_front.size) - own_backward, 0.0)
+        waits = waits + np.maximum(before.occupied(from_front) - own_forward, 0.0)
+        waits = waits + np.maximum(before.occupied(to_front) - own_backward, 0.0)
         waits = waits + np.maximum(behind.occupied(out_back) - own_forward, 0.0)
         waits = waits + np.maximum(behind.occupied(in_back) - own_backward, 0.0)
-        from_before = activation + in_front + spans.from_front.size
-        from_behind = gradient + handed + in_back + spans.from_back.size
+        from_before = activation + in_front + from_front
+        from_behind = gradient + handed + in_back + from_back
         wire = np.maximum(before.occupied(from_before), behind.occupied(from_behind))
         busy = busy + spans.repeated_ms / speed
         copy = 1e3 * self.workers.links.copy
         if copy:
-            sent = self._entering[ends[:, 0]] + self._leaving[begins[:, 1]] + out_front + out_back
-            sent = sent + spans.to_front.size + spans.to_back.size
-            sent = sent + total(self._handed, spans.backward) - total(self._handed, both(spans.backward, spans.weight))
+            sent = ratios.activation * self._entering[ends[:, 0]] + ratios.gradient * self._leaving[begins[:, 1]]
+            sent = sent + out_front + out_back + to_front + to_back
+            others = total(self._handed, spans.backward) - total(self._handed, both(spans.backward, spans.weight))
+            sent = sent + ratios.gradient * others
             busy = busy + copy * (from_before + from_behind + sent)
         return busy, waits, wire
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
-from fxpipe.planner.workers import Workers
+from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
@@ -27,6 +27,7 @@ class Setting:
         speeds, memory: of each worker; empty means equal and without limit.
         optimizer_bytes: of the optimizer's state, for each byte of weights.
         policy_times: of what policies do to weights.
+        ratios: of what travels, where codecs pack it.
     """
 
     schedule: str = "async"
@@ -37,6 +38,7 @@ class Setting:
     memory: tuple[float, ...] = ()
     optimizer_bytes: float = MOMENTUM
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
+    ratios: Ratios = field(default_factory=Ratios)
 
     def workers(self, count: int) -> Workers:
         """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
@@ -59,6 +61,7 @@ class Setting:
             in_flight=in_flight(schedule),
             owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
             owned_ms=tuple(1e3 * s for s in seconds_per_owned_byte(policy, schedule, self.policy_times)),
+            ratios=self.ratios,
         )
 
 

@@ -9,6 +9,16 @@ from fxpipe.planner.links import Links
 
 
 @dataclass(frozen=True)
+class Ratios:
+    """How many bytes travel for each byte of a value, by its kind: below 1 where a codec packs it."""
+
+    activation: float = 1.0
+    gradient: float = 1.0
+    saved: float = 1.0
+    weights: float = 1.0
+
+
+@dataclass(frozen=True)
 class Workers:
     """The workers that a profile is planned for; by default plain `async` on equal workers without limits.
 
@@ -23,6 +33,7 @@ class Workers:
         owned_ms: milliseconds at speed 1 for each byte of an owned weight, by worker, once a minibatch: what the policy
             does to it beside the optimizer's update.
         replica_factor: bytes of memory for each byte of a replica.
+        ratios: of what travels.
     """
 
     count: int
@@ -34,6 +45,7 @@ class Workers:
     owned_factor: tuple[float, ...] = ()
     owned_ms: tuple[float, ...] = ()
     replica_factor: float = 1.0
+    ratios: Ratios = field(default_factory=Ratios)
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -42,7 +42,7 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     return Scenario(
         workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
         messages=tuple(
-            Message(e.src, e.src_phase, e.dst, e.dst_phase, e.tensor.bytes, *points.get(e.name, (1.0, 0.0)))
+            Message(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes, *points.get(e.name, (1.0, 0.0)))
             for e in plan.edges
         ),
         replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, owner)),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from fxpipe.codecs.edge_state import EdgeState
+
 
 class ReadyComm:
     """A `comm` on which everything has arrived already; it keeps what is sent."""
@@ -16,6 +18,10 @@ class ReadyComm:
 
     def recv(self, name: str) -> Tensor:
         return self.received[name]
+
+    def state(self, name: str) -> EdgeState:
+        """A new one: nothing was sent before."""
+        return EdgeState(place=lambda: (name,))
 
     def send(self, name: str, value: Tensor) -> None:
         self.sent[name] = value

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.codecs import is_without_codecs
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.stages.loaded import LoadedStage
@@ -36,7 +37,7 @@ def run_microbatch(
     Raises:
         RunError: a part sends a value of another shape or type than the plan's.
     """
-    layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in plan.edges}
+    layouts = {e.name: Layout(e.tensor if is_without_codecs() else e.sent, e.name) for e in plan.edges}
     messages: dict[str, Tensor] = {}
     saved: list[list[Any]] = []
     forwards: list[tuple[int, Phase]] = [(worker, "F") for worker in range(plan.workers)]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -23,10 +23,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.codecs import without_codecs
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import Phase, Plan, TensorSpec
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan, TensorSpec
 from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
@@ -65,6 +66,7 @@ class PurePart:
             Inputs are in the order of kinds: weights, buffers, batch or saved, received, masks. Outputs likewise:
             forward the loss (if there), updates, saved, sent; backward gradients, sent.
         draws: what makes the masks, in the order in which the emitted code would draw them.
+        edges: by name, those that travel packed. What packs and unpacks them is not in the graph.
     """
 
     worker: int
@@ -74,6 +76,7 @@ class PurePart:
     outputs: tuple[PartOutput, ...]
     draws: tuple[Draw, ...]
     device: str
+    edges: Mapping[str, EdgeSpec] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -137,7 +140,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     mode = KernelStrides(allow_non_fake_inputs=True)  # what was captured with them relies on them
     examples = [_fake(i.tensor, mode, plan.device) for i in inputs]
     try:
-        with torch.no_grad(), mode:
+        with torch.no_grad(), without_codecs(), mode:
             module = make_fx(step)(*examples)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -153,7 +156,8 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
     draws = hoist_draws(module.graph)
     module.recompile()
     masks = tuple(PartInput("mask", f"mask_{i}", draw.tensor) for i, draw in enumerate(draws))
-    return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device)
+    packed = {e.name: e for e in plan.edges if e.codec and e.name in (*spec.receives, *spec.sends)}
+    return PurePart(worker, phase, module, (*inputs, *masks), tuple(kept), draws, plan.device, packed)
 
 
 def _inputs(plan: Plan, worker: int, phase: Phase, saved: Sequence[TensorSpec]) -> Iterator[PartInput]:

@@ -77,7 +77,7 @@ class Traffic:
         self.leaving = [0] * plan.workers
         self.weights: dict[tuple[int, int], int] = {}
         for edge in plan.edges:
-            self._add(edge.src, edge.dst, edge.tensor.bytes * plan.microbatches)
+            self._add(edge.src, edge.dst, edge.sent.bytes * plan.microbatches)
         steady = 4 * plan.workers  # a version that no warm-up reads
         for owner in range(plan.workers):
             for reader in demand.readers(owner):

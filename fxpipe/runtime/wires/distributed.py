@@ -201,7 +201,7 @@ class DistTransport(Transport):
         self._keep_order(edges)
 
     def _carry(self, edges: Sequence[EdgeSpec]) -> None:
-        self._layouts |= {e.name: Layout(e.tensor, e.name) for e in edges if self.worker in (e.src, e.dst)}
+        self._layouts |= {e.name: Layout(e.sent, e.name) for e in edges if self.worker in (e.src, e.dst)}
 
     def _keep_order(self, edges: Sequence[EdgeSpec]) -> None:
         """The edges of one shape stay in their order."""

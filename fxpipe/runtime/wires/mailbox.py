@@ -24,7 +24,7 @@ class Mailbox:
     """
 
     def __init__(self, edges: Sequence[EdgeSpec], throttle: Links | None = None) -> None:
-        self.layouts = {edge.name: Layout(edge.tensor, edge.name) for edge in edges}
+        self.layouts = {edge.name: Layout(edge.sent, edge.name) for edge in edges}
         self.throttle = throttle
         self.letters: dict[_Key, Tensor] = {}
         self._arrives: dict[_Key, int] = {}
@@ -76,7 +76,7 @@ class LocalTransport(Transport):
         self.worker = worker
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
-        self.layouts |= {edge.name: Layout(edge.tensor, edge.name) for edge in edges}
+        self.layouts |= {edge.name: Layout(edge.sent, edge.name) for edge in edges}
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
         self.box.put(self.worker, edge.dst, (edge.name, minibatch, microbatch), self.layouts[edge.name](value))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.observe.watch import Cause, Watch
 from fxpipe.plan.spec import EdgeSpec
 
@@ -87,14 +88,20 @@ class Transport(ABC):
 class EdgeComm:
     """The `comm` that emitted code sends and receives with, bound to one action or one batch at a time.
 
+    Args:
+        seed: of the run.
+
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
+        states: by edge, what codecs that keep something keep of it.
     """
 
-    __slots__ = ("_edges", "_microbatch", "_minibatch", "_transport", "_watch", "sent")
+    __slots__ = ("_edges", "_microbatch", "_minibatch", "_seed", "_transport", "_watch", "sent", "states")
 
-    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport, watch: Watch) -> None:
+    def __init__(self, edges: dict[str, EdgeSpec], transport: Transport, watch: Watch, seed: int = 0) -> None:
         self._edges = edges
+        self._seed = seed
+        self.states: dict[str, EdgeState] = {}
         self._transport = transport
         self._watch = watch
         self._minibatch = 0
@@ -114,6 +121,12 @@ class EdgeComm:
         value = self._transport.recv(edge, self._minibatch, self._microbatch)
         self._watch.close()
         return value
+
+    def state(self, name: str) -> EdgeState:
+        """What the codec of the edge `name` keeps here, at its sender."""
+        if name not in self.states:
+            self.states[name] = EdgeState(place=lambda: (self._seed, name, self._minibatch, self._microbatch))
+        return self.states[name]
 
     def send(self, name: str, value: torch.Tensor) -> None:
         """Send `value` along the edge `name`; it must not be changed in place afterwards."""

@@ -90,7 +90,7 @@ class Executor:
 
     def add(self, of_shape: Plan, stage: LoadedStage) -> None:
         """From now on there is one more shape of batch, whose messages the transport carries."""
-        added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan)
+        added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed)
         self._stages.append(added)
         self.stages = (*self.stages, stage)
         self.draws |= added.forward.random or added.backward.random

@@ -21,6 +21,7 @@ class StageOfShape:
     Args:
         plan: of this shape.
         first: of the first shape.
+        seed: of the run.
 
     Attributes:
         incoming: the edges that an action of each phase receives.
@@ -28,7 +29,9 @@ class StageOfShape:
         forward_buffers, backward_buffers, updates: the names of buffers that it reads and updates, those of the worker.
     """
 
-    def __init__(self, plan: Plan, worker: int, code: LoadedStage, transport: Transport, first: Plan) -> None:
+    def __init__(
+        self, plan: Plan, worker: int, code: LoadedStage, transport: Transport, first: Plan, seed: int = 0
+    ) -> None:
         spec, of_first = plan.stages[worker], first.stages[worker]
         self.code = code
         self.forward = spec.forward
@@ -38,7 +41,8 @@ class StageOfShape:
         self.incoming: dict[Phase, list[EdgeSpec]] = {
             phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
         }
-        self.comm = EdgeComm({e.name: e for e in plan.edges if worker in (e.src, e.dst)}, transport, transport.watch)
+        edges = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
+        self.comm = EdgeComm(edges, transport, transport.watch, seed)
         aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
         self.forward_buffers = [aliases[name] for name in spec.forward.buffers]
         self.backward_buffers = [aliases[name] for name in spec.backward.buffers]

@@ -1,0 +1,68 @@
+"""What codecs take, measured on the device or computed from what they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fxpipe.codecs import codec
+from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.costs.timer import Rounds, clock_of, quartile, seconds_of
+from fxpipe.plan.cost_records import CodecTimes
+from fxpipe.plan.spec import TensorSpec
+from fxpipe.planner.device import Device
+from fxpipe.threads import threads as worker_threads
+
+SHAPE = (256, 1024)
+"""Of the value that is timed: 1 MiB of float32."""
+
+PASSES = 8.0
+"""How many times a codec reads or writes its value, where nothing is measured: about what int8 does."""
+
+BUDGET = 0.05
+
+
+def codec_times(
+    texts: Iterable[str], device: str, measured: bool, threads: int | None, computed_for: Device
+) -> dict[str, CodecTimes]:
+    """What each codec takes, by its text.
+
+    Args:
+        device: what the values are on.
+        measured: on this device, or computed for `computed_for`.
+        threads: CPU threads while measuring.
+    """
+    found: dict[str, CodecTimes] = {}
+    for text in texts:
+        if not measured:
+            found[text] = CodecTimes(*2 * [PASSES / computed_for.bandwidth])
+            continue
+        with worker_threads(threads, 1), torch.no_grad():
+            found[text] = _measured(text, device)
+    return found
+
+
+def _measured(text: str, device: str) -> CodecTimes:
+    made, clock = codec(text), clock_of(device)
+    dtype = next((d for d in ("float32", "bool", "int64") if not made.refusal(_spec(d))), None)
+    if dtype is None:
+        return CodecTimes()
+    value = torch.zeros(SHAPE, dtype=getattr(torch, dtype), device=device)
+    if dtype == "float32":
+        generator = torch.Generator(device).manual_seed(0)
+        value = torch.randn(SHAPE, device=device, generator=generator)
+    state = EdgeState() if made.keeps_state("gradient") else None
+    packed = made.encode(value, state)
+    pack, unpack = [], []
+    for counts in Rounds(BUDGET, 3, 20, warm=1).run():
+        spans = seconds_of(lambda: made.encode(value, state), clock)
+        other = seconds_of(lambda: made.decode(packed, SHAPE, value.dtype), clock)
+        if counts:
+            pack.append(spans)
+            unpack.append(other)
+    return CodecTimes(quartile(pack) / value.nbytes, quartile(unpack) / value.nbytes)
+
+
+def _spec(dtype: str) -> TensorSpec:
+    return TensorSpec(SHAPE, (SHAPE[1], 1), dtype)

@@ -1,0 +1,181 @@
+"""Which edges get codecs: as asked, or for `auto` just those whose links the workers wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fxpipe.build.build import Build
+from fxpipe.codecs import codec
+from fxpipe.codecs.encoding import NONE, Encoding
+from fxpipe.ir.program import Program
+from fxpipe.ir.transform import Observer, PassLines
+from fxpipe.lowering.choose_cuts import Choice
+from fxpipe.lowering.emit import Codecs, Emitter
+from fxpipe.plan.cost_records import CodecTimes
+from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.setting import Ratios
+from fxpipe.simulator.forecast import forecast
+
+WORTH = 0.02
+"""How much faster a pipeline must become for codecs that lose something to be worth it."""
+
+SLACK = 0.005
+"""How much slower it may become by leaving a codec out where it hardly matters."""
+
+Way = tuple[str, int, int]
+"""A kind of edge, and the workers that it is between."""
+
+
+def way_of(edge: EdgeSpec) -> Way:
+    """The way that an edge takes."""
+    return edge.kind, edge.src, edge.dst
+
+
+def of_edges(encoding: Encoding, ways: Collection[Way] | None, edges: Sequence[EdgeSpec]) -> dict[str, str]:
+    """The codec of each edge that gets one, by the edges' names.
+
+    Args:
+        ways: those that are encoded; None for all.
+    """
+    taken = (e for e in edges if ways is None or way_of(e) in ways)
+    found = {e.name: encoding.codec_of(e.kind, e.tensor) for e in taken}
+    return {name: text for name, text in found.items() if text}
+
+
+def like(plan: Plan) -> Codecs:
+    """Codecs as the edges of a plan have them, for the edges of another shape of batch."""
+    lossy: dict[Way, str] = {}
+    for edge in plan.edges:
+        if edge.codec and not codec(edge.codec).lossless:
+            lossy[way_of(edge)] = edge.codec
+    ways = {way_of(edge) for edge in plan.edges if edge.codec}
+
+    def found(edges: Sequence[EdgeSpec]) -> Mapping[str, str]:
+        texts: dict[str, str] = {}
+        for edge in edges:
+            if (way := way_of(edge)) in ways:
+                texts |= of_edges(Encoding({edge.kind: lossy.get(way, "bits")}), None, [edge])
+        return texts
+
+    return found
+
+
+def emit_encoded(
+    emitter: Emitter, encoding: Encoding, observers: Sequence[Observer], lines: PassLines
+) -> tuple[Program, Build]:
+    """Cut and emit a program whose edges have codecs.
+
+    Raises:
+        CutError: as `choose_cuts`.
+    """
+    if encoding.is_auto:
+        choice, encoding, ways, plain = _choose(emitter)
+    else:
+        choice, ways, plain = emitter.choose(_with_ratios(emitter, encoding)), None, None
+    codecs = partial(of_edges, encoding, ways)
+    program, build = emitter.emit(choice, codecs, observers, lines)
+    if not encoding.is_none or plain is not None:
+        build = replace(build, costs=replace(build.costs, without_codecs=plain))
+    return program, build
+
+
+def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
+    """The cuts, the encoding, the ways that it is for, and the seconds of a minibatch without codecs."""
+    choice = emitter.choose(emitter.setting)
+    trial = _Trial(emitter, choice)
+    plain = best = trial.seconds(NONE, frozenset())
+    found: tuple[Choice, Encoding, frozenset[Way], _Trial] = (choice, NONE, frozenset(), trial)
+    for encoding in emitter.options.encoding.candidates:
+        coded = emitter.choose(_with_ratios(emitter, encoding))
+        other = trial if coded.cuts == choice.cuts else _Trial(emitter, coded)
+        for each in {id(one): one for one in (trial, other)}.values():
+            seconds = each.seconds(encoding, each.ways)
+            if seconds < best * (1 - WORTH):
+                best, found = seconds, (each.choice, encoding, each.ways, each)
+    choice, encoding, ways, trial = found
+    return choice, encoding, trial.fewest(encoding, ways, best), plain
+
+
+def _with_ratios(emitter: Emitter, encoding: Encoding) -> object:
+    return replace(emitter.setting, ratios=ratios_of(encoding))
+
+
+def ratios_of(encoding: Encoding) -> Ratios:
+    """How many bytes travel for each byte of float32 values of each kind."""
+    kinds = ("activation", "gradient", "saved", "weights")
+    return Ratios(*(encoding.ratio(kind) for kind in kinds))
+
+
+class _Trial:
+    """One choice of cuts, emitted once without codecs, to forecast it with any."""
+
+    def __init__(self, emitter: Emitter, choice: Choice) -> None:
+        self.choice = choice
+        _, self._build = emitter.emit(choice, lambda edges: {}, (), PassLines())
+        self._times = emitter.codec_times
+        self.ways = frozenset(way_of(edge) for edge in self._build.plan.edges if edge.kind != "token")
+
+    def seconds(self, encoding: Encoding, ways: Collection[Way]) -> float:
+        """Of a minibatch, with these ways encoded."""
+        plan, costs = self._build.plan, self._build.costs
+        codecs = of_edges(encoding, ways, plan.edges)
+        return forecast(*encoded(plan, costs, codecs, self._times)).seconds_per_minibatch
+
+    def fewest(self, encoding: Encoding, ways: frozenset[Way], best: float) -> frozenset[Way]:
+        """The ways without those that hardly matter: the links that are busy least go first.
+
+        Takes a number of forecasts that is logarithmic in the ways.
+        """
+        ordered = sorted(ways, key=lambda way: (self._occupies(way), way))
+        enough = best * (1 + SLACK)
+        low, high = 0, len(ordered)  # without the first `low` it is fast enough; without `high` perhaps not
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(encoding, frozenset(ordered[middle:])) <= enough:
+                low = middle
+            else:
+                high = middle - 1
+        return frozenset(ordered[low:])
+
+    def _occupies(self, way: Way) -> float:
+        """How long a link is busy with what takes this way and all others between its workers, in this direction."""
+        _, src, dst = way
+        own = sum(e.tensor.bytes for e in self._build.plan.edges if (e.src, e.dst) == (src, dst))
+        return self._build.costs.links.seconds(src, dst, own)
+
+
+def encoded(
+    plan: Plan, costs: BuildCosts, codecs: Mapping[str, str], times: Mapping[str, CodecTimes]
+) -> tuple[Plan, BuildCosts]:
+    """A plan and its costs as they would be if these of its edges had these codecs."""
+    edges = tuple(_encoded(edge, codecs.get(edge.name, "")) for edge in plan.edges)
+    workers = list(costs.workers)
+    for edge in edges:
+        own = times.get(edge.codec, CodecTimes())
+        for worker, phase, seconds in (
+            (edge.src, edge.src_phase, own.pack * edge.tensor.bytes),
+            (edge.dst, edge.dst_phase, own.unpack * edge.tensor.bytes),
+        ):
+            row = workers[worker]
+            more = {"forward": row.forward + seconds} if phase == "F" else {"backward": row.backward + seconds}
+            workers[worker] = replace(row, **more)
+    return replace(plan, edges=edges), replace(costs, workers=tuple(workers))
+
+
+def _encoded(edge: EdgeSpec, text: str) -> EdgeSpec:
+    return replace(edge, codec=text, packed=codec(text).packed(edge.tensor)) if text else edge
+
+
+def used(plan: Plan) -> dict[str, list[EdgeSpec]]:
+    """The edges of the first shape that each codec packs, by its text."""
+    found: dict[str, list[EdgeSpec]] = {}
+    for edge in _packed(plan.edges):
+        found.setdefault(edge.codec, []).append(edge)
+    return found
+
+
+def _packed(edges: Iterable[EdgeSpec]) -> Iterable[EdgeSpec]:
+    return (edge for edge in edges if edge.codec)

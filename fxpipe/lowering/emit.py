@@ -1,0 +1,134 @@
+"""A program with costs is cut, wired and emitted: what `lower` does once, and several times to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.build.build import Build
+from fxpipe.ir.program import Buffer, Parameter, Program
+from fxpipe.ir.program_table import table_of
+from fxpipe.ir.transform import Observer, PassLines, run_passes
+from fxpipe.lowering.choose_cuts import Choice, choose_cuts
+from fxpipe.lowering.make_plan import make_plan
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.step_costs import StepCosts
+from fxpipe.passes import emitting_passes, wiring_passes
+from fxpipe.passes.analysis.edge_timings import edge_timings
+from fxpipe.passes.analysis.metric_nodes import without_metrics
+from fxpipe.passes.analysis.profile import profile_of
+from fxpipe.passes.analysis.summary import summarize
+from fxpipe.passes.encode import Encode
+from fxpipe.plan.cost_records import CodecTimes
+from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.policy import make as make_policy
+from fxpipe.policy.demand import Demand
+from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.check import in_flight
+
+Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
+"""Gives edges their codecs, by the edges' names."""
+
+
+def no_codecs(edges: Sequence[EdgeSpec]) -> Mapping[str, str]:
+    """Values travel as they are."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Emitter:
+    """Cuts and emits a program, as often as it is asked to.
+
+    Attributes:
+        program: with costs.
+        costs: its own.
+        setting: what the planner plans for.
+        codec_times: what codecs take.
+        first: the number of the next pass.
+    """
+
+    program: Program
+    costs: StepCosts
+    profile: Profile
+    planned: Program
+    options: CompileOptions
+    setting: Setting
+    codec_times: Mapping[str, CodecTimes]
+    first: int
+
+    @staticmethod
+    def of(
+        program: Program,
+        costs: StepCosts,
+        options: CompileOptions,
+        setting: Setting,
+        codec_times: Mapping[str, CodecTimes],
+        first: int,
+    ) -> Emitter:
+        """With the profile of the program, whose metrics decide nothing about the cuts."""
+        planned = without_metrics(program)
+        profile = profile_of(planned, costs.optimizer.seconds_per_byte)
+        return Emitter(program, costs, profile, planned, options, setting, codec_times, first)
+
+    def choose(self, setting: Setting) -> Choice:
+        """The cuts, as asked for or as the planner finds best.
+
+        Raises:
+            CutError: as `choose_cuts`.
+        """
+        return choose_cuts(self.planned, self.profile, self.options, setting)
+
+    def emit(
+        self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
+    ) -> tuple[Program, Build]:
+        """The emitted program, and its build."""
+        wiring = wiring_passes(choice.cuts)
+        program = run_passes(self.program, wiring, observers, first=self.first)
+        found = codecs(program.edges)
+        encode = Encode(found, self.codec_times) if found else None
+        emitting = emitting_passes(self.options.command, encode)
+        program = run_passes(program, emitting, observers, first=self.first + len(wiring))
+        return program, self._build(program, choice, lines)
+
+    def _build(self, program: Program, choice: Choice, lines: PassLines) -> Build:
+        setting, costs = self.setting, self.costs
+        plan = make_plan(program, setting)
+        plan = replace(plan, weights_codec=self.options.encoding.of_weights)
+        schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
+        held, demand = in_flight(schedule), Demand(plan, schedule, make_policy(plan.policy))
+        rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
+        tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
+        return Build(
+            plan=plan,
+            files=program.files,
+            tensors={name: t.detach().clone() for name, t in tensors.items()},
+            costs=BuildCosts(
+                workers=tuple(summarize(program, plan, held, demand, costs.optimizer.seconds_per_byte)),
+                timings=edge_timings(program),
+                partitions=choice.partitions,
+                links=setting.links,
+                speeds=setting.speeds,
+                optimizer_bytes=costs.optimizer.state_bytes,
+                policy_times=costs.optimizer.policy,
+            ),
+            profile=self.profile,
+            nodes=table_of(program, plan),
+            passes=tuple(lines.lines),
+            node_costs=None if costs.nodes is None else costs.nodes.to_json(),
+            warnings=(*program.warnings, *costs.warnings, *(_idle(plan) if choice.partitions else ())),
+        )
+
+
+def _idle(plan: Plan) -> tuple[str, ...]:
+    idle = [
+        k
+        for k, s in enumerate(plan.stages)
+        if all(first == end for first, end in (s.forward_units, s.backward_units, s.weight_units))
+    ]
+    if not idle:
+        return ()
+    workers = f"workers {', '.join(map(str, idle))} have" if len(idle) > 1 else f"worker {idle[0]} has"
+    return (f"{workers} nothing to do: on these links more workers make nothing faster",)
