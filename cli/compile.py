@@ -20,6 +20,7 @@ from fxpipe.task.model_options import ModelOptions
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.inspection.other_microbatches import Prospect
+    from fxpipe.lowering.codec_effect import CodecEffect
     from fxpipe.lowering.compare_with_eager import Agreement
     from fxpipe.plan.cost_records import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
-@option_fields(CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast")
+@option_fields(
+    CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast", "codec"
+)
 @click.option(
     "--like",
     type=click.Path(file_okay=False),
@@ -79,7 +82,9 @@ def compile_command(
     fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
     """
     from fxpipe.costs.node_costs_file import NODE_COSTS
+    from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.other_microbatches import own_and_others
+    from fxpipe.lowering.codec_effect import codec_effect
     from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager, worst_agreement
     from fxpipe.plan.build_folder import check_target
     from fxpipe.plan.lock import build_lock, locked
@@ -112,15 +117,20 @@ def compile_command(
                 compare_with_eager(part, made.model, made.task.loss, b, seed=seed, loss_weight=made.task.loss_weight)
                 for part, b in zip(build.of_shapes, (made.example, *made.shapes), strict=True)
             )
+    effect = None
+    if verify and codec_facts(build.plan):
+        with working("trying the codecs"):
+            effect = codec_effect(build, made.example, seed=seed, loss_weight=made.task.loss_weight)
     limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
     if as_json:
-        emit_json(_as_json(build, out, agreement, simulation, prospects))
+        emit_json(_as_json(build, out, agreement, effect, simulation, prospects))
     else:
         _print(
             build,
             out,
             agreement,
+            effect,
             simulation,
             prospects,
             None if made.options.device is None else made.options.device.name,
@@ -154,11 +164,13 @@ def _print(
     build: Build,
     out: str,
     agreement: Agreement | None,
+    effect: CodecEffect | None,
     simulation: Simulation,
     prospects: Sequence[Prospect],
     device: str | None,
 ) -> None:
     from fxpipe.errors import listed
+    from fxpipe.inspection.codecs import codec_facts, codec_text
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.inspection.shapes import shape_lines
@@ -208,6 +220,12 @@ def _print(
         f"forecast: {simulation.samples_per_second(samples_of(plan)):.1f} samples/s, "
         f"bubble {100 * simulation.bubble:.0f} %"
     )
+    if codecs := codec_facts(plan, build.costs):
+        text = codec_text(codecs)
+        if codecs["plain_seconds"]:
+            rate = samples_of(plan) / codecs["plain_seconds"]
+            text += f"; without codecs and cut for that, {rate:.1f} samples/s by the operators' costs"
+        echo(text)
     if agreement is not None:
         name, error = agreement.worst_gradient
         if agreement.not_compared:
@@ -220,6 +238,12 @@ def _print(
             f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
             + (f", largest metric error {max(agreement.metrics.values()):.1e}" if agreement.metrics else "")
+        )
+    if effect is not None:
+        name, error = effect.worst
+        echo(
+            f"codecs change the loss of this batch by {effect.loss:.1e}, its gradients by {effect.gradients:.1e} "
+            f"(most: {plain(name)}, {error:.1e})"
         )
     if plan.meta:
         echo("weights: none (--meta); a run has model() make those of each worker there, or reads --weights")
@@ -273,9 +297,15 @@ def _milliseconds(worker: WorkerSummary) -> dict[str, Any]:
 
 
 def _as_json(
-    build: Build, out: str, agreement: Agreement | None, simulation: Simulation, prospects: Sequence[Prospect]
+    build: Build,
+    out: str,
+    agreement: Agreement | None,
+    effect: CodecEffect | None,
+    simulation: Simulation,
+    prospects: Sequence[Prospect],
 ) -> dict[str, Any]:
     plan = build.plan
+    from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.evaluation import evaluation_facts
     from fxpipe.inspection.microbatches import microbatch_facts
     from fxpipe.inspection.shapes import padding_facts, shape_facts
@@ -309,10 +339,13 @@ def _as_json(
             for measured, w in zip(build.costs.times, build.costs.workers, strict=False)
         ],
         "engines": [dataclasses.asdict(t) for t in build.costs.engines],
+        "codecs": codec_facts(plan, build.costs),
         "warnings": list(build.warnings),
     }
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)
+    if effect is not None:
+        result["codec_effect"] = dataclasses.asdict(effect)
     return result
 
 

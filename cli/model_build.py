@@ -146,6 +146,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
     parts += [f"--schedule {options.schedule}"]
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
+    parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
     parts += [f"--constant-batch {shlex.quote(name)}" for name in options.constant_batch]
     parts += [] if options.pad_to is None else [f"--pad-to {options.pad_to}"]

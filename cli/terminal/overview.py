@@ -193,7 +193,8 @@ def _edge(edge: Facts) -> list[Text | str]:
         what = f"{count} parameter{'s' if count > 1 else ''}", edge["dtype"]
     else:
         what = edge["name"], f"{_dtype(edge['dtype'])}[{', '.join(map(str, edge['shape']))}]"
-    return [_way(edge), edge["kind"], *what, size(edge["bytes"]), edge["module"] or "", edge["source"] or ""]
+    packed = f"{edge['codec']} " if edge["codec"] else ""
+    return [_way(edge), edge["kind"], *what, packed + size(edge["bytes"]), edge["module"] or "", edge["source"] or ""]
 
 
 def _together(kind: str, edges: Sequence[Facts]) -> list[list[Text | str]]:

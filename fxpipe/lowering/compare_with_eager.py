@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.build.build import Build
+from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
@@ -86,7 +87,7 @@ def compare_with_eager(
     Eager PyTorch steps on the whole batch, where only batch norm takes the microbatches apart, and random numbers are
     the same for every sample in both. Whatever cannot be compared so is compared microbatch by microbatch, with the
     random numbers of a run: the new values of buffers, and a loss that is not meant to be the whole batch's
-    (`Plan.differs_from_whole`).
+    (`Plan.differs_from_whole`). Codecs do nothing meanwhile: `codec_effect` says what they change.
 
     Args:
         loss_weight: the hook that the build was compiled with, if any.
@@ -97,7 +98,7 @@ def compare_with_eager(
     plan = build.plan
     batch = padded(batch, plan.padding)
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
-    emitted = _emitted(build, batch, seed, loss_weight)
+    emitted = emitted_step(build, batch, seed, loss_weight)
     metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))
     by_parts = replace(compare(emitted, eager), metrics=metric_errors(emitted, metrics))
     if plan.microbatches == 1 or plan.differs_from_whole:
@@ -105,7 +106,7 @@ def compare_with_eager(
     steady = SteadyRandomness()
     with steady:
         eager = eager_step(plan, model, loss, batch, seed, whole=True)
-        emitted = _emitted(build, batch, seed, loss_weight)
+        emitted = emitted_step(build, batch, seed, loss_weight)
         whole = compare(emitted, eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR)
     whole = replace(whole, metrics=metric_errors(emitted, eager.metrics))
     changed = bool(plan.made or plan.whole_numbers)  # the loss of a microbatch is not the user's function of it
@@ -372,7 +373,14 @@ def _values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None) -> Step:
+def emitted_step(
+    build: Build, batch: Any, seed: int, loss_weight: LossWeight | None, *, with_codecs: bool = False
+) -> Step:
+    """One minibatch by the emitted stages, for the build's first shape of batch.
+
+    Args:
+        with_codecs: whether values are packed as they are in a run; else they cross as they are.
+    """
     plan = build.plan
     stages = load_stages(plan, build.files)
     state = dict(build.tensors)
@@ -383,7 +391,8 @@ def _emitted(build: Build, batch: Any, seed: int, loss_weight: LossWeight | None
         said = f"eager PyTorch runs this step, but the emitted {name}"
         return explained(stage.path, worker, lambda: said, "use smaller batches")(stage.function(phase))
 
-    with torch.random.fork_rng(), torch.no_grad():
+    crossing = contextlib.nullcontext() if with_codecs else without_codecs()
+    with torch.random.fork_rng(), torch.no_grad(), crossing:
         for j, part in enumerate(Minibatches(plan, build.files, build.tensors, loss_weight)(batch, 0)):
             leaves = dict(zip([leaf.name for leaf in plan.batch], part, strict=True))
             torch.manual_seed(seed + j)

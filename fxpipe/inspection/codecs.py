@@ -1,0 +1,38 @@
+"""Which edges codecs pack, how many bytes travel, and what that gains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxpipe.plan.spec import Plan
+from fxpipe.planner.costs_file import BuildCosts
+
+
+def codec_facts(plan: Plan, costs: BuildCosts | None = None) -> dict[str, Any] | None:
+    """The edges and the bytes of a minibatch, all shapes' first; None for a build without codecs."""
+    packed = [edge for edge in plan.edges if edge.codec]
+    if not packed and not plan.weights_codec:
+        return None
+    counts: dict[str, int] = {}
+    for edge in packed:
+        counts[edge.codec] = counts.get(edge.codec, 0) + 1
+    edges = [edge for edge in plan.edges if edge.kind != "token"]
+    return {
+        "edges": counts,
+        "of_edges": len(edges),
+        "weights": plan.weights_codec,
+        "bytes": plan.microbatches * sum(edge.sent.bytes for edge in edges),
+        "plain_bytes": plan.microbatches * sum(edge.tensor.bytes for edge in edges),
+        "ways": sorted({f"{edge.kind} {edge.src} → {edge.dst}" for edge in packed}),
+        "plain_seconds": None if costs is None else costs.without_codecs,
+    }
+
+
+def codec_text(facts: dict[str, Any]) -> str:
+    """One line: `codecs: int8 on 4 of 6 edges, …`."""
+    counts = [f"{name} on {count}" for name, count in facts["edges"].items()]
+    if counts:
+        counts[-1] += f" of {facts['of_edges']} edges"
+    share = facts["bytes"] / facts["plain_bytes"] if facts["plain_bytes"] else 1.0
+    text = f"codecs: {', '.join(counts) or 'no edge'}; values take {share:.2f} of their bytes"
+    return text + (f"; replicas of weights as {facts['weights']} differences" if facts["weights"] else "")
