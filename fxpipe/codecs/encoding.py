@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fxpipe.codecs import CODECS, codec
 from fxpipe.codecs.codec import KINDS
@@ -53,7 +53,8 @@ class Encoding:
             if text.partition(":")[0] not in CODECS:
                 raise CodecError(f"there is no codec '{text}'{near(text, [*_WORDS, *CODECS])}", hint=_hint())
             chosen = codec(text)
-            return cls(**{kind: _MILDER.get(chosen.name, {}).get(kind, chosen.text) for kind in chosen.kinds})
+            milder = _MILDER.get(chosen.name, {})
+            return cls._of({kind: milder.get(kind, chosen.text) for kind in chosen.kinds})
         codecs: dict[str, str] = {}
         problems: list[str] = []
         for item in text.split(","):
@@ -65,7 +66,11 @@ class Encoding:
             codecs[kind] = name
         if problems:
             raise CodecError(f"--codec {text}: {'; '.join(problems)}", hint=_hint())
-        return cls(**{kind: NONE if name == NONE else codec(name).text for kind, name in codecs.items()})
+        return cls._of({kind: NONE if name == NONE else codec(name).text for kind, name in codecs.items()})
+
+    @classmethod
+    def _of(cls, texts: dict[str, Any]) -> Encoding:
+        return cls(**texts)
 
     @property
     def text(self) -> str:

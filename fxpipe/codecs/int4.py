@@ -87,7 +87,7 @@ class Int4(Codec):
 
 
 def hadamard_of(size: int, device: torch.device) -> Tensor:
-    """float32[size, size], orthonormal, symmetric; size is a power of two. (i, j) has the sign of the parity of i AND j."""
+    """float32[size, size], orthonormal, symmetric, of a power of two. Negative where i AND j has an odd number of bits."""
     index = torch.arange(size, device=device)
     common = index.unsqueeze(1) & index
     parity = torch.zeros_like(common)
