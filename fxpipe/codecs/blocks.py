@@ -49,9 +49,9 @@ def value_of(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     return (flat if count == flat.numel() else flat[:count].clone()).view(tuple(shape))
 
 
-def put(blocks: Tensor, values: Tensor) -> None:
-    """Write float32 values into blocks of any dtype; a float16 that rounding has pushed beyond 65504 becomes 65504."""
-    blocks.copy_(values.clamp_(-65504.0, 65504.0) if blocks.dtype == torch.float16 else values)
+def in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values that may become such a dtype: what rounding has pushed out of float16's range goes to its end."""
+    return values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values
 
 
 def scales_of(blocks: Tensor, steps: int) -> Tensor:

@@ -14,9 +14,9 @@ from fxpipe.codecs.blocks import (
     block_count,
     blocks_of,
     float_refusal,
+    in_range,
     in_steps,
     pieces,
-    put,
     rounded,
     scales_of,
     value_of,
@@ -82,12 +82,12 @@ class Int4(Codec):
         for piece in pieces(tiles):
             scale, codes = scales[piece].to(torch.float32).unsqueeze(1), pairs[piece]
             form = torch.cat([codes & 15, codes >> 4], 1).to(torch.float32).sub_(8).mul_(scale.abs())
-            put(tiles[piece], torch.where(scale.signbit(), form @ hadamard, form))
+            tiles[piece] = in_range(torch.where(scale.signbit(), form @ hadamard, form), dtype)
         return value_of(tiles, shape)
 
 
 def hadamard_of(size: int, device: torch.device) -> Tensor:
-    """float32[size, size], orthonormal, symmetric, of a power of two. Negative where i AND j has an odd number of bits."""
+    """float32[size, size], orthonormal, symmetric; of a power of two. < 0 where i AND j has an odd count of bits."""
     index = torch.arange(size, device=device)
     common = index.unsqueeze(1) & index
     parity = torch.zeros_like(common)

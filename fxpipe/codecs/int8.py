@@ -14,9 +14,9 @@ from fxpipe.codecs.blocks import (
     block_count,
     blocks_of,
     float_refusal,
+    in_range,
     in_steps,
     pieces,
-    put,
     rounded,
     scales_of,
     value_of,
@@ -73,7 +73,8 @@ class Int8(Codec):
         blocks = packed.new_empty((count, BLOCK), dtype=dtype)
         for piece in pieces(blocks):
             steps = codes[piece].to(torch.float32)
-            put(blocks[piece], steps.mul_(scales[piece].to(torch.float32).unsqueeze(1)))
+            values = steps.mul_(scales[piece].to(torch.float32).unsqueeze(1))
+            blocks[piece] = in_range(values, dtype)
         return value_of(blocks, shape)
 
 

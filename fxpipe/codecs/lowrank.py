@@ -1,4 +1,4 @@
-"""`lowrank`: two thin factors in place of a matrix (PowerSGD), and error feedback for the rest of it."""
+"""`lowrank`: two thin factors in place of a matrix (PowerSGD), and the rest of it carried over."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxpipe.codecs.blocks import in_range
+from fxpipe.codecs.carry_over import CarryOver
 from fxpipe.codecs.edge_state import EdgeState
-from fxpipe.codecs.error_feedback import ErrorFeedback
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class LowRank(ErrorFeedback):
+class LowRank(CarryOver):
     """M[n, m] ≈ P·Qᵀ of rank r, by one step of power iteration from the Q of the message before.
 
     P = orthonormal(M·Q), Q ← Mᵀ·P, decoded = P·Qᵀ: the part of M in the span of P. n is all dimensions of a tensor but
@@ -65,12 +66,12 @@ class LowRank(ErrorFeedback):
             start = state.uniform(matrix.new_empty((columns, rank))) - 0.5
         left = torch.linalg.qr(matrix @ start).Q.contiguous()
         right = (left.T @ matrix).T  # as fast as M·Q, and Mᵀ·P is not
-        return torch.cat([left.view(-1), right.reshape(-1)]), {"basis": torch.linalg.qr(right).Q}
+        return torch.cat([left.view(-1), right.reshape(-1)]), {"basis": torch.linalg.qr(right).Q.contiguous()}
 
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         rows, columns, rank = self._sizes(shape)
         left, right = packed[: rows * rank].view(rows, rank), packed[rows * rank :].view(columns, rank)
-        return (left @ right.T).to(dtype).view(tuple(shape))
+        return in_range(left @ right.T, dtype).to(dtype).view(tuple(shape))
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
         rows, columns = math.prod(shape[:-1]), shape[-1]

@@ -1,4 +1,4 @@
-"""`topk`: only the greatest values, each with its place, and error feedback for the others."""
+"""`topk`: only the greatest values, each with its place, and the others carried over."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxpipe.codecs.blocks import in_range
+from fxpipe.codecs.carry_over import CarryOver
 from fxpipe.codecs.edge_state import EdgeState
-from fxpipe.codecs.error_feedback import ErrorFeedback
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class TopK(ErrorFeedback):
+class TopK(CarryOver):
     """The k = ⌈fraction·n⌉ values of the greatest magnitude, as they are in float32; 0 for the others.
 
     A value that is not finite is greater than all others, and is sent. At a fraction of 0.25 it takes half of float32's
@@ -26,7 +27,7 @@ class TopK(ErrorFeedback):
     Packed: int32[2·k], the places in ascending order, then the bits of the values.
 
     Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent (arXiv 1704.05021); Stich et al.,
-    Sparsified SGD with Memory (arXiv 1809.07599), who show that with error feedback it converges as SGD does.
+    Sparsified SGD with Memory (arXiv 1809.07599), who show that so it converges as SGD does.
 
     Attributes:
         fraction: of the values that is sent, in (0, 1].
@@ -65,7 +66,8 @@ class TopK(ErrorFeedback):
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         places, values = packed.view(2, -1)
         flat = packed.new_zeros(math.prod(shape), dtype=dtype)
-        return flat.index_copy_(0, places.to(torch.int64), values.view(torch.float32).to(dtype)).view(tuple(shape))
+        flat[places.to(torch.int64)] = in_range(values.view(torch.float32), dtype).to(dtype)
+        return flat.view(tuple(shape))
 
     def _count(self, shape: Sequence[int]) -> int:
         return math.ceil(self.fraction * math.prod(shape))

@@ -1,4 +1,4 @@
-"""Error feedback: what a message leaves out is added to the next one of the same edge."""
+"""Carrying over: what a message leaves out is added to the next one of the same edge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.plan.spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Codec):
+class CarryOver(Codec):
     """Sends C(x + e), where e is what all messages before have left out: e ← x + e - decoded.
 
     So the sum of what arrives stays as near to the sum of what was meant as the last e, however coarse C is. It suits
@@ -25,7 +25,8 @@ class ErrorFeedback(Codec):
 
     A message with a value that is not finite leaves the memory as it was. Without a state, e is 0.
 
-    Source: Seide et al., 1-bit SGD (2014); Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847).
+    Source: Seide et al., 1-bit SGD (2014); Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847). They
+    call it error feedback, which in fxpipe is the repair of late steps.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("gradient", "weights")
@@ -35,9 +36,7 @@ class ErrorFeedback(Codec):
             return refusal
         packed = self.packed(tensor)
         if packed.bytes >= tensor.bytes:
-            return (
-                f"tensors that become smaller: {list(tensor.shape)} would take {packed.bytes} bytes, not {tensor.bytes}"
-            )
+            return f"tensors that it makes smaller: this would take {packed.bytes} bytes, and has {tensor.bytes}"
         return ""
 
     def keeps_state(self, kind: str) -> bool:
