@@ -83,6 +83,7 @@ def build_model(path: str, made: ModelOptions, options: CompileOptions, costs: C
     reuse_freed_memory()
     with working("reading the model"):
         task = load_task(path)
+        _ = options.encoding  # refused before the work, and after the file, which may have codecs of its own
         model, first = made.make_with(task, options.scan)
         example = first.batches[0]
     if made.device == "cuda" or any(p.device.type == "cuda" for p in model.parameters()):

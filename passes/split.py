@@ -138,6 +138,10 @@ class _Interface:
         for node in calls:
             if wire.is_recv(node):
                 mapped[node] = graph.create_node("call_function", wire.recv, (), {}, name=name_in_part(node))
+            elif wire.is_unpack(node):
+                packed, *how = node.args
+                args = (mapped[packed], *how)  # type: ignore[index]
+                mapped[node] = graph.create_node("call_function", wire.unpack, args, {}, name=name_in_part(node))
             else:
                 mapped[node] = graph.node_copy(node, lambda n: mapped[n])
             mapped[node].meta = dict(node.meta)

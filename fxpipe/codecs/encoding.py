@@ -1,122 +1,149 @@
-"""`--codec`: which codec each kind of edge gets."""
+"""Which codec each kind of edge gets: what `--codec` says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fxpipe.codecs import CODECS, codec
+from fxpipe.codecs.codec import KINDS
 from fxpipe.errors import CodecError, near
+from fxpipe.plan.spec import TensorSpec
 
-if TYPE_CHECKING:
-    from fxpipe.plan.spec import TensorSpec
+HARMLESS = ("int8",)
+"""What `auto` may take (benchmarks/accuracy)."""
 
-KINDS = ("input", "activation", "saved", "gradient", "weights")
-"""What may be encoded: the kinds of edges, and replicas of weights."""
-
-LEAST = 1024
-"""Bytes. A smaller value takes as long to pack as to send."""
-
-MILDER = {"int4": "int8"}
-"""What a codec for all kinds means for gradients and weights: they need milder ones (TAH-Quant)."""
-
-LOSSLESS = {"bool": "bits", "int64": "int32"}
-"""By dtype, what packs a value without loss wherever something else has a codec."""
+_WORDS = NONE, AUTO = "none", "auto"
+_LOSSLESS = {"bool": "bits", "int64": "int32"}
+_MILDER = {"int4": {"gradient": "int8", "weights": "int8"}}
+"""What a codec, given for all kinds, leaves to another: TAH-Quant's gradients need more bits than its activations."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Which codec each kind of edge gets.
+    """A codec for each kind of edge, and for replicas of weights.
 
     Attributes:
-        by_kind: codecs' texts; kinds that are not named travel as they are.
-        is_auto: the choice is left to the compiler, among `candidates`.
+        input, activation, saved, gradient, weights: a codec's text; `none` for those that are sent as they are; '' for
+            lossless codecs at most.
+        auto: the codecs are chosen elsewhere, by what they save on the links and cost on the machines.
     """
 
-    by_kind: Mapping[str, str] = field(default_factory=dict)
-    is_auto: bool = False
+    LEAST_BYTES: ClassVar[int] = 1024
+    """Smaller tensors are sent as they are: their messages take no less time with fewer bytes."""
 
-    @staticmethod
-    def read(text: str) -> Encoding:
-        """What `--codec` means: `none`, `auto`, a codec for all kinds, or `activation=int4,gradient=int8`.
+    input: str = ""
+    activation: str = ""
+    saved: str = ""
+    gradient: str = ""
+    weights: str = ""
+    auto: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Encoding:
+        """What `--codec` says: `none`, `auto`, a codec for all kinds, or `activation=int4,gradient=int8`.
+
+        A codec for all kinds goes to those that it is for, but `int4` leaves gradients and weights to `int8`. Codecs of
+        a model file must be registered before.
 
         Raises:
-            CodecError: there is no such codec or kind, or a codec is not for that kind; all problems are named.
+            CodecError: a kind or a codec does not exist, or they do not fit; with all problems.
         """
-        if text in ("none", ""):
-            return NONE
-        if text == "auto":
-            return AUTO
-        if "=" not in text:
-            made = codec(text)
-            every = {kind: MILDER.get(text, text) if kind in ("gradient", "weights") else text for kind in KINDS}
-            return Encoding({kind: name for kind, name in every.items() if kind in made.kinds})
-        found, problems = {}, []
-        for part in text.split(","):
-            kind, _, name = part.strip().partition("=")
-            if kind not in KINDS:
-                problems.append(f"there is no kind of edge '{kind}'{near(kind, KINDS)}")
-            elif name != "none":
-                try:
-                    if kind not in codec(name).kinds:
-                        problems.append(f"{name} is for {', '.join(codec(name).kinds)}, not for {kind}")
-                    found[kind] = name
-                except CodecError as error:
-                    problems.append(error.what)
+        text = text.strip()
+        if text in (NONE, AUTO):
+            return cls(auto=text == AUTO)
+        if "=" not in text and "," not in text:
+            if text.partition(":")[0] not in CODECS:
+                raise CodecError(f"there is no codec '{text}'{near(text, [*_WORDS, *CODECS])}", hint=_hint())
+            chosen = codec(text)
+            milder = _MILDER.get(chosen.name, {})
+            return cls._of({kind: milder.get(kind, chosen.text) for kind in chosen.kinds})
+        codecs: dict[str, str] = {}
+        problems: list[str] = []
+        for item in text.split(","):
+            kind, equals, name = (part.strip() for part in item.partition("="))
+            found = _problems(kind, name) if equals else [f"'{item.strip()}' is not KIND=CODEC"]
+            if kind in codecs:
+                found.append(f"{kind} has two codecs")
+            problems += found
+            codecs[kind] = name
         if problems:
-            raise CodecError(
-                "; ".join(problems),
-                where=f"--codec {text}",
-                hint=f"kinds: {', '.join(KINDS)}; codecs: none, {', '.join(CODECS)}",
-            )
-        return Encoding(found)
+            raise CodecError(f"--codec {text}: {'; '.join(problems)}", hint=_hint())
+        return cls._of({kind: NONE if name == NONE else codec(name).text for kind, name in codecs.items()})
+
+    @classmethod
+    def _of(cls, texts: dict[str, Any]) -> Encoding:
+        return cls(**texts)
 
     @property
-    def is_none(self) -> bool:
-        """Whether every value travels as it is."""
-        return not self.by_kind and not self.is_auto
+    def text(self) -> str:
+        """All of it, from which `parse` makes it again."""
+        if self.auto:
+            return AUTO
+        return ",".join(f"{kind}={asked}" for kind in KINDS if (asked := getattr(self, kind))) or NONE
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is to be packed: without, every edge is sent as it is."""
+        return self.auto or any(getattr(self, kind) not in ("", NONE) for kind in KINDS)
 
     @property
     def candidates(self) -> tuple[Encoding, ...]:
-        """What `auto` chooses among: what the accuracy study has found to lose nothing."""
-        return tuple(Encoding.read(text) for text in HARMLESS) if self.is_auto else (self,)
+        """What `auto` chooses among; itself, if it is no `auto`."""
+        return tuple(Encoding.parse(text) for text in HARMLESS) if self.auto else (self,)
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """All codecs that edges may get by it."""
-        return tuple(dict.fromkeys(self._texts()))
-
-    def _texts(self) -> Iterator[str]:
-        for one in self.candidates:
-            yield from one.by_kind.values()
-        if not self.is_none:
-            yield from LOSSLESS.values()
+    def codecs(self) -> tuple[str, ...]:
+        """The texts of all codecs that edges may get by it."""
+        if not self.asks:
+            return ()
+        asked = (getattr(one, kind) for one in self.candidates for kind in KINDS)
+        return tuple(dict.fromkeys(text for text in (*asked, *_LOSSLESS.values()) if text not in ("", NONE)))
 
     @property
     def of_weights(self) -> str:
         """What packs replicas of weights; '' if nothing does."""
-        return self.by_kind.get("weights", "")
-
-    def codec_of(self, kind: str, tensor: TensorSpec) -> str:
-        """The codec of a value; '' where it is better sent as it is."""
-        if self.is_none:
-            return ""
-        text = LOSSLESS.get(tensor.dtype) or self.by_kind.get(kind, "")
-        if not text or kind == "token" or tensor.bytes < LEAST or codec(text).refusal(tensor):
-            return ""
-        return text if codec(text).packed(tensor).bytes < tensor.bytes else ""
+        return "" if self.weights == NONE else self.weights
 
     def ratio(self, kind: str) -> float:
         """How many bytes travel for each byte of a large value in float32."""
-        from fxpipe.plan.spec import TensorSpec
-
         example = TensorSpec((256, 1024), (1024, 1), "float32")
         text = self.codec_of(kind, example)
         return codec(text).packed(example).bytes / example.bytes if text else 1.0
 
+    def codec_of(self, kind: str, tensor: TensorSpec) -> str:
+        """The text of the codec that such an edge gets; '' if its value is better sent as it is.
 
-NONE = Encoding()
-AUTO = Encoding(is_auto=True)
-HARMLESS = ("int8",)
-"""What `auto` may take (benchmarks/accuracy)."""
+        That is so for tokens, for less than 1024 bytes, and where no codec takes the tensor and saves bytes. For bool
+        and int64 tensors, the codecs that keep every bit are asked, too, once any codec is to be used at all.
+        """
+        asked = getattr(self, kind) if kind in KINDS else NONE
+        if asked == NONE or not self.asks or tensor.bytes < self.LEAST_BYTES:
+            return ""
+        for text in (asked, _LOSSLESS.get(tensor.dtype, "")):
+            if text and _pays(text, tensor):
+                return text
+        return ""
+
+
+def _pays(text: str, tensor: TensorSpec) -> bool:
+    made = codec(text)
+    return not made.refusal(tensor) and made.packed(tensor).bytes < tensor.bytes
+
+
+def _problems(kind: str, name: str) -> list[str]:
+    """What is wrong with one KIND=CODEC."""
+    found = [] if kind in KINDS else [f"there is no kind of edge '{kind}'{near(kind, KINDS)}"]
+    if name == NONE:
+        return found
+    try:
+        chosen = codec(name)
+    except CodecError as error:
+        return [*found, error.what]
+    if kind in KINDS and kind not in chosen.kinds:
+        found.append(f"{chosen.name} is for {' and '.join(chosen.kinds)} alone, not for {kind}")
+    return found
+
+
+def _hint() -> str:
+    return f"kinds: {', '.join(KINDS)}; codecs: {', '.join([NONE, *CODECS])}; for all kinds also {AUTO}"

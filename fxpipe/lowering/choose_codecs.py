@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from fxpipe.build.build import Build
 from fxpipe.codecs import codec
-from fxpipe.codecs.encoding import NONE, Encoding
+from fxpipe.codecs.encoding import Encoding
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines
 from fxpipe.lowering.choose_cuts import Choice
@@ -16,7 +16,8 @@ from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
-from fxpipe.planner.setting import Ratios
+from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Ratios
 from fxpipe.simulator.forecast import forecast
 
 WORTH = 0.02
@@ -24,6 +25,9 @@ WORTH = 0.02
 
 SLACK = 0.005
 """How much slower it may become by leaving a codec out where it hardly matters."""
+
+PLAIN = Encoding()
+"""Values travel as they are."""
 
 Way = tuple[str, int, int]
 """A kind of edge, and the workers that it is between."""
@@ -41,8 +45,7 @@ def of_edges(encoding: Encoding, ways: Collection[Way] | None, edges: Sequence[E
         ways: those that are encoded; None for all.
     """
     taken = (e for e in edges if ways is None or way_of(e) in ways)
-    found = {e.name: encoding.codec_of(e.kind, e.tensor) for e in taken}
-    return {name: text for name, text in found.items() if text}
+    return {e.name: text for e in taken if (text := encoding.codec_of(e.kind, e.tensor))}
 
 
 def like(plan: Plan) -> Codecs:
@@ -57,7 +60,7 @@ def like(plan: Plan) -> Codecs:
         texts: dict[str, str] = {}
         for edge in edges:
             if (way := way_of(edge)) in ways:
-                texts |= of_edges(Encoding({edge.kind: lossy.get(way, "bits")}), None, [edge])
+                texts |= of_edges(Encoding.parse(f"{edge.kind}={lossy.get(way, 'bits')}"), None, [edge])
         return texts
 
     return found
@@ -71,23 +74,21 @@ def emit_encoded(
     Raises:
         CutError: as `choose_cuts`.
     """
-    if encoding.is_auto:
+    if encoding.auto:
         choice, encoding, ways, plain = _choose(emitter)
     else:
         choice, ways, plain = emitter.choose(_with_ratios(emitter, encoding)), None, None
     codecs = partial(of_edges, encoding, ways)
     program, build = emitter.emit(choice, codecs, observers, lines)
-    if not encoding.is_none or plain is not None:
-        build = replace(build, costs=replace(build.costs, without_codecs=plain))
-    return program, build
+    return program, replace(build, costs=replace(build.costs, without_codecs=plain))
 
 
 def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
     """The cuts, the encoding, the ways that it is for, and the seconds of a minibatch without codecs."""
     choice = emitter.choose(emitter.setting)
     trial = _Trial(emitter, choice)
-    plain = best = trial.seconds(NONE, frozenset())
-    found: tuple[Choice, Encoding, frozenset[Way], _Trial] = (choice, NONE, frozenset(), trial)
+    plain = best = trial.seconds(PLAIN, frozenset())
+    found: tuple[Choice, Encoding, frozenset[Way], _Trial] = (choice, PLAIN, frozenset(), trial)
     for encoding in emitter.options.encoding.candidates:
         coded = emitter.choose(_with_ratios(emitter, encoding))
         other = trial if coded.cuts == choice.cuts else _Trial(emitter, coded)
@@ -99,7 +100,7 @@ def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
     return choice, encoding, trial.fewest(encoding, ways, best), plain
 
 
-def _with_ratios(emitter: Emitter, encoding: Encoding) -> object:
+def _with_ratios(emitter: Emitter, encoding: Encoding) -> Setting:
     return replace(emitter.setting, ratios=ratios_of(encoding))
 
 
@@ -167,15 +168,3 @@ def encoded(
 
 def _encoded(edge: EdgeSpec, text: str) -> EdgeSpec:
     return replace(edge, codec=text, packed=codec(text).packed(edge.tensor)) if text else edge
-
-
-def used(plan: Plan) -> dict[str, list[EdgeSpec]]:
-    """The edges of the first shape that each codec packs, by its text."""
-    found: dict[str, list[EdgeSpec]] = {}
-    for edge in _packed(plan.edges):
-        found.setdefault(edge.codec, []).append(edge)
-    return found
-
-
-def _packed(edges: Iterable[EdgeSpec]) -> Iterable[EdgeSpec]:
-    return (edge for edge in edges if edge.codec)

@@ -67,6 +67,7 @@ def compile(
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
     options, batches = changed(options, changes), [batch, *shapes]
+    _ = options.encoding  # refused before the work
     padding = options.padding(batches)
     doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
     batch, *batches = (padded(one, padding) for one in batches)
@@ -150,7 +151,7 @@ def lower(
     costs = step_costs(program, options)
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
     setting = options.setting(program.device, costs.optimizer)
-    times = codec_times(options.encoding.texts, program.device, costs.nodes is not None, options.threads, costs.device)
+    times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
     program, build = emit_encoded(emitter, options.encoding, observers, lines)
     build = _with_optimizer(build, options)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fxpipe.codecs.encoding import Encoding
 from fxpipe.engines import BACKENDS
 from fxpipe.errors import CutError, FxpipeError, near
 from fxpipe.options import option
@@ -26,6 +25,7 @@ from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 
 if TYPE_CHECKING:
+    from fxpipe.codecs.encoding import Encoding
     from fxpipe.passes.whole_loss import WholeLoss
     from fxpipe.plan.spec import PadSpec
     from fxpipe.task.model_file import MakeScheduler, OptimizerHook, Task
@@ -208,7 +208,9 @@ class CompileOptions:
         Raises:
             CodecError: there is none of that name, or it is for other edges.
         """
-        return Encoding.read(self.codec)
+        from fxpipe.codecs.encoding import Encoding  # which needs torch
+
+        return Encoding.parse(self.codec)
 
     @property
     def count(self) -> int:
@@ -307,7 +309,7 @@ class CompileOptions:
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         check_loss_scaling(self.schedule, self.autocast)
         self.setting()
-        _ = self.encoding
+        _ = self.encoding  # refused if it makes no sense
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.
