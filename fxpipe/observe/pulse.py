@@ -207,6 +207,10 @@ class Pulse:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(PERIOD)
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait until it ends, but no longer than this; whether it has."""
+        return self._over.wait(seconds)
+
     def beat(self) -> None:
         """Say what the worker does now."""
         numbers = self.numbers

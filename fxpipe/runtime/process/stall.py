@@ -6,6 +6,7 @@ pulses (`fxpipe.observe.pulse`) say so to whoever looks: the launcher, or under 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -192,7 +193,10 @@ def waited_for_disk(signs: Sequence[Signs], read: Callable[[], list[Signs]], out
 class WatchingWorker:
     """What a worker does after each beat under torchrun: puts its numbers into the store and watches the others.
 
-    Worker 0 watches; worker 1 does where worker 0 does not answer.
+    Worker 0 watches; worker 1 does where worker 0 does not answer. A worker that cannot reach the store, on the host of
+    worker 0, knows nothing of the others and no other can end it: it ends itself after as long as a run may stand
+    still. A call of the store may not return for a quarter of an hour when the network is gone, so a thread of its own
+    looks at the clock.
     """
 
     def __init__(
@@ -200,6 +204,29 @@ class WatchingWorker:
     ) -> None:
         self._store, self._pulse, self._rank, self._options, self._end = store, pulse, rank, options, end
         self._stall = StallWatch(options.stall_timeout)
+        self._answered = time.monotonic()
+        if options.stall_timeout and rank:
+            threading.Thread(target=self._wait_for_store, name="fxpipe-store", daemon=True).start()
+
+    def _wait_for_store(self) -> None:
+        """End this process when the store has not answered for as long as a run may stand still."""
+        limit = LIMIT * self._options.stall_timeout
+        while (silent := time.monotonic() - self._answered) < limit:
+            if self._pulse.ends_within(min(PERIOD, limit - silent)):
+                return
+        self._stop(
+            WorkerLost(
+                f"worker {self._rank} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or "
+                "that host is",
+                where=f"worker {self._rank}, {Signs.of(self._pulse.numbers).place}",
+                hint="--stall-timeout SECONDS gives a run more time, 0 for ever",
+            )
+        )
+
+    def _stop(self, error: WorkerLost) -> None:
+        name_checkpoint(error, self._options, self._options.out)
+        say(f"error: {error}")
+        self._end(1)
 
     def _read(self) -> list[Signs]:
         self._store.put(self._rank, self._pulse.numbers)
@@ -207,12 +234,11 @@ class WatchingWorker:
 
     def __call__(self) -> None:
         signs = self._read()
+        self._answered = time.monotonic()
         if not signs or (standstill := self._stall.look(signs)) is None:
             return
         if self._rank and not self._stall.silent(0):
             return
         warn(standstill.text)
         if standstill.ends is not None and not waited_for_disk(signs, self._read, self._options.out):
-            name_checkpoint(standstill.ends, self._options, self._options.out)
-            say(f"error: {standstill.ends}")
-            self._end(1)
+            self._stop(standstill.ends)
