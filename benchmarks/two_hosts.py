@@ -1,8 +1,9 @@
-"""Two hosts on one machine: network namespaces with a link of a given bandwidth between them.
+"""Two hosts on one machine: network namespaces with a link of a given bandwidth and latency between them.
 
 Each host has its own network, and its own view of the files: what it is given is at the same path on both, but not the
-same folder. The link is a pair of virtual interfaces, each of which lets so many bits a second out (`tc tbf`). Needs
-root. Whatever happens, the hosts go, and with them all that was started on them.
+same folder. The link is a pair of virtual interfaces, each of which lets so many bits a second out (`tc tbf`). With a
+latency, they are TUN devices, and a process carries the packets (`delayed_wire`). Needs root. Whatever happens, the hosts
+go, and with them all that was started on them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import delayed_wire
+
 PREFIX = "fxpipe-links"
 NETWORK = "10.213.77"
 BURST = 0.0005
 """Seconds of the link's rate that may pass at once after a pause."""
+
+PACKET = 9000
+"""Bytes, the most, of a packet on a link with latency: each costs the process that carries it the same time."""
 
 SEGMENTS = {200e6: 1500, 2e9: 16384}
 """By the bits a second below which it is so: the largest packet. Small ones cost more processor, and let less burst."""
@@ -62,7 +70,7 @@ class Host:
         return process
 
 
-def missing() -> str | None:
+def missing(latency: float = 0.0) -> str | None:
     """Why there can be no such hosts here, in words; None if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -70,31 +78,41 @@ def missing() -> str | None:
         if shutil.which(program) is None:
             return f"there is no command {program} (Debian's package iproute2)"
     try:
-        with two_hosts(1e9):
+        with two_hosts(1e9, latency=latency):
             return None
+    except OSError as error:
+        return f"{error.filename or 'TUN devices'}: {error.strerror}"
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
 @contextlib.contextmanager
-def two_hosts(bits: float, own: Mapping[Path, Sequence[Path]] | None = None) -> Iterator[tuple[Host, Host]]:
+def two_hosts(
+    bits: float, own: Mapping[Path, Sequence[Path]] | None = None, latency: float = 0.0
+) -> Iterator[tuple[Host, Host]]:
     """Two hosts, and a link of so many bits a second, each way, between them.
 
     Args:
         own: for each path, the folders that the first and the second host have there.
+        latency: seconds that a packet takes besides, each way.
 
     Raises:
         CalledProcessError: the system refuses one of these things.
+        OSError: there are no TUN devices, for a link with latency.
     """
     _forget_dead()
-    segment = next((size for most, size in SEGMENTS.items() if bits < most), 65536)
+    segment = PACKET if latency else next((size for most, size in SEGMENTS.items() if bits < most), 65536)
     hosts: list[Host] = []
     names = [f"{PREFIX}-{os.getpid()}-{k}" for k in (0, 1)]
     ends = ["fx-left", "fx-right"]  # which differ, so that each host must say what its interface is called
+    wire = contextlib.ExitStack()
     try:
         for name in names:
             _do("ip", "netns", "add", name)
-        _do("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
+        if latency:
+            wire.enter_context(_delayed(names, ends, latency))
+        else:
+            _do("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
         for k, (name, end) in enumerate(zip(names, ends, strict=True)):
             _do("ip", "-n", name, "address", "add", f"{NETWORK}.{k + 1}/24", "dev", end)
             _do("ip", "-n", name, "link", "set", end, "gso_max_size", str(segment))
@@ -113,6 +131,31 @@ def two_hosts(bits: float, own: Mapping[Path, Sequence[Path]] | None = None) -> 
             os.killpg(process.pid, signal.SIGKILL)  # it may not have got to its host yet
         for name in names:
             _remove(name)
+        wire.close()
+
+
+@contextlib.contextmanager
+def _delayed(names: Sequence[str], ends: Sequence[str], seconds: float) -> Iterator[None]:
+    """A TUN device in each network, and the process that carries packets between them."""
+    opened: list[int] = []
+    carrier: subprocess.Popen[bytes] | None = None
+    try:
+        for name, end in zip(names, ends, strict=True):
+            made = f"{end}-{os.getpid()}"  # here, where it is for a moment, another process may make one, too
+            opened.append(delayed_wire.open_device(made))
+            _do("ip", "link", "set", made, "netns", name, "name", end, "mtu", str(PACKET), "txqueuelen", "10000")
+        command = [sys.executable, delayed_wire.__file__, *map(str, opened), str(seconds)]
+        carrier = subprocess.Popen(command, pass_fds=opened, start_new_session=True)
+        for descriptor in opened:  # so that the devices go with the process
+            os.close(descriptor)
+        opened.clear()
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        if carrier is not None:
+            carrier.kill()
+            carrier.wait()
 
 
 def _remove(name: str) -> None:
