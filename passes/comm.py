@@ -18,15 +18,24 @@ from fxpipe.ir.transform import Pass
 from fxpipe.plan.spec import EdgeKind, EdgeSpec, Phase
 from fxpipe.task.batch import tensor_spec
 
+_Place = tuple[int, Phase]
+
 
 @dataclass(frozen=True)
 class Comm(Pass):
     """Wire the workers.
 
-    A value goes straight to each worker that reads it, once: sent as soon as it exists, except saved values, which
-    leave after the activations on the same way; received where it is first needed. If that worker's forward reads it,
-    its backward keeps what forward received. A value without a dense layout (sliced) is copied by its sender; of an
-    expanded one only the memory travels, and the receiver expands it again; a view of a weight is copied.
+    A value goes from where it is made to the nearest worker that reads it, and each reader sends on to the next what it
+    received. So no worker sends a value twice in one direction, none receives what it has no use for, and each boundary
+    between workers is crossed once: the links carry the least that the cuts allow.
+
+    It is sent as soon as it exists, or has come; received where it is first needed, here or by a later reader. If a
+    worker's forward reads it, its backward keeps what forward received; a worker whose backward alone reads it takes it
+    in forward if it has to send it on to a later worker, since backwards run the other way. What no forward waits for
+    leaves at the end of forward, after the activations: a link carries one message at a time.
+
+    A value without a dense layout (sliced) is copied by its sender; of an expanded one only the memory travels, and
+    each receiver expands it again; a view of a weight is copied.
 
     Neighbours that exchange no value in a phase get a token, one byte without meaning: without it the second would
     run ahead of the first without bound (`fxpipe/ir/pace.py`). It leaves as soon as the first is in step itself. An
@@ -51,7 +60,6 @@ class Comm(Pass):
         wiring = _Wiring(program, self.prefix)
         for node in list(program.graph.nodes):
             wiring.wire(node)
-        wiring.postpone()
         program = replace(program, wires=wiring.edges)
         while gap := first_gap(program):
             wiring.pace(gap, program.device)
@@ -63,7 +71,6 @@ class _Wiring:
         self.graph = program.graph
         self.prefix = prefix
         self.edges: dict[str, EdgeSpec] = {}
-        self.patient: list[fx.Node] = []  # sends that need not go as soon as they could
         self.inputs = {b.node for b in program.batch if b.node}
         self.homes = {
             name: (info(new).worker or 0) if new.op == "call_function" else 0 for name, new in program.updates().items()
@@ -71,8 +78,10 @@ class _Wiring:
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         self.parameters = {p.node for p in program.parameters}
         self.first = next(iter(program))
+        backward = (n for n in program if info(n).phase == "B")
+        self.turn = next(backward, program.graph.output_node())  # every forward is over before it
 
-    def place_of(self, node: fx.Node) -> tuple[int, Phase] | None:
+    def place_of(self, node: fx.Node) -> _Place | None:
         """The worker and phase that a value comes from; None for what every worker has or no worker computes."""
         if node.op == "call_function":
             worker = info(node).worker
@@ -89,59 +98,68 @@ class _Wiring:
         if home is None or not node.users:
             return
         readers: dict[int, list[fx.Node]] = {}
-        for user in node.users:
+        for user in sorted(node.users, key=self.order.__getitem__):
             if user.op == "call_function" and info(user).worker != home[0]:
                 readers.setdefault(info(user).worker or 0, []).append(user)
-        for worker in sorted(readers):
-            users = sorted(readers[worker], key=self.order.__getitem__)
-            self._edge(node, home, worker, users, alone=len(readers) == 1)
+        later = [(worker, readers[worker]) for worker in sorted(readers) if worker > home[0]]
+        earlier = [(worker, readers[worker]) for worker in sorted(readers, reverse=True) if worker < home[0]]
+        for stops in (later, earlier):
+            self._relay(node, home, stops, alone=len(readers) == 1)
 
-    def _edge(self, node: fx.Node, home: tuple[int, Phase], dst: int, users: list[fx.Node], alone: bool) -> None:
-        src, src_phase = home
-        dst_phase: Phase = info(users[0]).phase
-        if is_sparse(node):
-            raise CutError(
-                f"worker {src} would send worker {dst} the sparse tensor {node.name}, and only dense ones can be sent",
-                where=f"{info(node).source}: {info(node).text}" if node.op == "call_function" else None,
-                hint="make it dense where it is made (.to_dense()), or cut the model elsewhere",
+    def _relay(self, node: fx.Node, home: _Place, stops: list[tuple[int, list[fx.Node]]], alone: bool) -> None:
+        """Hand a value on from reader to reader, away from where it is made."""
+        if not stops:
+            return
+        self._refuse_sparse(node, home[0], stops[0][0])
+        sent, place = self._dense(self._unexpanded(node, home), home), home
+        for i, (worker, users) in enumerate(stops):
+            waiting = [user for _, later in stops[i:] for user in later]
+            first = min(waiting, key=self.order.__getitem__)
+            hands_on = worker > place[0] and i + 1 < len(stops)
+            arrives: _Place = worker, "F" if hands_on else info(users[0]).phase
+            spec = EdgeSpec(
+                name=self.prefix + (node.name if alone else f"{node.name}:{worker}"),
+                kind=self._kind(node, home[1], info(first).phase),
+                src=place[0],
+                src_phase=place[1],
+                dst=worker,
+                dst_phase=arrives[1],
+                tensor=tensor_spec(value(sent)),
             )
-        sent = self._dense(self._unexpanded(node, home), home)
-        spec = EdgeSpec(
-            name=self.prefix + (node.name if alone else f"{node.name}:{dst}"),
-            kind=self._kind(node, src_phase, dst_phase),
-            src=src,
-            src_phase=src_phase,
-            dst=dst,
-            dst_phase=dst_phase,
-            tensor=tensor_spec(value(sent)),
-        )
-        send = self._insert_after(sent, wire.send, (sent,), f"{node.name}_send_{dst}")
-        if spec.kind == "saved" and src < dst:
-            self.patient.append(send)
-        send.meta[INFO] = self._record(node, src_phase, src)
-        with self.graph.inserting_before(users[0]):
-            recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{dst}")
-        recv.meta[INFO] = self._record(users[0], dst_phase, dst)
-        recv.meta[INFO].weight = all(info(user).weight for user in users)
+            late = worker > place[0] and info(first).phase == "B"
+            sent = self._edge(node, sent, spec, users, first if info(first).phase == arrives[1] else self.turn, late)
+            info(sent).weight = arrives[1] == "B" and all(info(user).weight for user in waiting)
+            place = arrives
+
+    def _edge(
+        self, node: fx.Node, sent: fx.Node, spec: EdgeSpec, users: list[fx.Node], before: fx.Node, late: bool
+    ) -> fx.Node:
+        """Send `sent`, which is `node` as it travels, and receive it before a node, for the users; the received one."""
+        name = f"{node.name}_send_{spec.dst}"
+        if late:
+            with self.graph.inserting_before(self.turn):
+                send = self.graph.create_node("call_function", wire.send, (sent,), {}, name=name)
+        else:
+            send = self._insert_after(sent, wire.send, (sent,), name)
+        send.meta[INFO] = self._record(sent, spec.src_phase, spec.src)
+        with self.graph.inserting_before(before):
+            recv = self.graph.create_node("call_function", wire.recv, (send,), {}, name=f"{node.name}_recv_{spec.dst}")
+        recv.meta[INFO] = self._record(users[0], spec.dst_phase, spec.dst)
         recv.meta["val"] = send.meta["val"] = value(sent)
         recv.meta[INFO].bytes = size_of(value(sent))
         arrived = recv if value(sent).shape == value(node).shape else self._expand(recv, node)
         for user in users:
             user.replace_input_with(node, arrived)
         self.edges[send.name] = self.edges[recv.name] = spec
+        return recv
 
-    def postpone(self) -> None:
-        """Let saved values for later workers leave at the end of their forward: a link carries one message at a time,
-        and the next forward waits only for activations."""
-        last: dict[int, fx.Node] = {}
-        for node in self.graph.nodes:
-            if node.op == "call_function" and info(node).phase == "F":
-                last[info(node).worker or 0] = node
-        for send in self.patient:
-            worker = info(send).worker or 0
-            if last[worker] is not send:
-                last[worker].append(send)
-                last[worker] = send
+    def _refuse_sparse(self, node: fx.Node, src: int, dst: int) -> None:
+        if is_sparse(node):
+            raise CutError(
+                f"worker {src} would send worker {dst} the sparse tensor {node.name}, and only dense ones can be sent",
+                where=f"{info(node).source}: {info(node).text}" if node.op == "call_function" else None,
+                hint="make it dense where it is made (.to_dense()), or cut the model elsewhere",
+            )
 
     def pace(self, gap: Gap, device: str) -> None:
         """Fill a gap with a token that leaves as soon as it may; its receiver takes it before all later nodes."""
@@ -171,14 +189,15 @@ class _Wiring:
         )
         self.edges[send.name] = self.edges[recv.name] = spec
 
-    def _kind(self, node: fx.Node, src_phase: Phase, dst_phase: Phase) -> EdgeKind:
+    def _kind(self, node: fx.Node, made: Phase, read: Phase) -> EdgeKind:
+        """What an edge carries, by the phase that makes its value and the first that reads it from there on."""
         if node.name in self.inputs:
             return "input"
-        if src_phase == "B":
+        if made == "B":
             return "gradient"
-        return "activation" if dst_phase == "F" else "saved"
+        return "activation" if read == "F" else "saved"
 
-    def _unexpanded(self, node: fx.Node, home: tuple[int, Phase]) -> fx.Node:
+    def _unexpanded(self, node: fx.Node, home: _Place) -> fx.Node:
         """One element of every dimension that repeats the same memory; made once.
 
         A dense copy would do as a value, but not as a layout: operators that find a dimension expanded choose their
@@ -208,7 +227,7 @@ class _Wiring:
         made.meta[INFO].bytes = size_of(value(made))
         return made
 
-    def _dense(self, node: fx.Node, home: tuple[int, Phase]) -> fx.Node:
+    def _dense(self, node: fx.Node, home: _Place) -> fx.Node:
         """The value in a layout that can travel as one run of memory, and in memory of its own; made once."""
         if is_non_overlapping_and_dense_or_false(value(node)) and not self._is_weight(node):
             return node

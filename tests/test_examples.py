@@ -61,6 +61,26 @@ def test_gpt_learns_the_standard_library(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+def test_attention_residuals_learn_on_four_workers(tmp_path: Path) -> None:
+    verified = compiled("attention_residuals.py", tmp_path / "build", "-n", "4", "--cost", "analytic")
+    assert verified["loss"] < 1e-6
+    assert max(verified["gradients"].values()) < 1e-5
+    assert "add:1" in fxpipe("inspect", tmp_path / "build").stdout, "the embedding's edge to the first of its readers"
+    summary = fxpipe("run", tmp_path / "build", "--steps", "300", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["loss"] < 2.6  # 5.55 for a uniform guess, 3.2 for the bytes' frequencies
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_unet_finds_the_discs(tmp_path: Path) -> None:
+    verified = compiled("unet.py", tmp_path / "build", "-n", "2", "--cost", "analytic")
+    assert max(verified["gradients"].values()) < 1e-5
+    summary = fxpipe("run", tmp_path / "build", "--steps", "60", "--out", tmp_path / "out", "--json").json
+    assert summary["evaluation"]["accuracy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_nanogpt_learns_by_its_recipe(tmp_path: Path) -> None:
     run = ("run", EXAMPLES / "nanogpt.py", "-n", "2", "--steps", "100", "--eval-every", "50", "--json")
     evaluations = fxpipe(*run, "--out", tmp_path).json["evaluations"]

@@ -1,4 +1,4 @@
-"""What a worker receives along a chain of units if values go straight from producers to the workers that read them."""
+"""What a worker receives along a chain of units if values go from each worker that reads them to the next."""
 
 from __future__ import annotations
 

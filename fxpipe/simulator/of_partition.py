@@ -87,14 +87,17 @@ class _Messages:
             self.found[part] = (before[0] + size, max(before[1], made), min(before[2], needed))
 
     def _value(self, value: Value, chain: Phase, forward: bool) -> None:
+        """A value goes from reader to reader, each of which sends it on once it has come."""
         source = self._worker(value.producer, chain)
         made = self._share(source, value.producer + 1) if forward else 1.0
-        for target in {self._worker(reader, chain) for reader in value.readers}:
+        for target in sorted({self._worker(reader, chain) for reader in value.readers}, reverse=not forward):
             needed = 0.0
             if forward:
                 first = min(r for r in value.readers if self._worker(r, chain) == target)
                 needed = self._share(target, first)
             self._add((source, chain, target, chain), value.bytes, made, needed)
+            if target != source:
+                source, made = target, needed if forward else 1.0
 
     def _saved(self) -> None:
         """Saved values, what recomputation needs, and gradients that W reads of B elsewhere."""
