@@ -50,8 +50,12 @@ def value_of(blocks: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values that may become such a dtype: what rounding has pushed out of float16's range goes to its end."""
-    return values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values
+    """float32 values of finite ones, or NaN, that may become such a dtype, in the same memory.
+
+    What rounding has pushed beyond the greatest number of the dtype, or of float32, becomes that.
+    """
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return values.clamp_(-most, most)
 
 
 def scales_of(blocks: Tensor, steps: int) -> Tensor:
@@ -66,8 +70,7 @@ def scales_of(blocks: Tensor, steps: int) -> Tensor:
     up = (nearest.view(torch.int16) + (nearest.to(torch.float32) < exact)).view(
         SCALE
     )  # the next number has the next bits
-    most = torch.finfo(SCALE).max / steps * (1 - 2**-8)  # so that decoded values are finite
-    return torch.where(exact < _SMALLEST, 0.0, up.clamp_(max=most))
+    return torch.where(exact < _SMALLEST, 0.0, up)
 
 
 def in_steps(blocks: Tensor, scales: Tensor) -> Tensor:

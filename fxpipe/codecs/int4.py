@@ -101,10 +101,9 @@ def _better_form(tiles: Tensor, hadamard: Tensor, on_average: bool) -> tuple[Ten
     forms = tiles, tiles @ hadamard
     scales = [scales_of(form, STEPS) for form in forms]
     steps = [in_steps(form, scale) for form, scale in zip(forms, scales, strict=True)]
-    errors = [
-        _squared_error(s, on_average) * scale.to(torch.float32) ** 2 for s, scale in zip(steps, scales, strict=True)
-    ]
-    turned = errors[1] < errors[0]
+    plain, other = (_squared_error(s, on_average) for s in steps)
+    ratio = scales[1].to(torch.float32) / scales[0].to(torch.float32)  # their squares could leave float32's range
+    turned = other * ratio**2 < plain
     return torch.where(turned, -scales[1], scales[0]), torch.where(turned.unsqueeze(1), steps[1], steps[0])
 
 

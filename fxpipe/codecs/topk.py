@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxpipe.codecs.blocks import in_range
-from fxpipe.codecs.carry_over import CarryOver
+from fxpipe.codecs.carry_over import CarryOver, in_range_if_finite
 from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
@@ -66,7 +65,7 @@ class TopK(CarryOver):
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         places, values = packed.view(2, -1)
         flat = packed.new_zeros(math.prod(shape), dtype=dtype)
-        flat[places.to(torch.int64)] = in_range(values.view(torch.float32), dtype).to(dtype)
+        flat[places.to(torch.int64)] = in_range_if_finite(values.view(torch.float32), dtype)
         return flat.view(tuple(shape))
 
     def _count(self, shape: Sequence[int]) -> int:
