@@ -26,6 +26,8 @@ def test_torchs_own_generator_is_left_alone() -> None:
 def test_int16_are_uniform_over_all_of_them() -> None:
     drawn = state_at(0).random_int16(LIKE).flatten()
     assert drawn.dtype == torch.int16
+    for bit in range(16):
+        assert abs(float(((drawn >> bit) & 1).float().mean()) - 0.5) < 2.5 / drawn.numel() ** 0.5  # 5 standard errors
     for place in range(4):  # of the four that come from one word
         counts = torch.histc(drawn[place::4].float(), bins=64, min=-32768, max=32767)
         expected = counts.sum() / 64

@@ -138,6 +138,13 @@ def test_small_and_great_values_lose_no_more_than_others(text: str, scale: float
     assert float((scaled - value).norm()) <= 1.1 * float(error) + 1e-5 * float(value.norm())
 
 
+@pytest.mark.parametrize("text", ["int8", "int4"])
+def test_blocks_too_small_for_a_scale_become_zeros(text: str) -> None:
+    """A value of 1e-40 has no inverse in float32."""
+    for state in (None, state_at(0)):
+        assert not to_and_fro(codec(text), gaussian(40, 50) * 1e-40, state).any()
+
+
 @pytest.mark.parametrize("text", OF_FLOATS)
 def test_zeros_stay_zeros(text: str) -> None:
     for value in values_of(text, (40, 50)):

@@ -33,6 +33,22 @@ def test_every_tile_is_the_better_of_both_forms(made: object) -> None:
     assert bool((errors <= least * 1.001 + 1e-6).all())
 
 
+def test_at_random_the_better_form_is_the_one_that_is_expected_to_err_less() -> None:
+    """A value of r steps past a whole one errs r·(1 - r) steps² on average: nearly nothing, where nearest is exact."""
+    value = heavy_tailed(400, TILE)
+    expected = []
+    for form in (value, value @ hadamard_of(TILE, value.device)):
+        scale = (form.abs().amax(1, keepdim=True) / STEPS).double()
+        rest = (form / scale) % 1
+        expected.append((rest * (1 - rest) * scale**2).sum(1))
+    clear = (expected[0] / expected[1]).log().abs() > 0.05
+    scales = Int4().pack(value, state_at(0))[: 2 * len(value)].view(torch.bfloat16)
+    assert torch.equal(scales[clear] < 0, (expected[1] < expected[0])[clear])
+    assert int(clear.sum()) > 300
+    nearest = Int4().pack(value)[: 2 * len(value)].view(torch.bfloat16)
+    assert not torch.equal(nearest < 0, scales < 0)
+
+
 def test_hadamard_is_orthonormal_and_symmetric() -> None:
     matrix = hadamard_of(TILE, torch.device("cpu"))
     torch.testing.assert_close(matrix @ matrix, torch.eye(TILE))
