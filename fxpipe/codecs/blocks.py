@@ -16,7 +16,7 @@ SCALE = torch.bfloat16
 """The range of float32, since the scales of small gradients vanish in float16, in two bytes."""
 _SMALLEST = 2.0**-120
 """Scales below become 0: their inverses, and what rounding does to them, would leave float32's range."""
-_PIECE = 2**18
+_PIECE = 2**17
 """Values that a CPU works on at once: what is in between then stays in cache, and in memory already in use."""
 
 
@@ -58,13 +58,19 @@ def in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp_(-most, most)
 
 
-def scales_of(blocks: Tensor, steps: int) -> Tensor:
+def absmax_of(blocks: Tensor) -> Tensor:
+    """float32[blocks]: the greatest |value| of each."""
+    if not blocks.numel():
+        return blocks.new_empty(len(blocks))
+    return torch.cat([blocks[piece].abs().amax(1) for piece in pieces(blocks)])
+
+
+def scales_of(absmax: Tensor, steps: int) -> Tensor:
     """bfloat16[blocks]: the size of a step, of which `steps` reach the greatest |value| of a block.
 
     It is absmax / steps, rounded up, and so at most 1 + 2⁻⁷ times as large; 0 below 2⁻¹²⁰; NaN for a block with a value
     that is not finite, which makes NaN of the whole block.
     """
-    absmax = blocks.abs().amax(1)
     exact = absmax / steps + (absmax - absmax)  # ∞ - ∞ is NaN
     nearest = exact.to(SCALE)
     up = (nearest.view(torch.int16) + (nearest.to(torch.float32) < exact)).view(
@@ -73,11 +79,10 @@ def scales_of(blocks: Tensor, steps: int) -> Tensor:
     return torch.where(exact < _SMALLEST, 0.0, up)
 
 
-def in_steps(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32, memory of its own: the values in steps, between -steps and steps without reaching further."""
+def steps_in(scales: Tensor) -> Tensor:
+    """float32[blocks, 1]: how many steps make 1. Blocks times these are from -steps to steps, and never beyond."""
     wide = scales.to(torch.float32)
-    inverse = torch.where(wide == 0, 0.0, (1 - 2**-22) / wide)
-    return blocks * inverse.unsqueeze(1)
+    return torch.where(wide == 0, 0.0, (1 - 2**-22) / wide).unsqueeze(1)
 
 
 def rounded(steps: Tensor, random: Tensor | None) -> Tensor:
