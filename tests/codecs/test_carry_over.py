@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from packed_values import gaussian, heavy_tailed, spec_of, state_at, to_and_fro
 
 from fxpipe.codecs import codec
 from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.codecs.lowrank import LowRank
-from fxpipe.codecs.topk import TopK
+from fxpipe.codecs.topk import TopK, greatest
 from fxpipe.errors import CodecError
 
 BOTH = pytest.mark.parametrize("text", ["topk:0.05", "lowrank:2"])
@@ -98,6 +100,18 @@ def test_topk_sends_the_greatest_as_they_are() -> None:
     assert float(value[sent].abs().min()) >= float(value[~sent].abs().max())
     places = TopK(0.1).pack(value)[:152]
     assert bool((places.diff() > 0).all())
+
+
+@settings(max_examples=150, deadline=None)
+@given(count=st.integers(1, 12), size=st.integers(40, 900), seed=st.integers(0, 99), wrong=st.integers(0, 20))
+def test_the_greatest_are_those_that_topk_selects(count: int, size: int, seed: int, wrong: int) -> None:
+    """Ties, infinite ones and NaN among them."""
+    magnitudes = (heavy_tailed(size, seed=seed).abs() * 3).round()
+    magnitudes[:: size // 20][:wrong] = torch.inf if seed % 2 else torch.nan
+    places = greatest(magnitudes, count)
+    assert len(set(places.tolist())) == count
+    expected = magnitudes.topk(count).values
+    torch.testing.assert_close(magnitudes[places].sort(descending=True).values, expected, equal_nan=True)
 
 
 def test_lowrank_is_exact_where_the_rank_suffices() -> None:
