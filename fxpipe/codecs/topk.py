@@ -75,8 +75,8 @@ class TopK(CarryOver):
 def greatest(magnitudes: Tensor, count: int) -> Tensor:
     """The places of the `count` greatest of a vector of numbers from 0, in any order; NaN is greater than all others.
 
-    Selecting from all of them is slow on a CPU. So it deals them out to four times as many groups: the `count`-th of the
-    groups' maxima is no greater than the `count`-th of all, and few values reach it.
+    Selecting from all of them is slow on a CPU. So it deals them to four times as many groups: the `count`-th of their
+    maxima is no greater than the `count`-th of all, and few values reach it.
     """
     groups = 4 * count
     size = len(magnitudes) // max(groups, 1)

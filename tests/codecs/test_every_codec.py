@@ -207,6 +207,14 @@ def test_random_shapes_sizes_and_errors(data: Any) -> None:
     assert bool((error <= torch.as_tensor(bound)).all())
 
 
+@pytest.mark.parametrize("text", OF_FLOATS)
+def test_parameters_are_packed_without_their_history(text: str) -> None:
+    value = torch.nn.Parameter(gaussian(40, 50)) * 2
+    read = to_and_fro(codec(text), value, state_at(0))
+    assert not read.requires_grad
+    assert torch.equal(read, to_and_fro(codec(text), value.detach(), state_at(0)))
+
+
 @dataclass(frozen=True)
 class Sign(Codec):
     """A user's own: ±1, one bit each."""
