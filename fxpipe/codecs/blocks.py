@@ -73,10 +73,9 @@ def scales_of(absmax: Tensor, steps: int) -> Tensor:
     """
     exact = absmax / steps + (absmax - absmax)  # ∞ - ∞ is NaN
     nearest = exact.to(SCALE)
-    up = (nearest.view(torch.int16) + (nearest.to(torch.float32) < exact)).view(
-        SCALE
-    )  # the next number has the next bits
-    return torch.where(exact < _SMALLEST, 0.0, up)
+    too_small = nearest.to(torch.float32) < exact
+    rounded_up = (nearest.view(torch.int16) + too_small).view(SCALE)  # the next number has the next bits
+    return torch.where(exact < _SMALLEST, 0.0, rounded_up)
 
 
 def steps_in(scales: Tensor) -> Tensor:
@@ -88,8 +87,9 @@ def steps_in(scales: Tensor) -> Tensor:
 def rounded(steps: Tensor, random: Tensor | None) -> Tensor:
     """Whole steps, in the same memory: the nearest, or with random int16 the next above or below, right on average.
 
-    ⌊x + u⌋ for u in [0, 1) is round(x + u - 1/2): a random number has 16 bits, so the mean is off by 2⁻¹⁷ at most.
+    ⌊x + u⌋ for u in (0, 1) is round(x + u - 1/2). Here u has 16 bits, in the middle between two of them, so that whole
+    numbers stay as they are, and the mean is off by 2⁻¹⁷ at most.
     """
     if random is not None:
-        steps.add_(random.to(torch.float32), alpha=2**-16)
+        steps.add_(random.to(torch.float32).add_(0.5), alpha=2**-16)
     return steps.round_()

@@ -192,7 +192,7 @@ def test_who_keeps_state_and_for_which_kinds() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_random_shapes_sizes_and_errors(data: Any) -> None:
-    """|error| ≤ half a step, or 2⁻⁸, or 2⁻¹¹ of the value, whatever the shape."""
+    """|error| ≤ half a step, or 2⁻⁸, or 2⁻¹¹ of the value, for any shape."""
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
     name = data.draw(st.sampled_from(["bf16", "fp16", "int8", "int4"]))
     value = (heavy_tailed if data.draw(st.booleans()) else gaussian)(*shape, seed=data.draw(st.integers(0, 1000)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed_values import gaussian, heavy_tailed, state_at, to_and_fro
 
+from fxpipe.codecs.blocks import rounded
 from fxpipe.codecs.int8 import BLOCK, STEPS, Int8
 
 
@@ -26,6 +27,15 @@ def test_whole_numbers_up_to_127_are_exact() -> None:
     value = torch.arange(-127, 128).float().repeat(3)[: 11 * BLOCK]
     value.view(-1, BLOCK)[:, 0] = 127
     assert torch.equal(to_and_fro(Int8(), value), value)
+
+
+def test_whole_numbers_stay_at_random_too() -> None:
+    """Every 16 bits of a random number, for 1 and for 2: none is rounded away from what needs no rounding."""
+    steps = torch.tensor([1.0, 2.0, -127.0]).repeat(2**16, 1)
+    random = torch.arange(-(2**15), 2**15).to(torch.int16).unsqueeze(1).expand(-1, 3)
+    assert torch.equal(rounded(steps.clone(), random), steps)
+    steps = torch.full((2**16,), 5.25)
+    assert float(rounded(steps, random[:, 0]).mean()) == 5.25
 
 
 def test_at_random_is_within_a_step_and_right_on_average() -> None:

@@ -76,7 +76,7 @@ def test_ones_own_is_known_by_its_name() -> None:
     register(half("every_second"))  # the model file is imported again
 
 
-@pytest.mark.parametrize("name", ["", "two words", "int8"])
+@pytest.mark.parametrize("name", ["", "two words", "int8", "auto", "none"])
 def test_names_that_it_cannot_have(name: str) -> None:
     with pytest.raises(CodecError, match=r"EverySecond|already"):
         register(half(name))
