@@ -17,6 +17,7 @@ REPORTS = {
     "balance": ("heavy_head", "three-way"),
     "big_graphs": (r"\| GPT, 24 blocks", VERDICT),
     "checkpoints": (r"\*\*Training\*\*", r"\| 10 MB \| DCP", r"after step 10,000", VERDICT),
+    "codecs": (r"\| int8 \| 0\.2578", r"\| 1024 \| lowrank:4", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),

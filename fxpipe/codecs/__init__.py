@@ -32,6 +32,9 @@ CODECS: dict[str, type[Codec]] = {
     )
 }
 
+_WORDS = ("none", "auto")
+"""What `--codec` takes besides names of codecs."""
+
 _Kind = TypeVar("_Kind", bound=type[Codec])
 
 
@@ -41,13 +44,13 @@ def register(kind: _Kind) -> _Kind:
     If it is in a model file, every worker of a run knows it, because every worker imports that file.
 
     Raises:
-        CodecError: it has no name that can be one in Python, or that of one of fxpipe's own.
+        CodecError: it has no name that can be one in Python, or one that means something to fxpipe.
     """
     name = getattr(kind, "name", "")
     if not name.isidentifier():
         raise CodecError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", as a variable may be called')
-    if name in CODECS and CODECS[name].__module__.startswith(f"{__name__}."):
-        raise CodecError(f"there is a codec '{name}' already", hint=f"another name for {kind.__name__}")
+    if name in _WORDS or (name in CODECS and CODECS[name].__module__.startswith(f"{__name__}.")):
+        raise CodecError(f"'{name}' means something else already", hint=f"another name for {kind.__name__}")
     CODECS[name] = kind
     return kind
 

@@ -16,7 +16,7 @@ SCALE = torch.bfloat16
 """The range of float32, since the scales of small gradients vanish in float16, in two bytes."""
 _SMALLEST = 2.0**-120
 """Scales below become 0: their inverses, and what rounding does to them, would leave float32's range."""
-_PIECE = 2**18
+_PIECE = 2**17
 """Values that a CPU works on at once: what is in between then stays in cache, and in memory already in use."""
 
 
@@ -50,38 +50,46 @@ def value_of(blocks: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values that may become such a dtype: what rounding has pushed out of float16's range goes to its end."""
-    return values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values
+    """float32 values of finite ones, or NaN, that may become such a dtype, in the same memory.
+
+    What rounding has pushed beyond the greatest number of the dtype, or of float32, becomes that.
+    """
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return values.clamp_(-most, most)
 
 
-def scales_of(blocks: Tensor, steps: int) -> Tensor:
+def absmax_of(blocks: Tensor) -> Tensor:
+    """float32[blocks]: the greatest |value| of each."""
+    if not blocks.numel():
+        return blocks.new_empty(len(blocks))
+    return torch.cat([blocks[piece].abs().amax(1) for piece in pieces(blocks)])
+
+
+def scales_of(absmax: Tensor, steps: int) -> Tensor:
     """bfloat16[blocks]: the size of a step, of which `steps` reach the greatest |value| of a block.
 
     It is absmax / steps, rounded up, and so at most 1 + 2⁻⁷ times as large; 0 below 2⁻¹²⁰; NaN for a block with a value
     that is not finite, which makes NaN of the whole block.
     """
-    absmax = blocks.abs().amax(1)
     exact = absmax / steps + (absmax - absmax)  # ∞ - ∞ is NaN
     nearest = exact.to(SCALE)
-    up = (nearest.view(torch.int16) + (nearest.to(torch.float32) < exact)).view(
-        SCALE
-    )  # the next number has the next bits
-    most = torch.finfo(SCALE).max / steps * (1 - 2**-8)  # so that decoded values are finite
-    return torch.where(exact < _SMALLEST, 0.0, up.clamp_(max=most))
+    too_small = nearest.to(torch.float32) < exact
+    rounded_up = (nearest.view(torch.int16) + too_small).view(SCALE)  # the next number has the next bits
+    return torch.where(exact < _SMALLEST, 0.0, rounded_up)
 
 
-def in_steps(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32, memory of its own: the values in steps, between -steps and steps without reaching further."""
+def steps_in(scales: Tensor) -> Tensor:
+    """float32[blocks, 1]: how many steps make 1. Blocks times these are from -steps to steps, and never beyond."""
     wide = scales.to(torch.float32)
-    inverse = torch.where(wide == 0, 0.0, (1 - 2**-22) / wide)
-    return blocks * inverse.unsqueeze(1)
+    return torch.where(wide == 0, 0.0, (1 - 2**-22) / wide).unsqueeze(1)
 
 
 def rounded(steps: Tensor, random: Tensor | None) -> Tensor:
     """Whole steps, in the same memory: the nearest, or with random int16 the next above or below, right on average.
 
-    ⌊x + u⌋ for u in [0, 1) is round(x + u - 1/2): a random number has 16 bits, so the mean is off by 2⁻¹⁷ at most.
+    ⌊x + u⌋ for u in (0, 1) is round(x + u - 1/2). Here u has 16 bits, in the middle between two of them, so that whole
+    numbers stay as they are, and the mean is off by 2⁻¹⁷ at most.
     """
     if random is not None:
-        steps.add_(random.to(torch.float32), alpha=2**-16)
+        steps.add_(random.to(torch.float32).add_(0.5), alpha=2**-16)
     return steps.round_()

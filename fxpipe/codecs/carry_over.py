@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxpipe.codecs.blocks import float_refusal
+from fxpipe.codecs.blocks import float_refusal, in_range
 from fxpipe.codecs.codec import Codec
 from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.plan.spec import TensorSpec
@@ -58,3 +58,8 @@ class CarryOver(Codec):
     @abstractmethod
     def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
         """C of a float32 tensor, packed; and what else is to be remembered, by name."""
+
+
+def in_range_if_finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values in a dtype: finite ones in its range, as what is carried over may not be; others become NaN."""
+    return in_range(values.clone(), dtype).add_(values - values).to(dtype)  # ∞ - ∞ is NaN

@@ -89,7 +89,7 @@ class Codec(ABC):
 
     def pack(self, value: Tensor, state: EdgeState | None = None) -> Tensor:
         """What emitted code calls before it sends: `encode`, or nothing inside `without_codecs`."""
-        return value if is_without_codecs() else self.encode(value.contiguous(), state)
+        return value if is_without_codecs() else self.encode(value.detach().contiguous(), state)
 
     def unpack(
         self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from fxpipe.codecs.blocks import (
     SCALE,
+    absmax_of,
     block_count,
     blocks_of,
     float_refusal,
     in_range,
-    in_steps,
     pieces,
     rounded,
     scales_of,
+    steps_in,
     value_of,
 )
 from fxpipe.codecs.codec import Codec
@@ -99,12 +100,11 @@ def hadamard_of(size: int, device: torch.device) -> Tensor:
 def _better_form(tiles: Tensor, hadamard: Tensor, on_average: bool) -> tuple[Tensor, Tensor]:
     """bfloat16 scales, negative for rotated tiles, and float32 steps: of each tile the form with the smaller error."""
     forms = tiles, tiles @ hadamard
-    scales = [scales_of(form, STEPS) for form in forms]
-    steps = [in_steps(form, scale) for form, scale in zip(forms, scales, strict=True)]
-    errors = [
-        _squared_error(s, on_average) * scale.to(torch.float32) ** 2 for s, scale in zip(steps, scales, strict=True)
-    ]
-    turned = errors[1] < errors[0]
+    scales = [scales_of(absmax_of(form), STEPS) for form in forms]
+    steps = [form * steps_in(scale) for form, scale in zip(forms, scales, strict=True)]
+    plain, other = (_squared_error(s, on_average) for s in steps)
+    ratio = scales[1].to(torch.float32) / scales[0].to(torch.float32)  # their squares could leave float32's range
+    turned = other * ratio**2 < plain
     return torch.where(turned, -scales[1], scales[0]), torch.where(turned.unsqueeze(1), steps[1], steps[0])
 
 

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from fxpipe.codecs.blocks import (
     SCALE,
+    absmax_of,
     block_count,
     blocks_of,
     float_refusal,
     in_range,
-    in_steps,
     pieces,
     rounded,
     scales_of,
+    steps_in,
     value_of,
 )
 from fxpipe.codecs.codec import Codec
@@ -61,9 +62,10 @@ class Int8(Codec):
         packed = value.new_empty(len(blocks) * (2 + BLOCK), dtype=torch.uint8)
         scales, codes = _parts(packed, len(blocks))
         random = None if state is None else state.random_int16(blocks)
+        scales.copy_(scales_of(absmax_of(blocks), STEPS))
+        steps_of_1 = steps_in(scales)
         for piece in pieces(blocks):
-            scales[piece] = scales_of(blocks[piece], STEPS)
-            steps = in_steps(blocks[piece], scales[piece])
+            steps = blocks[piece] * steps_of_1[piece]
             codes[piece] = rounded(steps, None if random is None else random[piece])
         return packed
 

@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxpipe.codecs.blocks import in_range
-from fxpipe.codecs.carry_over import CarryOver
+from fxpipe.codecs.carry_over import CarryOver, in_range_if_finite
 from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.errors import CodecError
 from fxpipe.plan.spec import TensorSpec
@@ -71,7 +70,7 @@ class LowRank(CarryOver):
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         rows, columns, rank = self._sizes(shape)
         left, right = packed[: rows * rank].view(rows, rank), packed[rows * rank :].view(columns, rank)
-        return in_range(left @ right.T, dtype).to(dtype).view(tuple(shape))
+        return in_range_if_finite(left @ right.T, dtype).view(tuple(shape))
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
         rows, columns = math.prod(shape[:-1]), shape[-1]
