@@ -40,7 +40,9 @@ PIPELINING = "torch 1F1B"
 TUNED_DDP = (
     Contender("DDP, fp16 hook", "ddp", {"hook": "fp16"}),
     Contender("DDP, PowerSGD", "ddp", {"hook": "powersgd", "rank": RANK}),
-    Contender(f"DDP, {STEPS_ACCUMULATED} accumulated", "ddp", {"accumulate": STEPS_ACCUMULATED}, every=STEPS_ACCUMULATED),
+    Contender(
+        f"DDP, {STEPS_ACCUMULATED} accumulated", "ddp", {"accumulate": STEPS_ACCUMULATED}, every=STEPS_ACCUMULATED
+    ),
 )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +47,21 @@ def _allowed() -> None:
         pytest.skip(reason)
 
 
-def together(hosts: Sequence[Host], folder: Path, *arguments: object) -> list[str]:
-    """What torchrun, started on both hosts, prints on each."""
+def begin(
+    hosts: Sequence[Host], folder: Path, *arguments: object, environment: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start torchrun on both hosts."""
     started = []
     for rank, host in enumerate(hosts):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
         torchrun += ["--node-rank", rank, "--master-addr", hosts[0].address, "--master-port", 29517, "-m", "fxpipe"]
-        started.append(host.start([*torchrun, *arguments], folder))
+        started.append(host.start([*torchrun, *arguments], folder, environment))
+    return started
+
+
+def together(hosts: Sequence[Host], folder: Path, *arguments: object) -> list[str]:
+    """What torchrun, started on both hosts, prints on each."""
+    started = begin(hosts, folder, *arguments)
     said = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     return [out for out, _ in said]
@@ -97,3 +108,45 @@ def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         fails()
     assert started[0].wait(10)
+
+
+def test_a_lost_link_ends_both_hosts_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    task = load_task(tmp_path / "model.py")
+    build = compile(task.model(), task.loss, task.train_data()[0], workers=2, schedule="async", cost="analytic")
+    build.save(tmp_path / "build", model_file=tmp_path / "model.py")
+    run = ["run", tmp_path / "build", "--threads", 1, "--steps", 2000, "--checkpoint-every", 100]
+    run += ["--out", tmp_path / "out"]
+    saved = tmp_path / "out" / "checkpoints" / "step-200"
+    with two_hosts(RATE) as hosts:
+        started = begin(hosts, tmp_path, *run, "--stall-timeout", 1)
+        until = time.monotonic() + 90
+        while not saved.is_dir() and time.monotonic() < until and all(p.poll() is None for p in started):
+            time.sleep(0.05)
+        subprocess.run(["ip", "-n", hosts[1].name, "link", "set", hosts[1].interface, "down"], check=True)
+        (_, first), (_, second) = (process.communicate(timeout=60) for process in started)
+    assert [process.returncode for process in started] == [1, 1]
+    assert "error: the run stood still for" in first
+    assert "worker 1 does not answer" in first
+    assert "the last good checkpoint is" in first
+    assert "error: worker 1 has not reached the host of worker 0 for" in second
+    with two_hosts(RATE) as hosts:
+        together(hosts, tmp_path, *run, "--resume")
+    build = {"build": str(tmp_path / "build"), "model_file": str(tmp_path / "model.py")}
+    run_local(RunOptions(**build, steps=2000, threads=1, out=str(tmp_path / "local")))
+    resumed = tmp_path / "out" / "model.safetensors"
+    assert resumed.read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
+
+
+def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    task = load_task(tmp_path / "model.py")
+    build = compile(task.model(), task.loss, task.train_data()[0], workers=2, schedule="async", cost="analytic")
+    build.save(tmp_path / "build", model_file=tmp_path / "model.py")
+    with two_hosts(RATE) as hosts:
+        run = ["run", tmp_path / "build", "--threads", 1, "--steps", 2, "--out", tmp_path / "out"]
+        started = begin(hosts, tmp_path, *run, environment={"GLOO_SOCKET_IFNAME": "eth77"})
+        (_, first), (_, second) = (process.communicate(timeout=60) for process in started)
+    for said in (first, second):
+        assert re.search(r"error: GLOO_SOCKET_IFNAME=eth77, and .* has no network interface of this name", said)
+        assert re.search(r"hint: there are .*fx-(left|right)", said)

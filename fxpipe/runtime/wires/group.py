@@ -10,6 +10,7 @@ there again afterwards.
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fxpipe.errors import FxpipeError, PeerLost
+from fxpipe.errors import FxpipeError, PeerLost, RunError, near
 from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
 
 _group: Any = None  # of the run in this process
@@ -29,6 +30,7 @@ _outside: Any = None  # the user's own, which is out of sight
 _stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by what the environment said then
 _meetings: Counter[tuple[str | None, ...]] = Counter()
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -50,9 +52,10 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
 
     Raises:
         PeerLost: another process is gone.
-        RunError: somebody else has connected.
+        RunError: somebody else has connected; or GLOO_SOCKET_IFNAME names a network interface that is not there.
     """
     global _group, _outside
+    _check_interface()
     _outside = dist.group.WORLD
     with peers(worker):
         if exchange is not None:
@@ -73,6 +76,17 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
             )
         _group = dist.group.WORLD
     dist.group.WORLD = None
+
+
+def _check_interface() -> None:
+    """Refuse GLOO_SOCKET_IFNAME where it names no interface of this host: gloo's own error does not say what there is."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get(INTERFACE, "").split(","):
+        if name and name not in there:
+            raise RunError(
+                f"{INTERFACE}={name}, and {socket.gethostname()} has no network interface of this name{near(name, there)}",
+                hint=f"there are {', '.join(there)}; set {INTERFACE} on each host to the one that reaches the others",
+            )
 
 
 def _fresh_store(timeout: timedelta) -> Any:
