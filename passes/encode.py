@@ -23,7 +23,8 @@ from fxpipe.plan.spec import EdgeSpec, TensorSpec
 class Encode(Pass):
     """Give edges their codecs.
 
-    A value that several workers get by the same codec is packed once, unless the codec keeps a state for each edge.
+    A value that several workers get by the same codec is packed once, unless the codec keeps a state for each edge. A
+    worker that hands a value on sends what it received, so that the value loses no more on the way.
 
     Fields:
         codecs: by edge, the codec's text; edges that are not named stay as they are.
@@ -63,15 +64,22 @@ class Encode(Pass):
 def _pack(send: fx.Node, edge: EdgeSpec, packed: dict[tuple[fx.Node, str], fx.Node], seconds: float) -> None:
     """Let a Send take what the codec makes of its value, made right before the first Send that takes it."""
     (source,) = send.all_input_nodes
+    if wire.is_unpack(source) and wire.codec_of(source) == edge.codec:
+        _carry(send, source.all_input_nodes[0])
+        return
     state = edge.name if codec(edge.codec).keeps_state(edge.kind) else None
     known = packed.get((source, edge.codec)) if state is None else None
     if known is None:
         name = f"{name_in_part(source)}_{wire.variable(edge.codec)}"
         known = _before(send, wire.pack, (source, edge.codec, state), name, seconds, _value(edge))
         packed[source, edge.codec] = known
-    send.args = (known,)
-    send.meta["val"] = known.meta["val"]
-    send.meta[INFO].bytes = size_of(value(known))
+    _carry(send, known)
+
+
+def _carry(send: fx.Node, packed: fx.Node) -> None:
+    send.args = (packed,)
+    send.meta["val"] = packed.meta["val"]
+    send.meta[INFO].bytes = size_of(value(packed))
 
 
 def _unpack(recv: fx.Node, edge: EdgeSpec, seconds: float) -> None:
