@@ -260,6 +260,8 @@ class Plan:
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
+        weights_codec: what packs the changes of weights that owners send to their readers (`fxpipe.codecs`), with its
+            option; '' sends the weights as they are.
     """
 
     fxpipe: str
@@ -293,6 +295,7 @@ class Plan:
     padding: tuple[PadSpec, ...] = ()
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""
+    weights_codec: str = ""
 
     @property
     def code(self) -> tuple[StageSpec | EvaluationStage, ...]:
