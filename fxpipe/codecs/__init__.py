@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from fxpipe.codecs.bits import Bits
+from fxpipe.codecs.casts import Bf16, Fp16
 from fxpipe.codecs.codec import Codec, without_codecs
+from fxpipe.codecs.int4 import Int4
+from fxpipe.codecs.int8 import Int8
+from fxpipe.codecs.int32 import Int32
+from fxpipe.codecs.lowrank import LowRank
+from fxpipe.codecs.topk import TopK
 from fxpipe.errors import CodecError, near
 
-CODECS: dict[str, type[Codec]] = {}
+CODECS: dict[str, type[Codec]] = {
+    kind.name: kind
+    for kind in (
+        # Half the bytes of float32, by rounding.
+        Bf16,  # for all kinds
+        Fp16,  # more precise, and small gradients vanish
+        # Whole steps of a scale for each block. Gradients are rounded at random, so that errors do not add up.
+        Int8,  # 8.25 bits a value
+        Int4,  # 4.5 bits, for activations; gradients need milder ones
+        # A small part of the value, and the rest with later messages: for gradients and differences of weights.
+        TopK,  # the greatest values
+        LowRank,  # the directions in which a matrix is greatest
+        # The same bits when read back; the compiler chooses these by dtype.
+        Bits,  # bool
+        Int32,  # int64
+    )
+}
 
 _Kind = TypeVar("_Kind", bound=type[Codec])
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fxpipe.codecs.edge_state import EdgeState
     from fxpipe.plan.spec import TensorSpec
 
+KINDS = ("input", "activation", "saved", "gradient", "weights")
+"""What a codec can be asked for: the kinds of edges that carry something, and replicas of weights."""
+
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
@@ -29,10 +32,12 @@ class Codec(ABC):
     Attributes:
         name: as `--codec` and the emitted code have it, a Python identifier.
         lossless: whether what is read back is what was written, to the bit.
+        kinds: which of `KINDS` it makes sense for.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
+    kinds: ClassVar[tuple[str, ...]] = KINDS
 
     @classmethod
     def of(cls, option: str) -> Codec:
@@ -49,7 +54,7 @@ class Codec(ABC):
         return self.name
 
     def refusal(self, tensor: TensorSpec) -> str:
-        """Why it cannot encode such a tensor, in words that go on from "int8 is for "; '' if it can."""
+        """Why it does not encode such a tensor, in words that go on from "int8 is for "; '' if it does."""
         return ""
 
     def keeps_state(self, kind: str) -> bool:
@@ -62,15 +67,25 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
-        """Pack a contiguous value.
+        """Pack a contiguous value: into the shape and dtype that `packed` says, on the value's device.
+
+        What is infinite or no number in it must arrive as infinite or no number, so that a run can stop.
 
         Args:
             state: the sender's, of this edge, where the codec keeps one; it may put new tensors into its `memory`.
+
+        Raises:
+            RunError: the codec is lossless, and this value does not fit.
         """
 
     @abstractmethod
     def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Read a value back: contiguous, in memory of its own."""
+        """Read a value back: contiguous, in memory of its own.
+
+        Args:
+            packed: what `encode` made. As it arrives it starts aligned, at 64 bytes.
+            shape, dtype: those of the value that was encoded.
+        """
 
     def pack(self, value: Tensor, state: EdgeState | None = None) -> Tensor:
         """What emitted code calls before it sends: `encode`, or nothing inside `without_codecs`."""

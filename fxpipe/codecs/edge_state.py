@@ -29,5 +29,16 @@ class EdgeState:
 
         They do not come from torch's own generators: what a model draws is the same with codecs and without.
         """
-        generator = torch.Generator(like.device).manual_seed(seed_of(*self.place()))
-        return torch.rand(like.shape, generator=generator, device=like.device)
+        return torch.rand(like.shape, generator=self._generator(like.device), device=like.device)
+
+    def random_int16(self, like: Tensor) -> Tensor:
+        """Random int16, uniform over all of them, as many as `like` has: for a fourth of what `uniform` costs on a CPU.
+
+        Each 64 random bits make four.
+        """
+        bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+        bits.random_(-(2**63), None, generator=self._generator(like.device))
+        return bits.view(torch.int16)[: like.numel()].view(like.shape)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed_of(*self.place()))

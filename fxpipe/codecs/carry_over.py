@@ -1,0 +1,65 @@
+"""Carrying over: what a message leaves out is added to the next one of the same edge."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.codecs.blocks import float_refusal, in_range
+from fxpipe.codecs.codec import Codec
+from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.plan.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class CarryOver(Codec):
+    """Sends C(x + e), where e is what all messages before have left out: e ← x + e - decoded.
+
+    So the sum of what arrives stays as near to the sum of what was meant as the last e, however coarse C is. It suits
+    what is added up: gradients, whose sum moves the weights, and differences of weights (not weights themselves: what
+    arrives is not near each x). An activation is read once, and no later one makes up for it.
+
+    A message with a value that is not finite leaves the memory as it was. Without a state, e is 0.
+
+    Source: Seide et al., 1-bit SGD (2014); Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847). They
+    call it error feedback, which in fxpipe is the repair of late steps.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("gradient", "weights")
+
+    def refusal(self, tensor: TensorSpec) -> str:
+        if refusal := float_refusal(tensor):
+            return refusal
+        packed = self.packed(tensor)
+        if packed.bytes >= tensor.bytes:
+            return f"tensors that it makes smaller: this would take {packed.bytes} bytes, and has {tensor.bytes}"
+        return ""
+
+    def keeps_state(self, kind: str) -> bool:
+        return kind in self.kinds
+
+    def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
+        state = state or EdgeState()
+        wanted = value.to(torch.float32, copy=True)
+        if "left_out" in state.memory:
+            wanted += state.memory["left_out"]
+        packed, memory = self.compress(wanted, state)
+        memory["left_out"] = wanted - self.decode(packed, value.shape, torch.float32)
+        finite = (wanted - wanted).sum() == 0  # ∞ - ∞ is NaN
+        for name, tensor in memory.items():
+            before = state.memory.get(name, torch.zeros_like(tensor))
+            state.memory[name] = torch.where(finite, tensor, before)
+        return packed
+
+    @abstractmethod
+    def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
+        """C of a float32 tensor, packed; and what else is to be remembered, by name."""
+
+
+def in_range_if_finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values in a dtype: finite ones in its range, as what is carried over may not be; others become NaN."""
+    return in_range(values.clone(), dtype).add_(values - values).to(dtype)  # ∞ - ∞ is NaN

@@ -1,0 +1,122 @@
+"""Which codec each kind of edge gets: what `--codec` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fxpipe.codecs import CODECS, codec
+from fxpipe.codecs.codec import KINDS
+from fxpipe.errors import CodecError, near
+from fxpipe.plan.spec import TensorSpec
+
+_WORDS = NONE, AUTO = "none", "auto"
+_LOSSLESS = {"bool": "bits", "int64": "int32"}
+_MILDER = {"int4": {"gradient": "int8", "weights": "int8"}}
+"""What a codec, given for all kinds, leaves to another: TAH-Quant's gradients need more bits than its activations."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A codec for each kind of edge, and for replicas of weights.
+
+    Attributes:
+        input, activation, saved, gradient, weights: a codec's text; `none` for those that are sent as they are; '' for
+            lossless codecs at most.
+        auto: the codecs are chosen elsewhere, by what they save on the links and cost on the machines.
+    """
+
+    LEAST_BYTES: ClassVar[int] = 1024
+    """Smaller tensors are sent as they are: their messages take no less time with fewer bytes."""
+
+    input: str = ""
+    activation: str = ""
+    saved: str = ""
+    gradient: str = ""
+    weights: str = ""
+    auto: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Encoding:
+        """What `--codec` says: `none`, `auto`, a codec for all kinds, or `activation=int4,gradient=int8`.
+
+        A codec for all kinds goes to those that it is for, but `int4` leaves gradients and weights to `int8`. Codecs of
+        a model file must be registered before.
+
+        Raises:
+            CodecError: a kind or a codec does not exist, or they do not fit; with all problems.
+        """
+        text = text.strip()
+        if text in (NONE, AUTO):
+            return cls(auto=text == AUTO)
+        if "=" not in text and "," not in text:
+            if text.partition(":")[0] not in CODECS:
+                raise CodecError(f"there is no codec '{text}'{near(text, [*_WORDS, *CODECS])}", hint=_hint())
+            chosen = codec(text)
+            milder = _MILDER.get(chosen.name, {})
+            return cls._of({kind: milder.get(kind, chosen.text) for kind in chosen.kinds})
+        codecs: dict[str, str] = {}
+        problems: list[str] = []
+        for item in text.split(","):
+            kind, equals, name = (part.strip() for part in item.partition("="))
+            found = _problems(kind, name) if equals else [f"'{item.strip()}' is not KIND=CODEC"]
+            if kind in codecs:
+                found.append(f"{kind} has two codecs")
+            problems += found
+            codecs[kind] = name
+        if problems:
+            raise CodecError(f"--codec {text}: {'; '.join(problems)}", hint=_hint())
+        return cls._of({kind: NONE if name == NONE else codec(name).text for kind, name in codecs.items()})
+
+    @classmethod
+    def _of(cls, texts: dict[str, Any]) -> Encoding:
+        return cls(**texts)
+
+    @property
+    def text(self) -> str:
+        """All of it, from which `parse` makes it again."""
+        if self.auto:
+            return AUTO
+        return ",".join(f"{kind}={asked}" for kind in KINDS if (asked := getattr(self, kind))) or NONE
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is to be packed: without, every edge is sent as it is."""
+        return self.auto or any(getattr(self, kind) not in ("", NONE) for kind in KINDS)
+
+    def codec_of(self, kind: str, tensor: TensorSpec) -> str:
+        """The text of the codec that such an edge gets; '' if its value is better sent as it is.
+
+        That is so for tokens, for less than 1024 bytes, and where no codec takes the tensor and saves bytes. For bool
+        and int64 tensors, the codecs that keep every bit are asked, too, once any codec is to be used at all.
+        """
+        asked = getattr(self, kind) if kind in KINDS else NONE
+        if asked == NONE or not self.asks or tensor.bytes < self.LEAST_BYTES:
+            return ""
+        for text in (asked, _LOSSLESS.get(tensor.dtype, "")):
+            if text and _pays(text, tensor):
+                return text
+        return ""
+
+
+def _pays(text: str, tensor: TensorSpec) -> bool:
+    made = codec(text)
+    return not made.refusal(tensor) and made.packed(tensor).bytes < tensor.bytes
+
+
+def _problems(kind: str, name: str) -> list[str]:
+    """What is wrong with one KIND=CODEC."""
+    found = [] if kind in KINDS else [f"there is no kind of edge '{kind}'{near(kind, KINDS)}"]
+    if name == NONE:
+        return found
+    try:
+        chosen = codec(name)
+    except CodecError as error:
+        return [*found, error.what]
+    if kind in KINDS and kind not in chosen.kinds:
+        found.append(f"{chosen.name} is for {' and '.join(chosen.kinds)} alone, not for {kind}")
+    return found
+
+
+def _hint() -> str:
+    return f"kinds: {', '.join(KINDS)}; codecs: {', '.join([NONE, *CODECS])}; for all kinds also {AUTO}"

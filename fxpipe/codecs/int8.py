@@ -1,0 +1,83 @@
+"""`int8`: blocks of 64 values in whole steps of a scale of their own; 8.25 bits a value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.codecs.blocks import (
+    SCALE,
+    block_count,
+    blocks_of,
+    float_refusal,
+    in_range,
+    in_steps,
+    pieces,
+    rounded,
+    scales_of,
+    value_of,
+)
+from fxpipe.codecs.codec import Codec
+from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.plan.spec import TensorSpec
+
+BLOCK = 64
+STEPS = 127
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """Whole steps from -127 to 127 in blocks of 64 values: decoded = s·q, s = max|x| / 127.
+
+    Without a state q = round(x / s), and |error| ≤ s/2. With one, as for gradients, q = ⌊x / s + u⌋ with u uniform in
+    [0, 1): |error| < s, and its mean is 0, so that errors of many steps of training do not add up.
+
+    s is a bfloat16, rounded up by at most a factor 1 + 2⁻⁷. Blocks of 64 confine an outlier to its neighbours. A block
+    with a value that is not finite becomes NaN; one whose values are all below 1e-34, 0.
+
+    Packed: uint8[66·blocks], first all scales, then all q.
+
+    Source: blocks from Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861); stochastic
+    rounding from Alistarh et al., QSGD (arXiv 1610.02132).
+    """
+
+    name: ClassVar[str] = "int8"
+
+    def refusal(self, tensor: TensorSpec) -> str:
+        return float_refusal(tensor)
+
+    def keeps_state(self, kind: str) -> bool:
+        return kind == "gradient"
+
+    def packed(self, tensor: TensorSpec) -> TensorSpec:
+        return TensorSpec((block_count(tensor.shape, BLOCK) * (2 + BLOCK),), (1,), "uint8")
+
+    def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
+        blocks = blocks_of(value, BLOCK)
+        packed = value.new_empty(len(blocks) * (2 + BLOCK), dtype=torch.uint8)
+        scales, codes = _parts(packed, len(blocks))
+        random = None if state is None else state.random_int16(blocks)
+        for piece in pieces(blocks):
+            scales[piece] = scales_of(blocks[piece], STEPS)
+            steps = in_steps(blocks[piece], scales[piece])
+            codes[piece] = rounded(steps, None if random is None else random[piece])
+        return packed
+
+    def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = block_count(shape, BLOCK)
+        scales, codes = _parts(packed, count)
+        blocks = packed.new_empty((count, BLOCK), dtype=dtype)
+        for piece in pieces(blocks):
+            steps = codes[piece].to(torch.float32)
+            values = steps.mul_(scales[piece].to(torch.float32).unsqueeze(1))
+            blocks[piece] = in_range(values, dtype)
+        return value_of(blocks, shape)
+
+
+def _parts(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Views: bfloat16[count] scales, and int8[count, 64] steps."""
+    return packed[: 2 * count].view(SCALE), packed[2 * count :].view(torch.int8).view(count, BLOCK)

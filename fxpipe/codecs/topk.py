@@ -1,0 +1,72 @@
+"""`topk`: only the greatest values, each with its place, and the others carried over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.codecs.carry_over import CarryOver, in_range_if_finite
+from fxpipe.codecs.edge_state import EdgeState
+from fxpipe.errors import CodecError
+from fxpipe.plan.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class TopK(CarryOver):
+    """The k = ⌈fraction·n⌉ values of the greatest magnitude, as they are in float32; 0 for the others.
+
+    A value that is not finite is greater than all others, and is sent. At a fraction of 0.25 it takes half of float32's
+    bytes, at the default of 0.01 a fiftieth.
+
+    Packed: int32[2·k], the places in ascending order, then the bits of the values.
+
+    Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent (arXiv 1704.05021); Stich et al.,
+    Sparsified SGD with Memory (arXiv 1809.07599), who show that so it converges as SGD does.
+
+    Attributes:
+        fraction: of the values that is sent, in (0, 1].
+    """
+
+    name: ClassVar[str] = "topk"
+    fraction: float = 0.01
+
+    @classmethod
+    def of(cls, option: str) -> TopK:
+        try:
+            fraction = float(option)
+        except ValueError:
+            fraction = math.nan
+        if not 0 < fraction <= 1:
+            raise CodecError(f"'topk:{option}': no fraction of the values", hint="more than 0, at most 1: topk:0.01")
+        return cls(fraction)
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}:{self.fraction}"
+
+    def refusal(self, tensor: TensorSpec) -> str:
+        if math.prod(tensor.shape) >= 2**31:
+            return "less than 2³¹ values"
+        return super().refusal(tensor)
+
+    def packed(self, tensor: TensorSpec) -> TensorSpec:
+        return TensorSpec((2 * self._count(tensor.shape),), (1,), "int32")
+
+    def compress(self, wanted: Tensor, state: EdgeState) -> tuple[Tensor, dict[str, Tensor]]:
+        flat = wanted.reshape(-1)
+        places = flat.abs().topk(self._count(wanted.shape), sorted=False).indices.sort().values
+        return torch.cat([places.to(torch.int32), flat[places].view(torch.int32)]), {}
+
+    def decode(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        places, values = packed.view(2, -1)
+        flat = packed.new_zeros(math.prod(shape), dtype=dtype)
+        flat[places.to(torch.int64)] = in_range_if_finite(values.view(torch.float32), dtype)
+        return flat.view(tuple(shape))
+
+    def _count(self, shape: Sequence[int]) -> int:
+        return math.ceil(self.fraction * math.prod(shape))

@@ -1,0 +1,28 @@
+"""`bf16` and `fp16` against torch's own casts."""
+
+from __future__ import annotations
+
+import torch
+from packed_values import gaussian, to_and_fro
+
+from fxpipe.codecs import codec
+
+
+def test_they_are_torchs_casts() -> None:
+    for dtype in (torch.float32, torch.float64):
+        value = gaussian(40, 50, dtype=dtype) * torch.logspace(-4, 4, 50)
+        assert torch.equal(to_and_fro(codec("bf16"), value), value.to(torch.bfloat16).to(dtype))
+        assert torch.equal(to_and_fro(codec("fp16"), value), value.to(torch.float16).to(dtype))
+
+
+def test_float16_ends_at_its_greatest_number() -> None:
+    value = torch.tensor([1e5, -1e30, 65519.0, 65520.0, torch.nan, torch.inf, -torch.inf])
+    read = to_and_fro(codec("fp16"), value)
+    assert read[:4].tolist() == [65504.0, -65504.0, 65504.0, 65504.0]
+    assert read[4:].isfinite().tolist() == [False, False, False]
+
+
+def test_bfloat16_keeps_small_gradients_and_float16_does_not() -> None:
+    value = gaussian(100) * 1e-9
+    assert float((to_and_fro(codec("bf16"), value) / value - 1).abs().max()) <= 2**-8
+    assert not to_and_fro(codec("fp16"), value).any()
