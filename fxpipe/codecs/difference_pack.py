@@ -2,8 +2,9 @@
 
 What the receiver makes of a difference is `base + decode(encode(value − base))`, and it is the base of the next one.
 The sender computes the same, from the same bytes. The next difference therefore holds what this message has lost, so
-that errors do not add up. A codec must not remember them a second time: it gets no state (`Codec.encode`), and what it
-writes depends on the difference alone.
+that errors do not add up. A codec must not carry them over a second time: its state remembers nothing, and is there for
+random numbers alone, other ones in each message. (`lowrank` would never send what is orthogonal to the same random
+columns.) So a checkpoint need not hold it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.codecs.codec import Codec
+from fxpipe.codecs.edge_state import EdgeState
 from fxpipe.plan.packing import ALIGNMENT, Layout, Pack
 from fxpipe.plan.spec import TensorSpec
+
+KIND = "weights"
+"""Of edge, as codecs know it."""
 
 
 def gains(codec: Codec, tensor: TensorSpec) -> bool:
@@ -36,6 +41,7 @@ class DifferencePack:
 
     Attributes:
         bytes: the exact size of the message.
+        sizes: by name, what each tensor takes of it, without what aligns the next one.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], codec: Codec | None, differences: Sequence[str] = ()) -> None:
@@ -44,15 +50,20 @@ class DifferencePack:
         self.differences = frozenset(differences)
         self._codec = codec
         self._layouts = {name: Layout(specs[name], name) for name in differences}
-        self._pack = Pack([self._sent(spec, name) for name, spec in specs.items()])
+        sent = {name: self._sent(spec, name) for name, spec in specs.items()}
+        self._pack = Pack(list(sent.values()))
+        self.sizes = {name: spec.bytes for name, spec in sent.items()}
         self.bytes = self._pack.bytes
 
-    def pack(self, tensors: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def pack(
+        self, tensors: Mapping[str, Tensor], bases: Mapping[str, Tensor], place: tuple[object, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """A new block, and what its receiver makes of it.
 
         Args:
             tensors: all, by name.
             bases: what the receiver has, at least of those that travel as differences; they are not changed.
+            place: names this message alone, for the codec's random numbers; with the run's seed.
 
         Returns:
             The block, and by name tensors that nothing writes to: views of the block, and new ones.
@@ -61,8 +72,7 @@ class DifferencePack:
         for name in self.names:
             value = tensors[name].detach()
             if name in self.differences:
-                assert self._codec is not None
-                value = self._codec.encode(torch.sub(value, bases[name]).contiguous(), None)
+                value = self._encoded(value - bases[name], (*place, name))
             values.append(value)
         block = self._pack.pack(values)
         return block, self.unpack(block, bases)
@@ -73,6 +83,11 @@ class DifferencePack:
         for name in self.differences:
             found[name] = self._rebuilt(name, found[name], bases[name])
         return found
+
+    def _encoded(self, difference: Tensor, place: tuple[object, ...]) -> Tensor:
+        assert self._codec is not None
+        state = EdgeState(place=lambda: place) if self._codec.keeps_state(KIND) else None
+        return self._codec.encode(difference.contiguous(), state)
 
     def _rebuilt(self, name: str, packed: Tensor, base: Tensor) -> Tensor:
         assert self._codec is not None

@@ -99,13 +99,12 @@ class ReplicaMessages:
             self._packs[key] = DifferencePack(specs, self.codec, key[1])
         return self._packs[key]
 
-    def base_bytes(self, owner: int, reader: int) -> int:
-        """What each of both ends keeps of the last messages, for the next differences, in steady state."""
-        filling = Filling()
+    def base_bytes(self, owner: int, reader: int, version: int, filling: Filling) -> int:
+        """What each of both ends keeps of the messages of a version for the differences of the next."""
         return sum(
             self.demand.parameters[name].tensor.bytes
-            for message in self.kept_up(owner, reader, STEADY, filling)
-            for name in self.differences(owner, reader, STEADY + 1, message.ahead, filling)
+            for message in self.kept_up(owner, reader, version, filling)
+            for name in self.differences(owner, reader, version + 1, message.ahead, filling)
         )
 
     def _find_in_stream(self, owner: int, reader: int, version: int, ahead: int, filling: Filling) -> tuple[str, ...]:

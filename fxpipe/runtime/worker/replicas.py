@@ -17,9 +17,14 @@ from fxpipe.runtime.wires.transport import Transport
 
 
 class Replicas:
-    """What one worker sends as an owner, and receives as a reader."""
+    """What one worker sends as an owner, and receives as a reader.
 
-    def __init__(self, messages: ReplicaMessages, worker: int, transport: Transport) -> None:
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, messages: ReplicaMessages, worker: int, transport: Transport, seed: int) -> None:
+        self.seed = seed
         self.messages = messages
         self.worker = worker
         self.transport = transport
@@ -84,7 +89,7 @@ class Replicas:
         version, ahead = message.version, message.ahead
         pack = self.messages.pack(self.worker, reader, version, ahead, self.filling)
         _, base = self._made.pop((reader, ahead), (version - 1, {}))
-        block, made = pack.pack(weights, base)
+        block, made = pack.pack(weights, base, (self.seed, self.worker, reader, version, ahead))
         later = self._changes(self.worker, reader, version + 1, ahead)
         kept = {name: made[name] for name in made if name in pack.differences or name in later}
         self._made[reader, ahead] = version, kept

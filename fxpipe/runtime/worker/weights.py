@@ -103,7 +103,7 @@ class WeightStore:
         )
         self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)
-        self.replicas = Replicas(ReplicaMessages(demand), worker, transport)
+        self.replicas = Replicas(ReplicaMessages(demand), worker, transport, seed)
         self._copies: dict[Key, dict[str, Tensor]] = {}
         self._unread = Unread(demand, worker)
         own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
