@@ -268,7 +268,7 @@ class Toy:
         return ((h - y) ** 2).mean()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy() -> type[Toy]:
     """Makes builds by hand: `toy(forward=(0, 1), …).save(folder)`."""
     return Toy
