@@ -34,6 +34,9 @@ Version = tuple[int, int]
 Past = Mapping[Version, Mapping[str, Tensor]]
 """Of versions before the live one, the parameters that actions of minibatches in flight read, by name."""
 
+Sent = Mapping[tuple[int, int, int], Mapping[str, Tensor]]
+"""What a reader has of an owner's parameters, by name; by version, prediction distance and reader."""
+
 
 @dataclass
 class Shard:
@@ -44,7 +47,9 @@ class Shard:
         start: the minibatch that the segment of the next one began with.
         parameters: those it owns, by their first names.
         buffers: all that the worker has, by their first names.
-        past: of parameters it owns, what minibatches in flight read of earlier versions.
+        past: of parameters it owns, what minibatches in flight read of earlier versions: on all workers, or, where
+            replicas travel as encoded differences, on this one.
+        sent: then, what other workers have of these versions and of the live one, which differences build on.
         state: what its optimizer, clipping and logs know; None of the tensors is a live one.
         data: on worker 0, where the data stand, if they say so themselves.
     """
@@ -54,6 +59,7 @@ class Shard:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     past: dict[Version, dict[str, Tensor]] = field(default_factory=dict)
+    sent: dict[tuple[int, int, int], dict[str, Tensor]] = field(default_factory=dict)
     state: Any = None
     data: Any = None
 
@@ -76,6 +82,15 @@ def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard) -> dict[str
         "past": [
             {"version": version, "ahead": ahead, "weights": pipeline(held, f"version {version} + {ahead}")}
             for (version, ahead), held in shard.past.items()
+        ],
+        "sent": [
+            {
+                "version": version,
+                "ahead": ahead,
+                "reader": reader,
+                "weights": pipeline(held, f"version {version} + {ahead} on worker {reader}"),
+            }
+            for (version, ahead, reader), held in shard.sent.items()
         ],
         "data": pipeline(shard.data, "data"),
     }
@@ -126,7 +141,8 @@ def read_shard(folder: Path, step: int, worker: int, workers: int) -> Shard:
         try:
             past = {(row.version, row.ahead): pipeline(row.weights) for row in body.past}
             buffers = pipeline(body.buffers)
-            return Shard(step, body.start, {}, buffers, past, optimizer(body.optimizer), pipeline(body.data))
+            sent = {(row.version, row.ahead, row.reader): pipeline(row.weights) for row in body.sent}
+            return Shard(step, body.start, {}, buffers, past, sent, optimizer(body.optimizer), pipeline(body.data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Malformed(f"it is no shard of a checkpoint: {error}") from error
 
@@ -144,6 +160,11 @@ class _Past:
 
 
 @dataclass(frozen=True)
+class _Sent(_Past):
+    reader: int
+
+
+@dataclass(frozen=True)
 class _Body:
     """What `worker-….json` holds."""
 
@@ -152,6 +173,7 @@ class _Body:
     buffers: dict[str, Any]
     past: list[_Past]
     data: Any
+    sent: list[_Sent] = field(default_factory=list)  # an earlier fxpipe wrote none
 
 
 def _files(worker: int, workers: int) -> Mapping[str, str]:

@@ -35,6 +35,10 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
     owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in held) for held in (owned, copies))
     costs = subject.known.workers[rank] if subject.known.workers else None
+    if traffic is not None:
+        replica_bytes += traffic.bases[rank]
+    elif costs is not None:
+        replica_bytes = costs.replica_bytes
     if flight is None and costs is not None:
         flight = costs.in_flight
     memory = None

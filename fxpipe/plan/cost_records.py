@@ -17,7 +17,8 @@ class WorkerSummary:
         update: seconds a minibatch.
         begins: the module paths where its forward and its backward begin.
         bytes_in, bytes_out: a minibatch's: every edge once for each microbatch, replicas of weights once.
-        owned_bytes, replica_bytes: of parameters: owned here; replicas of those of other workers, or frozen.
+        owned_bytes, replica_bytes: of parameters: owned here; replicas of those of other workers, or frozen, and what
+            is kept at both ends for encoded differences to build on.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
         memory_bytes: weights, their gradients, replicas, and the saved values of all microbatches in flight. What the
             optimizer keeps, temporaries and message buffers come on top.

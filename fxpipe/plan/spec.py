@@ -257,10 +257,11 @@ class Plan:
         meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
             and a run makes the parameters' initial values.
         shapes: the step for each further shape of batch; what is above is for the first.
-        weights_codec: packs what owners send of replicas, as differences; '' if whole weights travel.
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
+        weights_codec: what packs the changes of weights that owners send to their readers (`fxpipe.codecs`), with its
+            option; '' sends the weights as they are.
     """
 
     fxpipe: str
@@ -291,10 +292,10 @@ class Plan:
     loss_weight: bool = False
     totals: EvaluationSpec | None = None
     shapes: tuple[ShapeSpec, ...] = ()
-    weights_codec: str = ""
     padding: tuple[PadSpec, ...] = ()
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""
+    weights_codec: str = ""
 
     @property
     def code(self) -> tuple[StageSpec | EvaluationStage, ...]:

@@ -36,6 +36,9 @@ Memory, in bytes: owned weights × `owned_factor` (weight, gradient, optimizer s
 and frozen weights + what is saved, received or sent for backward, for each microbatch in flight + the largest
 temporaries. What comes from an earlier worker is in flight for as long as it is there.
 
+A codec of weights (`Plan.weights_codec`) is not counted: replicas are priced as they are, and what owners and readers
+keep for differences to build on, one more copy at either end, is in the table of the build alone.
+
 Everything here is arithmetic on arrays of cut positions: any number of candidate workers at once.
 """
 

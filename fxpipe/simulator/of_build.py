@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.packing import Pack
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
 
@@ -29,6 +29,7 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
 
     Raises:
         BuildError: the costs are empty, or those of another number of workers.
+        CodecError: only the model file knows the codec of the weights, and was not imported.
     """
     if not costs.workers:
         raise BuildError("the build does not say what its workers cost", hint=_AGAIN)
@@ -38,6 +39,7 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     if costs.times and len(costs.times) != plan.workers:
         what = f"there are times of {len(costs.times)} workers, the build has {plan.workers}"
         raise BuildError(what, hint=_AGAIN)
+    sizes = ReplicaMessages(demand)
     points = {timing.name: (timing.made, timing.needed) for timing in costs.timings}
     return Scenario(
         workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
@@ -45,7 +47,7 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
             Message(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes, *points.get(e.name, (1.0, 0.0)))
             for e in plan.edges
         ),
-        replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, owner)),
+        replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, sizes, owner)),
         links=costs.links,
     )
 
@@ -59,9 +61,9 @@ def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
     return WorkerCost(forward, backward, update, static_bytes=held, saved_bytes=row.saved_bytes)
 
 
-def _replicas(demand: Demand, owner: int) -> Iterator[Replica]:
+def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Replica]:
     """What an owner sends after an update: one message for each reader and prediction distance."""
-    version = 1  # all are alike except the first, which serves the whole warm-up and is never sent
+    version, filling = STEADY, Filling()
     for reader in demand.readers(owner):
         reads: dict[int, dict[tuple[Phase, int], None]] = {}
         for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
@@ -70,5 +72,5 @@ def _replicas(demand: Demand, owner: int) -> Iterator[Replica]:
                 # Microbatches of one minibatch may read different versions; the simulator waits for the oldest one.
                 reads.setdefault(ahead, {})[reading.phase, max(reading.lags)] = None
         for message in demand.messages(owner, reader, version, 0, None):
-            size = Pack([demand.parameters[name].tensor for name in message.names]).bytes
-            yield Replica(owner, reader, tuple(reads[message.ahead]), size)
+            pack = sizes.pack(owner, reader, version, message.ahead, filling)
+            yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes)

@@ -7,6 +7,7 @@ from fxpipe.ir.program import Program, info, size_of, unit_name
 from fxpipe.plan.cost_records import WorkerSummary
 from fxpipe.plan.spec import PartSpec, Plan
 from fxpipe.policy.demand import Demand
+from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 
 
 def summarize(
@@ -32,6 +33,7 @@ def summarize(
         copies = [p.name for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
         trained = sum(p.tensor.bytes for p in plan.owned(rank) if p.trained)
         owned_bytes, replica_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
+        replica_bytes += traffic.bases[rank]
         saved = _saved_bytes(program, rank)
         rows.append(
             WorkerSummary(
@@ -69,20 +71,27 @@ class Traffic:
     Attributes:
         arriving, leaving: by worker.
         weights: what an owner sends a reader after an update, by (owner, reader).
+        bases: by worker, the bytes that it keeps of the last messages of replicas, sent and received, because the next
+            ones are encoded differences to them.
     """
 
     def __init__(self, plan: Plan, demand: Demand) -> None:
-        sizes = {p.name: p.tensor.bytes for p in plan.parameters}
         self.arriving = [0] * plan.workers
         self.leaving = [0] * plan.workers
         self.weights: dict[tuple[int, int], int] = {}
+        self.bases = [0] * plan.workers
+        written, filling = ReplicaMessages(demand), Filling()
+        steady = 4 * plan.workers  # a version that no warm-up reads
         for edge in plan.edges:
             self._add(edge.src, edge.dst, edge.sent.bytes * plan.microbatches)
-        steady = 4 * plan.workers  # a version that no warm-up reads
         for owner in range(plan.workers):
             for reader in demand.readers(owner):
                 messages = demand.messages(owner, reader, steady, 0, None)
-                sent = sum(sizes[name] for message in messages for name in message.names)
+                packs = [written.pack(owner, reader, steady, message.ahead, filling) for message in messages]
+                sent = sum(size for pack in packs for size in pack.sizes.values())
+                kept = written.base_bytes(owner, reader, steady, filling)
+                self.bases[owner] += kept
+                self.bases[reader] += kept
                 self.weights[owner, reader] = sent
                 self._add(owner, reader, sent)
 

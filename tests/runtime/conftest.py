@@ -80,6 +80,7 @@ class Toy:
     tied: bool = False
     dropout: bool = False
     counter: bool = True
+    weights_codec: str = ""
     spoil: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
@@ -254,6 +255,7 @@ class Toy:
             units=("",) * self.workers,
             parameters=tuple(parameters), buffers=buffers, edges=tuple(edges.values()), stages=tuple(stages),
             weights_file=weights.name, weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
+            weights_codec=self.weights_codec,
         )  # fmt: skip
         (folder / "plan.json").write_text(plan.to_json())
         (folder.parent / "model.py").write_text(TASK.format(batch=BATCH, width=WIDTH))
@@ -266,7 +268,7 @@ class Toy:
         return ((h - y) ** 2).mean()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy() -> type[Toy]:
     """Makes builds by hand: `toy(forward=(0, 1), …).save(folder)`."""
     return Toy

@@ -30,6 +30,8 @@ MIXED = {"forward": (0, 0, 1, 2, 2), "backward": (0, 1, 1, 1, 2), "tied": True, 
     [
         ({**MIXED, "policy": "spectrain"}, {"steps": 15, "seed": 3}),
         ({"microbatches": 4, "schedule": "1f1b", "tied": True, "forward": (0, 1, 1), "backward": (0, 0, 1)}, {}),
+        ({**MIXED, "policy": "spectrain", "weights_codec": "int8"}, {"steps": 15, "seed": 3}),
+        ({**MIXED, "policy": "stash", "weights_codec": "lowrank:2"}, {"steps": 15, "seed": 3}),
     ],
 )
 def test_distributed_is_local_bit_for_bit(
@@ -51,6 +53,20 @@ def test_distributed_is_local_bit_for_bit(
         assert [a[k] for k in ("step", "loss", "lr")] == [b[k] for k in ("step", "loss", "lr")]
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
+
+
+@pytest.mark.slow
+def test_a_shorter_run_with_encoded_replicas_goes_on_as_a_longer_one(toy: Any, tmp_path: Path) -> None:
+    """Though its workers knew its end, and did not send what only later minibatches read."""
+    folder = str(toy(**MIXED, policy="spectrain", weights_codec="int8").save(tmp_path / "build"))
+    whole = launch(RunOptions(folder, steps=15, out=str(tmp_path / "whole")), 3)
+    first = RunOptions(folder, steps=7, out=str(tmp_path / "first"), checkpoint_every="7")
+    shorter = launch(first, 3)
+    assert whole["losses"][:7] == shorter["losses"]
+    path = str(tmp_path / "first" / "checkpoints" / "step-7")
+    longer = launch(RunOptions(folder, steps=15, out=str(tmp_path / "longer"), resume=path, weights=path), 3)
+    assert longer["losses"][-8:] == whole["losses"][-8:]
+    assert (tmp_path / "longer/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -88,11 +88,18 @@ def test_a_policy_that_does_not_fit_the_schedule_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "policy", "microbatches"),
-    [("async", "spectrain", 1), ("async", "stash", 1), ("async", "latest", 1), ("1f1b", "latest", 4)],
+    ("schedule", "policy", "microbatches", "weights_codec"),
+    [
+        ("async", "spectrain", 1, ""),
+        ("async", "stash", 1, ""),
+        ("async", "latest", 1, ""),
+        ("1f1b", "latest", 4, ""),
+        ("async", "spectrain", 1, "int8"),
+        ("1f1b", "latest", 4, "topk:0.1"),
+    ],
 )
 def test_the_runtime_sends_the_same(
-    monkeypatch: pytest.MonkeyPatch, schedule: str, policy: str, microbatches: int
+    monkeypatch: pytest.MonkeyPatch, schedule: str, policy: str, microbatches: int, weights_codec: str
 ) -> None:
     """The values sent and the weights received in a real run: ends, bytes and minibatch of each."""
     real: Counter[tuple[object, ...]] = Counter()
@@ -111,6 +118,7 @@ def test_the_runtime_sends_the_same(
     monkeypatch.setattr(LocalTransport, "send", spied_send)
     monkeypatch.setattr(LocalTransport, "recv_weights", spied_receive)
     build = shifted(microbatches, schedule=schedule, policy=policy)
+    build = dataclasses.replace(build, plan=dataclasses.replace(build.plan, weights_codec=weights_codec))
     minibatches = 9
     case, _, _ = captured("gpt", microbatches)
     build.local().run(case.batches(minibatches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -158,6 +159,40 @@ def test_goes_on_with_the_same_bits(case: Any, builds: Callable[..., Build], tmp
     workers, microbatches, apart, optimizer, scheduler, options, steps = case
     build = builds(workers, microbatches, apart)
     check(build, tmp_path, OPTIMIZERS[optimizer], SCHEDULERS[scheduler], options, steps)
+
+
+ENCODED: list[tuple[int, int, str, str, dict[str, Any], Sequence[int]]] = [
+    (4, 1, "int8", "sgd", {"policy": "spectrain"}, (1, 2, 11)),
+    (4, 4, "topk:0.2", "adamw", {"policy": "latest+ef"}, (2, STEPS)),
+    (4, 1, "int8", "sgd", {"policy": "stash", "sync_steps": 9}, (4, 8, 9, 10, 17)),
+    (4, 2, "lowrank:2", "adamw", {"schedule": "1f1b"}, (1, 13)),
+    (2, 1, "int8", "several", {"policy": "pipeoptim+keep"}, (3,)),
+]
+
+
+@pytest.mark.parametrize("case", ENCODED, ids=lambda case: f"{case[2]}-{'-'.join(map(str, case[4].values()))}")
+def test_goes_on_with_encoded_replicas(case: Any, builds: Callable[..., Build], tmp_path: Path) -> None:
+    """What readers had is in the checkpoint: the owners' own weights would be other ones."""
+    workers, microbatches, codec, optimizer, options, steps = case
+    plain = builds(workers, microbatches, True)
+    build = dataclasses.replace(plain, plan=dataclasses.replace(plain.plan, weights_codec=codec))
+    given = {"optimizer": OPTIMIZERS[optimizer], "accept_optimizer_per_worker": True}
+    assert build.local(**given, **options).run(batches(9)) != plain.local(**given, **options).run(batches(9))
+    check(build, tmp_path, OPTIMIZERS[optimizer], SCHEDULERS["cosine"], options, steps)
+
+
+def test_other_cuts_begin_with_whole_replicas(builds: Callable[..., Build], tmp_path: Path) -> None:
+    plain, other = builds(4, 1, True), builds(2, 1, True)
+    plans = [dataclasses.replace(build.plan, weights_codec="int8") for build in (plain, other)]
+    first, second = (dataclasses.replace(b, plan=plan) for b, plan in zip((plain, other), plans, strict=True))
+    given = {"optimizer": OPTIMIZERS["sgd"], "policy": "latest"}
+    whole = first.local(**given, checkpoint_every="10", out=tmp_path)
+    whole.run(batches(STEPS))
+    whole.checkpoints.finish()
+    path = tmp_path / "checkpoints" / "step-10"
+    runs = [build.local(**given, resume=path).run(batches(STEPS)[10:]) for build in (second, other)]
+    assert runs[0] != runs[1]
+    assert runs[0] == pytest.approx(runs[1], rel=0.05)
 
 
 POLICIES = ["latest", "stash", "vertical", "2bw", "2bw+predict", "spectrain", "pipeoptim",

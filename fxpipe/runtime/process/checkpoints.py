@@ -81,9 +81,10 @@ class Checkpoints:
         reach = max(demand.reach(owner) for owner in range(demand.plan.workers))
         ahead = reach + 1 + (AHEAD if shapes else 0)
         self.agenda = Agenda(exchange, step, ahead, every.seconds, writer.whole, lambda: self.asked())
-        pasts = [of_worker[0].past for of_worker in shards] or [{} for _ in executors]
+        before = [(of_worker[0].past, of_worker[0].sent) for of_worker in shards] or [({}, {}) for _ in executors]
         self._captures = {
-            executor.worker: Captures(executor, self.due, past) for executor, past in zip(executors, pasts, strict=True)
+            executor.worker: Captures(executor, self.due, past, sent)
+            for executor, (past, sent) in zip(executors, before, strict=True)
         }
         for executor in executors:
             executor.beginning = partial(self._begin, self._captures[executor.worker])

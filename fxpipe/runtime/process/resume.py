@@ -209,7 +209,7 @@ def begin_or_go_on(executor: Executor, resumed: Resumed | None, shards: list[Sha
     if resumed is None or not resumed.exact:
         store.begin(store.version, stop)
     else:
-        store.go_on(resumed.manifest.start, shards[0].past, stop)
+        store.go_on(resumed.manifest.start, shards[0].past, shards[0].sent, stop)
 
 
 def restore(executors: Sequence[Executor], resumed: Resumed) -> list[list[Shard]]:

@@ -12,18 +12,21 @@ update that makes version S. Whoever goes on from the checkpoint runs them again
 and, in each of the updates before S, what F8 … F10 read of the version that the update replaces, predicted as they
 read it, here or on other workers. These weights depend on nothing but the version, so it does not matter whether those
 forwards have run: a run that ends at S can be made longer.
+
+Where replicas travel as encoded differences, other workers read what they made of these. It is kept by reader, that of
+version S too: the messages of later versions build on it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.checkpoint.shard import Past, Shard
+from fxpipe.checkpoint.shard import Past, Sent, Shard
 from fxpipe.runtime.worker.executor import Executor
 
 Due = Callable[[int], bool]
@@ -34,19 +37,20 @@ class Captures:
     """Takes a worker's shards of the checkpoints that are due.
 
     Args:
-        past: of the shard that the run goes on from: the next checkpoints may need some of it again.
+        past, sent: of the shard that the run goes on from: the next checkpoints may need some of it again.
 
     Attributes:
         reach: how many updates back the minibatches in flight read this worker's weights.
     """
 
-    def __init__(self, executor: Executor, due: Due, past: Past) -> None:
+    def __init__(self, executor: Executor, due: Due, past: Past, sent: Sent) -> None:
         self.executor = executor
         self.due = due
         self.reach = executor.store.demand.reach(executor.worker)
         self._begun: dict[int, Shard] = {}
-        self._taken = executor.store.version
-        self._earlier = {key: {name: copied(value) for name, value in of.items()} for key, of in past.items()}
+        self._taken = self._begun_at = executor.store.version
+        self._earlier = {key: _all_copied(of) for key, of in past.items()}
+        self._earlier_sent = {key: _all_copied(of) for key, of in sent.items()}
         executor.store.leaving = self._keep
 
     def take(self) -> Shard | None:
@@ -63,10 +67,11 @@ class Captures:
         if not shard.buffers:  # no forward of it has begun
             shard.buffers = dict(self.executor.buffers)
         shard.start = store.start
-        for version, ahead, names in self._needed_earlier(step):
-            held = shard.past.setdefault((version, ahead), {})
-            held.update({name: self._earlier[version, ahead][name] for name in names})
+        self._take_earlier(shard)
+        if store.replicas.encoded:
+            self._take_sent(shard, step)
         shard.past = dict(sorted(shard.past.items()))
+        shard.sent = dict(sorted(shard.sent.items()))
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
         shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
         shard.state = _copy(store.state(), {})
@@ -85,29 +90,50 @@ class Captures:
         for step in range(version + 1, version + self.reach + 1):
             if not self.due(step):
                 continue
-            past = self._of(step).past
+            shard = self._of(step)
             watch.open("save")
-            for ahead, names in self._needed(version, step):
-                held = past.setdefault((version, ahead), {})
+            for reader, ahead, names in self._needed(version, step):
+                if reader != self.executor.worker and store.replicas.encoded:
+                    continue
+                held = shard.past.setdefault((version, ahead), {})
                 found = store.predictions.look(names, ahead)
                 held.update({name: copied(found[name]) for name in names if name not in held})
+            if store.replicas.encoded:
+                self._take_sent(shard, version)
             watch.close()
 
-    def _needed(self, version: int, step: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """What actions of minibatches from a step on read of a version: how far ahead, and which parameters."""
+    def _take_sent(self, shard: Shard, version: int) -> None:
+        """What other workers have of the live version."""
+        store = self.executor.store
+        for reader, ahead, names in self._needed(version, shard.step):
+            if reader != self.executor.worker:
+                weights = store.predictions.look(names, ahead)
+                made = store.replicas.of_reader(reader, ahead, names, weights)
+                shard.sent[version, ahead, reader] = _all_copied(made)
+
+    def _needed(self, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """What actions of minibatches from a step on read of a version: where, how far ahead, and which parameters."""
         demand = self.executor.store.demand
         for reader in range(demand.plan.workers):
             for message in demand.messages(
                 self.executor.worker, reader, version, self.executor.store.start, None, step
             ):
-                yield message.ahead, message.names
+                yield reader, message.ahead, message.names
 
-    def _needed_earlier(self, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    def _take_earlier(self, shard: Shard) -> None:
         """Of the versions before this run went on; they are forgotten as soon as no step needs them."""
-        self._earlier = {key: of for key, of in self._earlier.items() if key[0] >= step - self.reach}
-        for version in sorted({version for version, _ in self._earlier}):
-            for ahead, names in self._needed(version, step):
-                yield version, ahead, names
+        oldest = shard.step - self.reach
+        self._earlier = {key: of for key, of in self._earlier.items() if key[0] >= oldest}
+        self._earlier_sent = {key: of for key, of in self._earlier_sent.items() if key[0] >= oldest}
+        encoded = self.executor.store.replicas.encoded
+        versions = {key[0] for key in self._earlier} | {key[0] for key in self._earlier_sent}
+        for version in sorted(version for version in versions if version < self._begun_at):
+            for reader, ahead, names in self._needed(version, shard.step):
+                if reader != self.executor.worker and encoded:
+                    shard.sent[version, ahead, reader] = self._earlier_sent[version, ahead, reader]
+                else:
+                    held = shard.past.setdefault((version, ahead), {})
+                    held.update({name: self._earlier[version, ahead][name] for name in names})
 
     def _of(self, step: int) -> Shard:
         return self._begun.setdefault(step, Shard(step))
@@ -128,6 +154,10 @@ def shard_at_rest(executor: Executor) -> Shard:
 def copied(tensor: Tensor) -> Tensor:
     """A copy on the CPU, in the same layout: operators choose that of their results by it."""
     return torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor.detach())
+
+
+def _all_copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: copied(value) for name, value in tensors.items()}
 
 
 def _copy(value: Any, done: dict[int, Tensor]) -> Any:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.checkpoint.shard import Past
+from fxpipe.checkpoint.shard import Past, Sent
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.packing import Pack
 from fxpipe.plan.spec import ParameterSpec, Phase, Plan
 from fxpipe.policy.demand import PHASES, Demand, WeightReads
+from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.runtime.worker.gradients import GradientSum
 from fxpipe.runtime.worker.pending_reads import Key, Unread
 from fxpipe.runtime.worker.predictions import Predictions
+from fxpipe.runtime.worker.replicas import Replicas
 from fxpipe.runtime.worker.staleness import StalenessLog
 from fxpipe.runtime.worker.update import Updater
 from fxpipe.schedule.action import Action
@@ -53,6 +53,7 @@ class WeightStore:
         version: how many updates this worker has made.
         updater: makes them.
         predictions: of the live version.
+        replicas: what other workers have of its weights, and it of theirs.
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         leaving: called with the live version before each update.
@@ -102,7 +103,7 @@ class WeightStore:
         )
         self.predictions = Predictions(self.updater.predictor, self.trained, transport)
         self._readers = demand.readers(worker)
-        self._packs: dict[tuple[str, ...], Pack] = {}
+        self.replicas = Replicas(ReplicaMessages(demand), worker, transport, seed)
         self._copies: dict[Key, dict[str, Tensor]] = {}
         self._unread = Unread(demand, worker)
         own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
@@ -125,6 +126,7 @@ class WeightStore:
         if start > 0:
             self._send_replicas()
         else:
+            self.replicas.hold_initial(self._readers, self.trained, sorted(owners), self._initial)
             for owner in owners:
                 for ahead, unread in self._unread.of(owner, 0).items():
                     self._copies[owner, 0, ahead] = {name: self._initial[name] for name in unread.message.names}
@@ -135,12 +137,13 @@ class WeightStore:
             self.staleness.live(start, start, self.predictions.look)
             self.predictions.forget_all()
 
-    def go_on(self, start: int, past: Past, stop: int | None = None) -> None:
+    def go_on(self, start: int, past: Past, sent: Sent, stop: int | None = None) -> None:
         """Go on in the middle of a segment that began at `start`, as if minibatches had been in flight all the time.
 
         Args:
             past: of this worker's parameters, what actions of the minibatches in flight read of earlier versions
                 (see `Captures`); the store takes it over.
+            sent: what other workers had of them, where that is something else.
         """
         if past and not self._counts_own:
             self._counts_own = True
@@ -153,13 +156,17 @@ class WeightStore:
                 if self._counts_own:
                     held = past[version, ahead]
                     self._copies[self.worker, version, ahead] = {name: held[name] for name in unread.message.names}
-            self._send_replicas_of(version, partial(_held, past, version))
+            self._send_again(version, past, sent)
         self._initial = {}
-        self._send_replicas()
+        if start < self.version and self.replicas.encoded:
+            self._send_again(self.version, past, sent)
+        else:
+            self._send_replicas()
 
     def _empty(self, start: int, stop: int | None, since: int) -> set[int]:
         """Forget all that a pipeline has in flight; return the owners of the replicas that this worker reads."""
         self._unread.begin(start, stop, since)
+        self.replicas.begin(Filling(start, since))
         self._pending = None
         self._copies.clear()
         self.predictions.forget_all()
@@ -309,8 +316,7 @@ class WeightStore:
     def _expect(self, owner: int, version: int) -> None:
         while self._expected[owner] < version:
             self._expected[owner] += 1
-            for ahead, unread in self._unread.of(owner, self._expected[owner]).items():
-                size = self._pack(unread.message.names).bytes
+            for ahead, size in self.replicas.coming(owner, self._expected[owner], self._unread.stop):
                 self.transport.expect_weights(owner, self._expected[owner], ahead, size)
 
     def _part(self, plan: Plan, phase: Phase, frozen: Mapping[str, Tensor]) -> _Argument:
@@ -341,11 +347,11 @@ class WeightStore:
             return self.predictions.look(names, ahead)
         if key not in self._copies:
             assert owner != self.worker, f"version {version} was not kept, live is {self.version}"
-            of_all = self._unread.of(owner, version)[ahead].message.names
             watch = self.transport.watch
             watch.open("receive", Cause("weights", "weights", owner))
-            block = self.transport.recv_weights(owner, version, ahead)
-            self._copies[key] = dict(zip(of_all, self._pack(of_all).unpack(block), strict=True))
+            for each, weights in self.replicas.receive(owner, version, ahead):
+                if each == version or ahead in self._unread.of(owner, each):
+                    self._copies[owner, each, ahead] = weights
             watch.close()
         return self._copies[key]
 
@@ -365,19 +371,29 @@ class WeightStore:
             part.keys, part.argument = (), ()
 
     def _send_replicas(self) -> None:
-        self._send_replicas_of(self.version, self.predictions.look)
+        self._send_replicas_of(self.version, lambda reader, names, ahead: self.predictions.look(names, ahead))
         self.predictions.forget_all()
 
-    def _send_replicas_of(self, version: int, look: Callable[[tuple[str, ...], int], Mapping[str, Tensor]]) -> None:
+    def _send_again(self, version: int, past: Past, sent: Sent) -> None:
+        """Send what readers had of a version before the store went on."""
+        encoded = self.replicas.encoded
+        self._send_replicas_of(
+            version, lambda reader, names, ahead: sent[version, ahead, reader] if encoded else past[version, ahead]
+        )
+
+    def _send_replicas_of(
+        self, version: int, look: Callable[[int, tuple[str, ...], int], Mapping[str, Tensor]]
+    ) -> None:
         watch = self.transport.watch
         for reader in self._readers:
-            start, stop, since = self._unread.start, self._unread.stop, self._unread.since
-            for message in self.demand.messages(self.worker, reader, version, start, stop, since):
-                tensors = look(message.names, message.ahead)
+            for message, sent in self.replicas.due(reader, version, self._unread.stop):
+                weights = look(reader, message.names, message.ahead)
                 watch.open("send", Cause("weights", "weights", reader))
-                block = self._pack(message.names).pack([tensors[name] for name in message.names])
-                self.transport.send_weights(reader, message.version, message.ahead, block)
+                block = self.replicas.write(reader, message, weights)
+                if sent:
+                    self.transport.send_weights(reader, version, message.ahead, block)
                 watch.close()
+        self.replicas.written(version)
 
     def _keep_past(self) -> None:
         """Before the live version changes: keep what this worker's actions have yet to read of it."""
@@ -385,12 +401,3 @@ class WeightStore:
         for ahead, unread in self._unread.kept(self.worker, self.version).items():
             self._copies[self.worker, self.version, ahead] = self.predictions.keep(unread.names, ahead)
         self._let_go()
-
-    def _pack(self, names: tuple[str, ...]) -> Pack:
-        if names not in self._packs:
-            self._packs[names] = Pack([self.demand.parameters[name].tensor for name in names])
-        return self._packs[names]
-
-
-def _held(past: Past, version: int, names: tuple[str, ...], ahead: int) -> Mapping[str, Tensor]:
-    return past[version, ahead]
