@@ -50,6 +50,8 @@ class Shard:
         past: of parameters it owns, what minibatches in flight read of earlier versions: on all workers, or, where
             replicas travel as encoded differences, on this one.
         sent: then, what other workers have of these versions and of the live one, which differences build on.
+        codecs: by edge, what the codec of a gradient that it sends has left out so far, and the like; for the same cuts
+            alone.
         state: what its optimizer, clipping and logs know; None of the tensors is a live one.
         data: on worker 0, where the data stand, if they say so themselves.
     """
@@ -60,6 +62,7 @@ class Shard:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     past: dict[Version, dict[str, Tensor]] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], dict[str, Tensor]] = field(default_factory=dict)
+    codecs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     state: Any = None
     data: Any = None
 
@@ -92,6 +95,7 @@ def write_shard(folder: Path, plan: Plan, worker: int, shard: Shard) -> dict[str
             }
             for (version, ahead, reader), held in shard.sent.items()
         ],
+        "codecs": {edge: pipeline(memory, f"codec of {edge}") for edge, memory in shard.codecs.items()},
         "data": pipeline(shard.data, "data"),
     }
     file = _files(worker, plan.workers)
@@ -142,7 +146,9 @@ def read_shard(folder: Path, step: int, worker: int, workers: int) -> Shard:
             past = {(row.version, row.ahead): pipeline(row.weights) for row in body.past}
             buffers = pipeline(body.buffers)
             sent = {(row.version, row.ahead, row.reader): pipeline(row.weights) for row in body.sent}
-            return Shard(step, body.start, {}, buffers, past, sent, optimizer(body.optimizer), pipeline(body.data))
+            codecs = {edge: pipeline(memory) for edge, memory in body.codecs.items()}
+            state, data = optimizer(body.optimizer), pipeline(body.data)
+            return Shard(step, body.start, {}, buffers, past, sent, codecs, state, data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Malformed(f"it is no shard of a checkpoint: {error}") from error
 
@@ -173,7 +179,8 @@ class _Body:
     buffers: dict[str, Any]
     past: list[_Past]
     data: Any
-    sent: list[_Sent] = field(default_factory=list)  # an earlier fxpipe wrote none
+    sent: list[_Sent] = field(default_factory=list)  # an earlier fxpipe wrote none, and no codecs
+    codecs: dict[str, Any] = field(default_factory=dict)
 
 
 def _files(worker: int, workers: int) -> Mapping[str, str]:

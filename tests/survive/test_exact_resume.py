@@ -181,6 +181,34 @@ def test_goes_on_with_encoded_replicas(case: Any, builds: Callable[..., Build], 
     check(build, tmp_path, OPTIMIZERS[optimizer], SCHEDULERS["cosine"], options, steps)
 
 
+@pytest.mark.parametrize(
+    ("codec", "policy", "microbatches"),
+    [("topk:0.2", "spectrain", 1), ("lowrank:2", "latest+ef", 2), ("int8", "stash", 2)],
+)
+def test_goes_on_with_what_codecs_left_out(codec: str, policy: str, microbatches: int, tmp_path: Path) -> None:
+    """Of gradients that are sent in part, the rest is in the checkpoint."""
+    torch.manual_seed(0)
+    first = torch.randn(64, 6), torch.randint(3, (64,))
+    options = {"workers": 3, "microbatches": microbatches, "cost": "analytic"}
+    build = fxpipe.compile(Net(0.1), loss, first, codec=f"gradient={codec}", **options)
+    packed = [edge for edge in build.plan.edges if edge.codec]
+    assert packed
+    pipeline = build.local(optimizer=OPTIMIZERS["sgd"], policy=policy)
+    pipeline.run([first] * 3)
+    memories = [memory for executor in pipeline.executors for memory in executor.codec_memories().values()]
+    assert bool(memories) == (codec != "int8")  # which draws random numbers, and remembers nothing
+    whole = build.local(optimizer=OPTIMIZERS["sgd"], policy=policy, checkpoint_every="5", keep=9, out=tmp_path / "whole")
+    data = [(first[0].roll(i, 0), first[1].roll(i, 0)) for i in range(14)]
+    expected = whole.run(data)
+    whole.checkpoints.finish()
+    for step in (5, 10):
+        path = tmp_path / "whole" / "checkpoints" / f"step-{step}"
+        again = build.local(optimizer=OPTIMIZERS["sgd"], policy=policy, resume=path)
+        assert again.run(data[step:]) == expected[step:]
+        for name, value in whole.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value)
+
+
 def test_other_cuts_begin_with_whole_replicas(builds: Callable[..., Build], tmp_path: Path) -> None:
     plain, other = builds(4, 1, True), builds(2, 1, True)
     plans = [dataclasses.replace(build.plan, weights_codec="int8") for build in (plain, other)]

@@ -93,20 +93,25 @@ class EdgeComm:
 
     Attributes:
         sent: the memory (storage addresses) of what the action has sent.
-        states: by edge, what codecs that keep something keep of it.
+        memories: by edge of a gradient, what its codec remembers from one message to the next.
     """
 
-    __slots__ = ("_edges", "_microbatch", "_minibatch", "_seed", "_transport", "_watch", "sent", "states")
+    __slots__ = ("_edges", "_microbatch", "_minibatch", "_seed", "_transport", "_watch", "memories", "sent")
 
     def __init__(self, edges: dict[str, EdgeSpec], transport: Transport, watch: Watch, seed: int = 0) -> None:
         self._edges = edges
         self._seed = seed
-        self.states: dict[str, EdgeState] = {}
+        self.memories: dict[str, dict[str, torch.Tensor]] = {}
         self._transport = transport
         self._watch = watch
         self._minibatch = 0
         self._microbatch = 0
         self.sent: set[int] = set()
+
+    @property
+    def edges(self) -> set[str]:
+        """The names of the edges at this worker."""
+        return set(self._edges)
 
     def bind(self, minibatch: int, microbatch: int) -> None:
         """Begin an action; in an evaluation, `minibatch` is the number of the batch."""
@@ -123,10 +128,13 @@ class EdgeComm:
         return value
 
     def state(self, name: str) -> EdgeState:
-        """What the codec of the edge `name` keeps here, at its sender."""
-        if name not in self.states:
-            self.states[name] = EdgeState(place=lambda: (self._seed, name, self._minibatch, self._microbatch))
-        return self.states[name]
+        """What the codec of the edge `name` keeps here, at its sender.
+
+        Only of gradients there is a memory: forwards run ahead of the updates, and whoever goes on from a checkpoint
+        runs them again.
+        """
+        memory = self.memories.setdefault(name, {}) if self._edges[name].src_phase == "B" else {}
+        return EdgeState(memory, lambda: (self._seed, name, self._minibatch, self._microbatch))
 
     def send(self, name: str, value: torch.Tensor) -> None:
         """Send `value` along the edge `name`; it must not be changed in place afterwards."""

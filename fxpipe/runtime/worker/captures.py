@@ -74,6 +74,7 @@ class Captures:
         shard.sent = dict(sorted(shard.sent.items()))
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
         shard.buffers = {name: copied(value) for name, value in shard.buffers.items()}
+        shard.codecs = _copy(self.executor.codec_memories(), {})
         shard.state = _copy(store.state(), {})
         self.executor.watch.close()
         return shard
@@ -147,6 +148,7 @@ def shard_at_rest(executor: Executor) -> Shard:
     shard = Shard(store.version, store.version)
     shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
     shard.buffers = {name: copied(value) for name, value in executor.buffers.items()}
+    shard.codecs = _copy(executor.codec_memories(), {})
     shard.state = _copy(store.state(), {})
     return shard
 

@@ -161,6 +161,11 @@ class Executor:
         own = {name: parameter.detach() for name, parameter in self.store.parameters.items()}
         return {**own, **self.buffers, **self._kept.pop(version, {})}
 
+    def codec_memories(self) -> dict[str, dict[str, Tensor]]:
+        """By edge, what codecs remember of the gradients that were sent; codecs put others in the place of these
+        tensors."""
+        return {edge: dict(memory) for stage in self._stages for edge, memory in stage.comm.memories.items() if memory}
+
     def load(self, shards: Sequence[Shard], same: bool) -> None:
         """Go on from a checkpoint; the parameters and the model's own buffers have been loaded.
 
@@ -171,6 +176,12 @@ class Executor:
             for name, value in shard.buffers.items():
                 if name in self.buffers:
                     self.buffers[name] = torch.empty_like(self.buffers[name]).copy_(value)
+        memories = shards[0].codecs if same else {}
+        for stage in self._stages:
+            stage.comm.memories = {
+                edge: {name: value.to(self.device) for name, value in memories[edge].items()}
+                for edge in stage.comm.edges & memories.keys()
+            }
         self.store.load([shard.state for shard in shards], shards[0].step, same)
 
     def reset(self) -> None:
