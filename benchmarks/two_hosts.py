@@ -2,8 +2,8 @@
 
 Each host has its own network, and its own view of the files: what it is given is at the same path on both, but not the
 same folder. The link is a pair of virtual interfaces, each of which lets so many bits a second out (`tc tbf`). With a
-latency, they are TUN devices, and a process carries the packets (`delayed_wire`). Needs root. Whatever happens, the hosts
-go, and with them all that was started on them.
+latency, they are TUN devices, and a process carries the packets (`delayed_wire`). Needs root. Whatever happens, the
+hosts go, and with them all that was started on them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ class Worker:
         for number in range(self.orders.rounds):
             for side in sides if number % 2 == 0 else sides[::-1]:
                 seconds[side["name"]].append(self._seconds(side))
-        return {"split": self.split, "losses": losses, "seconds": seconds}
+        weights = sum(p.numel() * p.element_size() for p in self.task.model().parameters())
+        batch = len(self.batches[0][0])
+        return {"split": self.split, "batch": batch, "weights": weights, "losses": losses, "seconds": seconds}
 
     def _open(self, order: dict[str, Any]) -> Side:
         gc.collect()
