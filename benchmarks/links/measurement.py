@@ -37,7 +37,7 @@ class Effort:
     links: dict[str, tuple[str, ...]]
     microbatches: tuple[int, ...] = (2, 4, 8)
     rounds: int = 3
-    seconds: float = 1.0
+    seconds: float = 0.6
     loss_of: int = 60
     smoothed: int = 12
 

@@ -28,7 +28,7 @@ from torch_pipeline import Half, fair_split
 SLOWEST, FASTEST = 2, 40
 """Minibatches, the fewest and the most, that are timed in a round."""
 
-WARM_UP = 4
+WARM_UP = 3
 """Minibatches before them: memory is touched first, DDP orders its buckets, PowerSGD begins, the pipeline fills."""
 
 
