@@ -141,7 +141,9 @@ def _delayed(names: Sequence[str], ends: Sequence[str], seconds: float) -> Itera
     carrier: subprocess.Popen[bytes] | None = None
     try:
         for name, end in zip(names, ends, strict=True):
-            made = f"fxt{os.getpid()}-{len(opened)}"  # here, where it is for a moment, another process may make one, too
+            made = (
+                f"fxt{os.getpid()}-{len(opened)}"  # here, where it is for a moment, another process may make one, too
+            )
             opened.append(delayed_wire.open_device(made))
             _do("ip", "link", "set", made, "netns", name, "name", end, "mtu", str(PACKET), "txqueuelen", "10000")
         command = [sys.executable, delayed_wire.__file__, *map(str, opened), str(seconds)]

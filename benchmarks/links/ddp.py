@@ -62,6 +62,3 @@ class Replica:
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
-
-    def close(self) -> None:
-        """Nothing is under way."""

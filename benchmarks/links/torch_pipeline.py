@@ -45,9 +45,6 @@ class Half:
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
 
-    def close(self) -> None:
-        """Nothing is under way."""
-
 
 def fair_split(task: Task) -> int:
     """The first piece of the second half, by the measured forward, backward and update of every piece."""
