@@ -50,7 +50,9 @@ def carry(ends: tuple[int, int], seconds: float) -> None:
         now = time.monotonic()
         for end, queue in on_the_way.items():
             while queue and queue[0][0] <= now:
-                os.write(end, queue.popleft()[1])
+                packet = queue.popleft()[1]
+                with contextlib.suppress(OSError):  # the device is not up yet: the packet is lost
+                    os.write(end, packet)
 
 
 def _waiting(end: int) -> list[bytes]:

@@ -2,8 +2,8 @@
 
 Each host has its own network, and its own view of the files: what it is given is at the same path on both, but not the
 same folder. The link is a pair of virtual interfaces, each of which lets so many bits a second out (`tc tbf`). With a
-latency, they are TUN devices, and a process carries the packets (`delayed_wire`). Needs root. Whatever happens, the hosts
-go, and with them all that was started on them.
+latency, they are TUN devices, and a process carries the packets (`delayed_wire`). Needs root. Whatever happens, the
+hosts go, and with them all that was started on them.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def _delayed(names: Sequence[str], ends: Sequence[str], seconds: float) -> Itera
     carrier: subprocess.Popen[bytes] | None = None
     try:
         for name, end in zip(names, ends, strict=True):
-            made = f"{end}-{os.getpid()}"  # here, where it is for a moment, another process may make one, too
+            made = (
+                f"fxt{os.getpid()}-{len(opened)}"  # here, where it is for a moment, another process may make one, too
+            )
             opened.append(delayed_wire.open_device(made))
             _do("ip", "link", "set", made, "netns", name, "name", end, "mtu", str(PACKET), "txqueuelen", "10000")
         command = [sys.executable, delayed_wire.__file__, *map(str, opened), str(seconds)]

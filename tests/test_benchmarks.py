@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from two_hosts import missing
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 VERDICT = r"goals (are )?met|missed: "  # which of them depends on the machine
@@ -19,6 +20,7 @@ REPORTS = {
     "checkpoints": (r"\*\*Training\*\*", r"\| 10 MB \| DCP", r"after step 10,000", VERDICT),
     "codecs": (r"\| int8 \| 0\.2578", r"\| 1024 \| lowrank:4", VERDICT),
     "efficiency": ("efficiency ", "worker 1", "executor "),
+    "links": (r"\| snn \| 300Mbit", r"\| torch 1F1B", r"\| DDP, PowerSGD", VERDICT),
     "planner": ("made-up", "efficiency: ideal time over the slowest worker's"),
     "policies": ("4 workers, microbatches: 1", "2 workers, 2 processes", r"\| pipeoptim"),
     "trace": ("large: ", "small: ", "a recorded span: "),
@@ -34,6 +36,8 @@ def test_every_benchmark_is_here() -> None:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_quick_run_ends_in_its_report(name: str, tmp_path: Path) -> None:
+    if name == "links" and (reason := missing(0.01)):
+        pytest.skip(reason)
     kept = {path: path.read_bytes() for path in (BENCHMARKS / name).glob("result.json")}
     out = ["--out", tmp_path] if name == "accuracy" else []  # where it keeps the runs that it goes on from
     command = [sys.executable, BENCHMARKS / name / "main.py", "--quick", *out]

@@ -21,6 +21,7 @@ class Contender:
         settings: what that file reads.
         compile: for `fxpipe`, the flags of its build.
         every: minibatches of one update.
+        rates: factors of the learning rate: the one that is first at the loss counts.
         group: of these, only the fastest counts; None: it counts for itself.
     """
 
@@ -30,6 +31,7 @@ class Contender:
     compile: tuple[str, ...] = ()
     every: int = 1
     group: str | None = None
+    rates: tuple[float, ...] = (1.0,)
 
 
 ALONE = Contender("alone", "alone")
@@ -41,7 +43,11 @@ TUNED_DDP = (
     Contender("DDP, fp16 hook", "ddp", {"hook": "fp16"}),
     Contender("DDP, PowerSGD", "ddp", {"hook": "powersgd", "rank": RANK}),
     Contender(
-        f"DDP, {STEPS_ACCUMULATED} accumulated", "ddp", {"accumulate": STEPS_ACCUMULATED}, every=STEPS_ACCUMULATED
+        f"DDP, {STEPS_ACCUMULATED} accumulated",
+        "ddp",
+        {"accumulate": STEPS_ACCUMULATED},
+        every=STEPS_ACCUMULATED,
+        rates=(1.0, STEPS_ACCUMULATED**0.5, float(STEPS_ACCUMULATED)),
     ),
 )
 

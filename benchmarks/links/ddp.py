@@ -14,13 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 FIRST_COMPRESSED = 2
 """PowerSGD's first update with compressed gradients: the earliest that it allows."""
 
+ONE_BUCKET = 1 << 14
+"""MB of PowerSGD's bucket. With several, its callbacks wait for each other on gloo's two threads, for ever."""
+
 
 class Replica:
     """A worker of DistributedDataParallel, with its default buckets, whose messages overlap the backward.
 
     Args:
-        settings: `hook` (`fp16` or `powersgd`, with `rank`) and `accumulate`, the minibatches of an update, whose
-            gradients are averaged.
+        settings: `hook` (`fp16` or `powersgd`, with `rank`); `accumulate`, the minibatches of an update, whose
+            gradients are averaged; `rate`, a factor of the learning rate.
         connected: whether there is any communication at all.
     """
 
@@ -29,7 +32,10 @@ class Replica:
         self._every = int(settings.get("accumulate", 1))
         model = task.model()
         self._optimizer = task.optimizer(list(model.named_parameters()))
-        self._parallel = DistributedDataParallel(model) if connected else None
+        bucket = ONE_BUCKET if settings.get("hook") == "powersgd" else None
+        for group in self._optimizer.param_groups:
+            group["lr"] *= settings.get("rate", 1.0)
+        self._parallel = DistributedDataParallel(model, bucket_cap_mb=bucket) if connected else None
         self._model = self._parallel or model
         if self._parallel is not None and settings.get("hook") == "fp16":
             self._parallel.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
@@ -56,6 +62,3 @@ class Replica:
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
-
-    def close(self) -> None:
-        """Nothing is under way."""

@@ -26,16 +26,13 @@ class Task(Protocol):
 
 
 class Side(Protocol):
-    """One worker of a contender."""
+    """One worker of a contender of torch's."""
 
     def step(self, batch: Batch) -> None:
         """Train this worker's part of a minibatch, which every worker is given as a whole."""
 
     def losses(self) -> list[float]:
         """Those of all minibatches so far; of this worker's samples, or none if it does not have them."""
-
-    def close(self) -> None:
-        """Leave the other worker in order."""
 
 
 def load_task(path: Path) -> Task:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,47 +45,37 @@ class Half:
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
 
-    def close(self) -> None:
-        """Nothing is under way."""
-
 
 def fair_split(task: Task) -> int:
     """The first piece of the second half, by the measured forward, backward and update of every piece."""
-    inputs, targets = task.train_data()[0]
     model = task.model()
-    optimizers = [
-        task.optimizer(list(piece.named_parameters())) if list(piece.parameters()) else None for piece in model
-    ]
-    seconds: list[list[float]] = [[] for _ in model]
-    for _ in range(REPETITIONS):
-        values = [inputs]
-        taken = [0.0] * len(model)
-        for number, piece in enumerate(model):
-            begin = time.perf_counter()
-            value = values[-1].detach()
-            if value.is_floating_point() and number:
-                value.requires_grad_()
-            values[-1] = value
-            values.append(piece(value))
-            taken[number] += time.perf_counter() - begin
-        task.criterion(logits := values[-1].detach().requires_grad_(), targets).backward()
-        gradient = logits.grad
-        for number, optimizer in reversed(list(enumerate(optimizers))):
-            begin = time.perf_counter()
-            values[number + 1].backward(gradient)
-            gradient = values[number].grad
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
-            taken[number] += time.perf_counter() - begin
-        for found, one in zip(seconds, taken, strict=True):
-            found.append(one)
-    medians = [statistics.median(found) for found in seconds]
+    updates = [task.optimizer(list(piece.named_parameters())) if list(piece.parameters()) else None for piece in model]
+    rounds = [_times(task, model, updates, task.train_data()[0]) for _ in range(REPETITIONS)]
+    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     return min(range(1, len(model)), key=lambda k: max(sum(medians[:k]), sum(medians[k:])))
 
 
-def of_split(model: nn.Sequential, split: int) -> tuple[int, int]:
-    """Parameters of the two halves."""
-    halves = (model[:split], model[split:])
-    first, second = (sum(p.numel() for p in half.parameters()) for half in halves)
-    return first, second
+def _times(
+    task: Task, model: nn.Sequential, updates: Sequence[torch.optim.Optimizer | None], batch: Batch
+) -> list[float]:
+    """Seconds of each piece."""
+    taken = [0.0] * len(model)
+    value, given, made = batch[0], [], []
+    for number, piece in enumerate(model):
+        given.append(value.detach().requires_grad_(number > 0))
+        begin = time.perf_counter()
+        value = piece(given[-1])
+        taken[number] = time.perf_counter() - begin
+        made.append(value)
+    logits = value.detach().requires_grad_()
+    task.criterion(logits, batch[1]).backward()
+    gradient = logits.grad
+    for number, update in reversed(list(enumerate(updates))):
+        begin = time.perf_counter()
+        made[number].backward(gradient)
+        if update is not None:
+            update.step()
+            update.zero_grad()
+        taken[number] += time.perf_counter() - begin
+        gradient = given[number].grad
+    return taken

@@ -11,25 +11,31 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import fxpipe_run
 import torch
 import torch.distributed as dist
 from ddp import Replica
-from joined import Stage
 from sides import Batch, Side, Task, load_task
 from torch_pipeline import Half, fair_split
 
 SLOWEST, FASTEST = 2, 40
 """Minibatches, the fewest and the most, that are timed in a round."""
 
-WARM_UP = 4
+WARM_UP = 3
 """Minibatches before them: memory is touched first, DDP orders its buckets, PowerSGD begins, the pipeline fills."""
+
+SLOWEST_RUN, TIMED = 10, 0.8
+"""Minibatches of a run of fxpipe, the fewest, and the share of them that is timed: those after the first fifth."""
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Worker:
     def __init__(self, orders: Orders) -> None:
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
-        self._store, self._asked = dist.distributed_c10d._get_default_store(), 0
+        self._runs, self._known = 0, dict[str, float]()
         self.orders = orders
         self.task: Task = load_task(Path(orders.task))
         self.batches: Sequence[Batch] = self.task.train_data()
@@ -77,15 +83,15 @@ class Worker:
         for number in range(self.orders.rounds):
             for side in sides if number % 2 == 0 else sides[::-1]:
                 seconds[side["name"]].append(self._seconds(side))
-        return {"split": self.split, "losses": losses, "seconds": seconds}
+        weights = sum(p.numel() * p.element_size() for p in self.task.model().parameters())
+        batch = len(self.batches[0][0])
+        return {"split": self.split, "batch": batch, "weights": weights, "losses": losses, "seconds": seconds}
 
     def _open(self, order: dict[str, Any]) -> Side:
         gc.collect()
         dist.barrier()
         settings = order["settings"]
         match order["kind"]:
-            case "fxpipe":
-                return Stage(self.task, settings)
             case "pipelining":
                 return Half(self.task, {**settings, "split": self.split}, self.rank)
             case kind:
@@ -93,20 +99,46 @@ class Worker:
 
     def _losses(self, order: dict[str, Any]) -> list[float]:
         """The mean over the workers that know any."""
+        if order["kind"] == "fxpipe":
+            return self._of_first(fxpipe_run.losses, self._run(order, self.orders.losses))
         side = self._open(order)
         for batch in itertools.islice(self._endless(), self.orders.losses):
             side.step(batch)
-        own = side.losses()
-        side.close()
         found: list[Any] = [None, None]
-        dist.all_gather_object(found, own)
-        known = [row for row in found if row]
-        if order["kind"] == "fxpipe":  # every worker is told the same
-            return list(known[0])
-        return [sum(row) / len(row) for row in zip(*known, strict=True)]
+        dist.all_gather_object(found, side.losses())
+        return [sum(row) / len(row) for row in zip(*(row for row in found if row), strict=True)]
+
+    def _run(self, order: dict[str, Any], steps: int) -> Path:
+        """The folder that a run of fxpipe wrote."""
+        self._runs += 1
+        out = Path(self.orders.answer).parent / f"out-{self._runs}"
+        shutil.rmtree(out, ignore_errors=True)
+        gc.collect()
+        dist.barrier()
+        fxpipe_run.run(order["settings"], steps, out)
+        return out
+
+    def _of_first(self, read: Callable[[Path], Found], out: Path) -> Found:
+        """What worker 0 reads there."""
+        found: list[Any] = [read(out) if self.rank == 0 else None]
+        dist.broadcast_object_list(found)
+        value: Found = found[0]
+        return value
+
+    def _seconds_of_run(self, order: dict[str, Any]) -> float:
+        """Of a minibatch of fxpipe; how many are run follows from the contender's last run, and the first one is short."""
+        name = order["name"]
+        if name not in self._known:
+            self._known[name] = self._of_first(fxpipe_run.seconds, self._run(order, 2 * SLOWEST_RUN))
+        wished = round(self.orders.seconds / self._known[name] / TIMED)
+        steps = min(FASTEST, max(SLOWEST_RUN, wished))
+        self._known[name] = self._of_first(fxpipe_run.seconds, self._run(order, steps))
+        return self._known[name]
 
     def _seconds(self, order: dict[str, Any]) -> float:
         """Of a minibatch, by the clock of worker 0, which is not asked to wait for what is still under way."""
+        if order["kind"] == "fxpipe":
+            return self._seconds_of_run(order)
         side, every, batches = self._open(order), int(order["every"]), self._endless()
         stamps = [time.perf_counter()]
         for _ in range(max(WARM_UP, every)):
@@ -121,16 +153,13 @@ class Worker:
         for _ in range(count):
             side.step(next(batches))
         taken = time.perf_counter() - begin
-        side.close()
         return taken / count
 
     def _agreed(self, count: int) -> int:
-        """Worker 0's number: not by the process group, which fxpipe keeps out of sight while it trains."""
-        self._asked += 1
-        key = f"links/{self._asked}"
-        if self.rank == 0:
-            self._store.set(key, str(count))
-        return int(self._store.get(key))
+        """Worker 0's number."""
+        found = [count]
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def _endless(self) -> Iterator[Batch]:
         return itertools.cycle(self.batches)

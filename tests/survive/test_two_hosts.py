@@ -98,6 +98,16 @@ def test_the_link_is_what_it_should_be(tmp_path: Path) -> None:
     assert report["bandwidth"] * 8 == pytest.approx(RATE, rel=0.25)
 
 
+def test_a_link_takes_its_time(tmp_path: Path) -> None:
+    if reason := missing(0.03):
+        pytest.skip(reason)
+    with two_hosts(RATE, latency=0.03) as hosts:
+        first, _ = together(hosts, tmp_path, "doctor", "--links", "--json")
+    (report,) = json.loads(first)["transports"]
+    assert report["latency"] >= 0.03
+    assert report["bandwidth"] * 8 < 1.1 * RATE
+
+
 def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
     def fails() -> None:
         with two_hosts(RATE) as hosts:

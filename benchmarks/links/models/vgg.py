@@ -1,4 +1,4 @@
-"""A VGG-like net with group norm, its two wide linear layers at the end, on scikit-learn's digits; 64 images a minibatch."""
+"""A VGG-like net with group norm and two wide linear layers, on scikit-learn's digits; 64 images a minibatch."""
 
 from __future__ import annotations
 

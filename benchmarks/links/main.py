@@ -1,0 +1,142 @@
+"""Pipelines and data parallelism on slow links, trained for real on two workers; see README.md beside this file.
+
+Each model is first trained for its losses by every contender, whatever the link: after how many minibatches is a
+training where synchronous training is after so many? Then, link by link, all contenders take turns for several rounds.
+Seconds to the same loss are these minibatches times the median seconds of one on the link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tables
+from contenders import DDP, PIPELINING, Contender, contenders
+from hosts import Hosts, Link, hosts_of, measured_link
+from measurement import Builds, Effort, timed, trained
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from commands import run_fxpipe
+from two_hosts import missing
+
+HERE = Path(__file__).resolve().parent
+FAST = "10Gbit"
+LINKS = ("10Gbit", "1Gbit", "300Mbit", "100Mbit")
+LATE = "100Mbit,20ms"
+GPT_LINKS = ("200Mbit", "200Mbit,50ms")
+MODELS = {"snn": (*LINKS, LATE), "vgg": LINKS, "lstm": LINKS, "transformer": LINKS, "gpt": GPT_LINKS}
+CODECS = ("int8", "auto")
+GOAL_DDP, GOAL_PIPELINING = 8.91, 3.0
+
+
+QUICK = Effort({"snn": ("300Mbit",)}, microbatches=(4,), rounds=1, seconds=0.5, loss_of=12, smoothed=4)
+
+
+def main() -> None:
+    """Measure, print the tables and keep the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--links", nargs="+", metavar="RATE[,TIME]", help="of every model [default: each its own]")
+    parser.add_argument("--quick", action="store_true", help="one model, one link, 1 round: only to see that it runs")
+    parser.add_argument("--meter", action="store_true", help="no hosts: what remains without root")
+    parser.add_argument("--report", action="store_true", help="print the tables of what is in result.json")
+    parser.add_argument("--out", type=Path, help="default: result.json here, or nowhere with --quick")
+    options = parser.parse_args()
+    if options.report:
+        print(tables.text(json.loads((HERE / "result.json").read_text())))
+        return
+    effort = QUICK
+    if not options.quick:
+        chosen = {name: tuple(options.links or MODELS[name]) for name in options.models}
+        effort = Effort(chosen, rounds=options.rounds)
+    reason = "--meter" if options.meter else missing(0.01)
+    if reason:
+        print(f"no hosts with a link between them ({reason}): fxpipe's meter alone, and DDP computed\n", flush=True)
+    codecs = CODECS if "--codec" in run_fxpipe("compile", "--help") else ()
+    if not codecs:
+        print("this fxpipe compiles no codecs (--codec): its contenders are left out\n", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fxpipe_links_") as folder:
+        result = measure(effort, codecs, reason, Path(folder))
+    text = tables.text(result)
+    print(text)
+    if out := options.out or (None if options.quick else HERE / "result.json"):
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    if not options.quick and not options.out:
+        tables.write_between_markers(text, HERE / "README.md")
+    if not options.quick and tables.missed(result["goals"]):
+        raise SystemExit(1)
+
+
+def measure(effort: Effort, codecs: Sequence[str], reason: str | None, folder: Path) -> dict[str, Any]:
+    """All models on all links; a row for each model and link.
+
+    Args:
+        reason: why there are no hosts; None if there are.
+    """
+    sides = {
+        name: [s for s in contenders(codecs, effort.microbatches, name != "gpt") if not reason or _metered(s)]
+        for name in effort.links
+    }
+    builds = Builds(folder)
+    found: dict[str, Any] = {"losses": {}, "rows": [], "reason": reason, "codecs": list(codecs)}
+    for name in effort.links:
+        found["losses"][name] = trained(name, sides[name], builds, effort, reason is None)
+    for text in sorted({text for links in effort.links.values() for text in links}, key=_as_listed):
+        link = Link.of(text)
+        with hosts_of(link, real=reason is None) as hosts, _checked(hosts, link, reason is None) as checks:
+            rows = []
+            for name in (name for name, links in effort.links.items() if text in links):
+                row = timed(name, sides[name], builds, effort, hosts, link, found["losses"][name], reason is None)
+                print(tables.row_text(row), flush=True)
+                rows.append(row)
+        for row in rows:
+            found["rows"].append({**row, "link_measured": checks})
+    found["goals"] = goals(found["rows"])
+    return found
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each goal, what is reached at best, and where; only of those that were measured."""
+    found = []
+    for against, goal, models in ((DDP.name, GOAL_DDP, set(MODELS)), (PIPELINING, GOAL_PIPELINING, {"gpt"})):
+        there = [row for row in rows if against in row["seconds"] and row["model"] in models]
+        if not there:
+            continue
+        best = max(there, key=lambda row: tables.times_as_fast(row, against))
+        where = f"{best['model']}, {best['link']['text']}"
+        found.append({"against": against, "goal": goal, "times": tables.times_as_fast(best, against), "where": where})
+    return found
+
+
+@contextmanager
+def _checked(hosts: Hosts, link: Link, real: bool) -> Iterator[list[dict[str, float]]]:
+    """What `fxpipe doctor --links` finds before and after."""
+    found: list[dict[str, float]] = []
+    if real:
+        found.append(measured_link(hosts))
+    yield found
+    if real:
+        found.append(measured_link(hosts))
+        print(tables.link_text(asdict(link), found), flush=True)
+
+
+def _metered(side: Contender) -> bool:
+    """Whether fxpipe's meter can slow it, or nothing needs to."""
+    return side.kind in ("fxpipe", "alone")
+
+
+def _as_listed(text: str) -> tuple[int, str]:
+    known = [*LINKS, LATE, *GPT_LINKS]
+    return (known.index(text) if text in known else len(known), text)
+
+
+if __name__ == "__main__":
+    main()
