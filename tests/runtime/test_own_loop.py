@@ -29,6 +29,8 @@ LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"schedule": "1f1b", "microbatches": 4}, {"clip_norm": 0.5}),
     ({"schedule": "gpipe", "microbatches": 2}, {}),
     ({"schedule": "async", "policy": "pipeoptim", "dropout": True, "tied": False}, {}),
+    ({"schedule": "async", "policy": "spectrain", "microbatches": 2, "weights_codec": "int8"}, {"sync_steps": 2}),
+    ({"schedule": "1f1b", "microbatches": 4, "weights_codec": "lowrank:2"}, {}),
 ]
 
 

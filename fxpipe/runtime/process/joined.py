@@ -338,6 +338,7 @@ class JoinedPipeline(OwnLoop):
             self.executor.store.expect_all()
             self._transport.drop_weights()
             self._transport.finish()
+            self.executor.store.flushed()
             self.executor.store.updater.take_rates(self.fed)
             self._row = None
 

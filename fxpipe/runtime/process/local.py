@@ -198,7 +198,7 @@ class LocalPipeline(OwnLoop):
 
     def flush(self) -> None:
         self._whole()
-        if not self._in_flight:
+        if not self._rows:
             return
         self._ending = True
         for executor in self.executors:
@@ -208,6 +208,7 @@ class LocalPipeline(OwnLoop):
             raise self._stuck()
         self._mailbox.clear()
         for executor in self.executors:
+            executor.store.flushed()
             executor.store.updater.take_rates(self.fed)
         self._rows = []
 

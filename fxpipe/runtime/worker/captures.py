@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fxpipe.checkpoint.shard import Past, Sent, Shard
 from fxpipe.runtime.worker.executor import Executor
+from fxpipe.runtime.worker.weights import WeightStore
 
 Due = Callable[[int], bool]
 """Whether there is to be a checkpoint at a step; known `Captures.reach` steps before, and from then on the same."""
@@ -69,7 +70,7 @@ class Captures:
         shard.start = store.start
         self._take_earlier(shard)
         if store.replicas.encoded:
-            self._take_sent(shard, step)
+            shard.sent.update(_sent(store, step))
         shard.past = dict(sorted(shard.past.items()))
         shard.sent = dict(sorted(shard.sent.items()))
         shard.parameters = {name: copied(value) for name, value in store.parameters.items()}
@@ -93,33 +94,15 @@ class Captures:
                 continue
             shard = self._of(step)
             watch.open("save")
-            for reader, ahead, names in self._needed(version, step):
+            for reader, ahead, names in _needed(store, version, step):
                 if reader != self.executor.worker and store.replicas.encoded:
                     continue
                 held = shard.past.setdefault((version, ahead), {})
                 found = store.predictions.look(names, ahead)
                 held.update({name: copied(found[name]) for name in names if name not in held})
             if store.replicas.encoded:
-                self._take_sent(shard, version)
+                shard.sent.update(_sent(store, step))
             watch.close()
-
-    def _take_sent(self, shard: Shard, version: int) -> None:
-        """What other workers have of the live version."""
-        store = self.executor.store
-        for reader, ahead, names in self._needed(version, shard.step):
-            if reader != self.executor.worker:
-                weights = store.predictions.look(names, ahead)
-                made = store.replicas.of_reader(reader, ahead, names, weights)
-                shard.sent[version, ahead, reader] = _all_copied(made)
-
-    def _needed(self, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-        """What actions of minibatches from a step on read of a version: where, how far ahead, and which parameters."""
-        demand = self.executor.store.demand
-        for reader in range(demand.plan.workers):
-            for message in demand.messages(
-                self.executor.worker, reader, version, self.executor.store.start, None, step
-            ):
-                yield reader, message.ahead, message.names
 
     def _take_earlier(self, shard: Shard) -> None:
         """Of the versions before this run went on; they are forgotten as soon as no step needs them."""
@@ -129,7 +112,7 @@ class Captures:
         encoded = self.executor.store.replicas.encoded
         versions = {key[0] for key in self._earlier} | {key[0] for key in self._earlier_sent}
         for version in sorted(version for version in versions if version < self._begun_at):
-            for reader, ahead, names in self._needed(version, shard.step):
+            for reader, ahead, names in _needed(self.executor.store, version, shard.step):
                 if reader != self.executor.worker and encoded:
                     shard.sent[version, ahead, reader] = self._earlier_sent[version, ahead, reader]
                 else:
@@ -141,7 +124,7 @@ class Captures:
 
 
 def shard_at_rest(executor: Executor) -> Shard:
-    """A worker's shard while its pipeline is empty: what it holds, and nothing in flight."""
+    """A worker's shard after a flush: what it holds, and nothing in flight."""
     store = executor.store
     if store.updater.clip is not None:
         store.updater.clip.begin()  # as the next segment will
@@ -151,6 +134,24 @@ def shard_at_rest(executor: Executor) -> Shard:
     shard.codecs = _copy(executor.codec_memories(), {})
     shard.state = _copy(store.state(), {})
     return shard
+
+
+def _needed(store: WeightStore, version: int, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """What actions of minibatches from a step on read of a version: where, how far ahead, and which parameters."""
+    for reader in range(store.demand.plan.workers):
+        for message in store.demand.messages(store.worker, reader, version, store.start, None, step):
+            yield reader, message.ahead, message.names
+
+
+@torch.no_grad()
+def _sent(store: WeightStore, step: int) -> dict[tuple[int, int, int], dict[str, Tensor]]:
+    """What other workers have of the live version, if minibatches from a step on read it."""
+    found = {}
+    for reader, ahead, names in _needed(store, store.version, step):
+        if reader != store.worker:
+            made = store.replicas.of_reader(reader, ahead, names, store.predictions.look(names, ahead))
+            found[store.version, ahead, reader] = _all_copied(made)
+    return found
 
 
 def copied(tensor: Tensor) -> Tensor:

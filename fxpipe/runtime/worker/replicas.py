@@ -92,7 +92,8 @@ class Replicas:
         block, made = pack.pack(weights, base, (self.seed, self.worker, reader, version, ahead))
         later = self._changes(self.worker, reader, version + 1, ahead)
         kept = {name: made[name] for name in made if name in pack.differences or name in later}
-        self._made[reader, ahead] = version, kept
+        if kept:
+            self._made[reader, ahead] = version, kept
         return block
 
     def written(self, version: int) -> None:

@@ -158,7 +158,7 @@ class WeightStore:
                     self._copies[self.worker, version, ahead] = {name: held[name] for name in unread.message.names}
             self._send_again(version, past, sent)
         self._initial = {}
-        if start < self.version and self.replicas.encoded:
+        if sent:
             self._send_again(self.version, past, sent)
         else:
             self._send_replicas()
@@ -205,6 +205,10 @@ class WeightStore:
         """The segment's end is now known: forget what is kept for minibatches from `stop` on."""
         for key in self._unread.end(stop):
             self._forget(key)
+
+    def flushed(self) -> None:
+        """The segment is over: the streams of replicas end with it."""
+        self.replicas.begin(self.replicas.filling)
 
     def expect(self, action: Action) -> None:
         """Tell the transport which replicas an action could wait for: those of the newest versions it can see."""
