@@ -126,7 +126,7 @@ class Worker:
         return value
 
     def _seconds_of_run(self, order: dict[str, Any]) -> float:
-        """Of a minibatch of fxpipe; how many are run follows from the contender's last run, and the first one is short."""
+        """Of a minibatch of fxpipe, of as many as the contender's last run lets expect; the first one is short."""
         name = order["name"]
         if name not in self._known:
             self._known[name] = self._of_first(fxpipe_run.seconds, self._run(order, 2 * SLOWEST_RUN))
