@@ -29,7 +29,7 @@ from fxpipe.options import changed
 from fxpipe.passes import front_passes
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
-from fxpipe.schedule.loss_scaling import check_loss_scaling
+from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
 from fxpipe.task.step_hooks import StepHooks
@@ -137,6 +137,8 @@ def lower(
     options = changed(options, changes)
     options.check()
     check_loss_scaling(options.schedule, program.autocast)
+    if program.autocast == FLOAT16:
+        options.encoding.check_scaled()
     if options.pad_to is not None:
         raise BatchError(
             "a captured program has the lengths of its batch: there is nothing to pad",
