@@ -243,7 +243,8 @@ def _print(
             note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
         plainly = ", without codecs" if effect else ""
         echo(
-            f"against eager PyTorch{plainly}: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
+            f"against eager PyTorch{plainly}: loss {agreement.loss:.1e}, "
+            f"largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
             + (f", largest metric error {max(agreement.metrics.values()):.1e}" if agreement.metrics else "")
         )
