@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from keyword import iskeyword
 from typing import TypeVar
 
 from fxpipe.codecs.bits import Bits
@@ -45,10 +44,8 @@ def register(kind: _Kind) -> _Kind:
         CodecError: it has no name that can be one in Python, or that of one of fxpipe's own.
     """
     name = getattr(kind, "name", "")
-    if not name.isidentifier() or iskeyword(name):
+    if not name.isidentifier():
         raise CodecError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", as a variable may be called')
-    if name in ("none", "auto"):
-        raise CodecError(f"--codec {name} means something else", hint=f"another name for {kind.__name__}")
     if name in CODECS and CODECS[name].__module__.startswith(f"{__name__}."):
         raise CodecError(f"there is a codec '{name}' already", hint=f"another name for {kind.__name__}")
     CODECS[name] = kind
