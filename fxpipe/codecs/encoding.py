@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fxpipe.codecs import CODECS, codec
@@ -90,8 +90,8 @@ class Encoding:
 
     @property
     def candidates(self) -> tuple[Encoding, ...]:
-        """What `auto` chooses among; itself, if it is no `auto`."""
-        return tuple(Encoding.parse(text) for text in HARMLESS) if self.auto else (self,)
+        """What `auto` chooses among, which leaves replicas of weights whole; itself, if it is no `auto`."""
+        return tuple(replace(Encoding.parse(text), weights=NONE) for text in HARMLESS) if self.auto else (self,)
 
     @property
     def codecs(self) -> tuple[str, ...]:

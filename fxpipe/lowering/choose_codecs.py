@@ -8,7 +8,7 @@ from functools import partial
 
 from fxpipe.build.build import Build
 from fxpipe.codecs import codec
-from fxpipe.codecs.encoding import NONE, Encoding
+from fxpipe.codecs.encoding import Encoding
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines
 from fxpipe.lowering.choose_cuts import Choice
@@ -97,8 +97,7 @@ def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
     trial = _Trial(emitter, choice)
     plain = best = trial.seconds(PLAIN, frozenset())
     found: tuple[Choice, Encoding, frozenset[Way], _Trial] = (choice, PLAIN, frozenset(), trial)
-    for candidate in emitter.options.encoding.candidates:
-        encoding = replace(candidate, weights=NONE)  # replicas stay whole
+    for encoding in emitter.options.encoding.candidates:
         coded = emitter.choose(_with_ratios(emitter, encoding))
         other = trial if coded.cuts == choice.cuts else _Trial(emitter, coded)
         for each in {id(one): one for one in (trial, other)}.values():
