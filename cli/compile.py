@@ -123,6 +123,7 @@ def compile_command(
             effect = codec_effect(build, made.example, seed=seed, loss_weight=made.task.loss_weight)
     limit = TOLERANCE[options.autocast]
     failed = agreement is not None and not agreement.largest <= limit
+    finite = effect is None or effect.finite
     if as_json:
         emit_json(_as_json(build, out, agreement, effect, simulation, prospects))
     else:
@@ -137,7 +138,12 @@ def compile_command(
         )
     if failed:
         note(f"error: the emitted stages differ from eager PyTorch by more than {limit:g}")
-    return 1 if failed else 0
+    if not finite:
+        note(
+            "error: with codecs, this step is not finite: infinite numbers cross workers, as in masks; leave out their "
+            "kind of edge, as in --codec activation=none,gradient=int8"
+        )
+    return 1 if failed or not finite else 0
 
 
 def _like(folder: str) -> dict[str, Any]:
@@ -152,6 +158,7 @@ def _like(folder: str) -> dict[str, Any]:
         "policy": plan.policy,
         "microbatches": plan.microbatches,
         "autocast": plan.autocast,
+        "codec": plan.codec,
         "accept_microbatch_loss": bool(plan.differs_from_whole),
     }
     given = {name for name in found if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
@@ -234,8 +241,10 @@ def _print(
             warn(f"infinite or NaN in eager PyTorch too, and so hardly compared: {listed(agreement.not_finite, 6)}")
         if agreement.zero:
             note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
+        plainly = ", without codecs" if effect else ""
         echo(
-            f"against eager PyTorch: loss {agreement.loss:.1e}, largest gradient error {error:.1e} ({plain(name)}), "
+            f"against eager PyTorch{plainly}: loss {agreement.loss:.1e}, "
+            f"largest gradient error {error:.1e} ({plain(name)}), "
             f"largest buffer error {max(agreement.buffers.values(), default=0.0):.1e}"
             + (f", largest metric error {max(agreement.metrics.values()):.1e}" if agreement.metrics else "")
         )

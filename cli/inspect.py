@@ -47,6 +47,7 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
     backward_at="For a model: cut backward before this module.",
     microbatches="For a model: pieces of a minibatch.",
     autocast="For a model: run the step under torch.autocast.",
+    codec="For a model: what packs values to cross links.",
     pad_to="For a model: make lengths of batches multiples of N.",
     threads="For a model: CPU threads of one worker.",
 )

@@ -45,6 +45,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     "policy",
     autocast="Run a model's step under torch.autocast.",
     pad_to="Make lengths of a model's batches multiples of N.",
+    codec="What packs values to cross links: none, auto, bf16, int8, int4, or one for each kind.",
 )
 @click.option(
     "--microbatches",

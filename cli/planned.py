@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -105,12 +106,13 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
 
 
 def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> Planned:
-    """Plan and simulate.
+    """Plan and simulate, with values as small as their codecs make them; what the codecs themselves take is left out.
 
     Raises:
         PolicyError: the policy makes no sense with so many microbatches.
         CutError: nothing fits into memory.
     """
+    from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
     from fxpipe.planner.advice import advised_partitions
     from fxpipe.schedule import make
     from fxpipe.simulator.of_partition import scenario_of_partition
@@ -119,13 +121,17 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
     counted = replace(options, microbatches=subject.microbatches)
     setting = counted.setting(subject.device, subject.optimizer)
     found: dict[str, Partition] = {}
-    for profile, wanted in subject.profiles(modes):
-        found.update(advised_partitions(profile, setting, options.workers, wanted, say))
+    simulated: dict[str, Simulation] = {}
     schedule = make(setting.schedule, options.workers, setting.microbatches)
-    simulated = {}
-    for mode, partition in found.items():
-        say(f"{mode}: simulating")
-        workers = setting.workers(options.workers)
-        scenario = scenario_of_partition(subject.of(mode), partition, workers, schedule)
-        simulated[mode] = simulate(schedule, scenario, steady_minibatches(schedule))
+    asked = options.encoding
+    for encoding in (PLAIN, *asked.candidates) if asked.auto else (asked,):
+        packed = replace(setting, ratios=ratios_of(encoding))
+        for profile, wanted in subject.profiles(modes):
+            for mode, partition in advised_partitions(profile, packed, options.workers, wanted, say).items():
+                say(f"{mode}: simulating")
+                scenario = scenario_of_partition(profile, partition, packed.workers(options.workers), schedule)
+                simulation = simulate(schedule, scenario, steady_minibatches(schedule))
+                best = simulated[mode].seconds_per_minibatch if mode in simulated else math.inf
+                if simulation.seconds_per_minibatch < best * (1 - WORTH):
+                    found[mode], simulated[mode] = partition, simulation
     return Planned(subject, setting, found, simulated)

@@ -31,11 +31,17 @@ COMMAND = "fxpipe.compile(...)"
 
 
 def default_passes(
-    cuts: Cuts, split_backward: bool = False, device: Device = CPU, command: str = COMMAND, microbatches: int = 1
+    cuts: Cuts,
+    split_backward: bool = False,
+    device: Device = CPU,
+    command: str = COMMAND,
+    microbatches: int = 1,
+    encode: Encode | None = None,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
-    return [*front_passes(split_backward, whole_loss), Cost(device=device), *back_passes(cuts, command)]
+    front = front_passes(split_backward, whole_loss)
+    return [*front, Cost(device=device), *wiring_passes(cuts), *emitting_passes(command, encode)]
 
 
 def front_passes(
@@ -59,11 +65,6 @@ def front_passes(
         *([SplitBackward()] if split_backward else []),  # before units: these tell W from B
         Units(),  # after fold: what it dropped must not count as something a cut can separate
     ]
-
-
-def back_passes(cuts: Cuts, command: str = COMMAND) -> list[Pass]:
-    """Program with costs in, stage files out, whose values travel as they are."""
-    return [*wiring_passes(cuts), *emitting_passes(command)]
 
 
 def wiring_passes(cuts: Cuts, shape: int = 0) -> list[Pass]:

@@ -15,13 +15,12 @@ from fxpipe.ir.printer import argument_text, call_text, heading, type_text
 from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
-from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_send, is_unpack, variable
+from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_send, is_unpack, variable
 from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
 WIDTH = 110
 TOTALS = "totals.py"
-_TAKEN = ("torch", "aten", "codec", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class _Function:
         self.function = part.function
         self.third = "saved" if part.function == "backward" else "batch"
         self.names: dict[fx.Node, str] = {}
-        self.taken = {*_TAKEN, self.function, *(variable(edge.codec) for edge in edges.values() if edge.codec)}
+        self.taken = {*TAKEN, self.function, *(variable(edge.codec) for edge in edges.values() if edge.codec)}
         for node in part.graph.nodes:
             if not is_send(node):
                 self.names[node] = self._unique(node.name)

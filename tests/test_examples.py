@@ -108,11 +108,12 @@ def test_lora_learns_on_pairs_of_lines(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("own_policy.py", ("worker 2: ", "means of 1 seeds", "halfway+down")),
+        ("own_codec.py", ("means of 1 seeds", "gradient=signs")),
         ("serve_onnx.py", ("from the model's own",)),
     ],
 )
 def test_a_script_ends_in_its_report(name: str, said: tuple[str, ...], tmp_path: Path) -> None:
-    options = ["--quick"] if name == "own_policy.py" else []  # the other one takes seconds as it is
+    options = ["--quick"] if name.startswith("own_") else []  # the other one takes seconds as it is
     command = [sys.executable, EXAMPLES / name, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr

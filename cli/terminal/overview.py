@@ -60,6 +60,7 @@ def print_header(facts: Facts, console: Console) -> None:
     names = [name for name in (build["folder"], build["model"]) if name]
     what = [*names, f"{count} worker{'s' if count > 1 else ''}", build["device"]]
     what += [build["autocast"]] if build["autocast"] else []
+    what += [f"codec {build['codec']}"] if build["codec"] != "none" else []
     _line(console, what)
     efficiency = "" if build["efficiency"] is None else f", {build['efficiency']:.3f} of ideal"
     minibatch = f"{build['samples']} samples in {parts} microbatch{'es' if parts > 1 else ''}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fxpipe.codecs import CODECS, codec
+from fxpipe.codecs.carry_over import CarryOver
 from fxpipe.codecs.codec import KINDS
 from fxpipe.errors import CodecError, near
 from fxpipe.plan.spec import TensorSpec
@@ -89,8 +90,8 @@ class Encoding:
 
     @property
     def candidates(self) -> tuple[Encoding, ...]:
-        """What `auto` chooses among; itself, if it is no `auto`."""
-        return tuple(Encoding.parse(text) for text in HARMLESS) if self.auto else (self,)
+        """What `auto` chooses among, which leaves replicas of weights whole; itself, if it is no `auto`."""
+        return tuple(replace(Encoding.parse(text), weights=NONE) for text in HARMLESS) if self.auto else (self,)
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -104,6 +105,19 @@ class Encoding:
     def of_weights(self) -> str:
         """What packs replicas of weights; '' if nothing does."""
         return "" if self.weights == NONE else self.weights
+
+    def check_scaled(self) -> None:
+        """Refuse to carry over gradients of a loss whose scale moves, as under float16: they would be of another scale.
+
+        Raises:
+            CodecError: the codec of gradients carries over.
+        """
+        if self.gradient not in ("", NONE) and isinstance(codec(self.gradient), CarryOver):
+            raise CodecError(
+                f"{self.gradient} adds what it left out of one gradient to the next, and --autocast fp16 scales the "
+                "loss by a number that moves between them",
+                hint="--autocast bf16, which needs no scale; or --codec gradient=int8, which carries nothing over",
+            )
 
     def ratio(self, kind: str) -> float:
         """How many bytes travel for each byte of a large value in float32."""

@@ -22,7 +22,7 @@ NOTICEABLE = 0.02
 """A difference of times below this fraction is noise."""
 
 _SETTINGS = (
-    "model", "workers", "schedule", "policy", "microbatches", "samples", "autocast", "device", "cuts", "costs",
+    "model", "workers", "schedule", "policy", "microbatches", "samples", "autocast", "codec", "device", "cuts", "costs",
     "loss_worker", "torch", "speeds", "links", "optimizer_bytes",
 )  # fmt: skip
 _OF_COSTS = ("cuts", "costs", "speeds", "links", "optimizer_bytes")

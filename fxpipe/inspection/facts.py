@@ -133,6 +133,7 @@ def build_facts(subject: Subject) -> Facts:
         "schedule": plan.schedule,
         "policy": plan.policy,
         "autocast": plan.autocast,
+        "codec": plan.codec,
         "device": plan.device,
         "torch": plan.torch,
         "samples": samples_of(plan),

@@ -30,6 +30,12 @@ CAPTURE = "capture"
 """The name for the program before the first pass."""
 
 _MADE_BY = ", made by: "
+_FOR = {
+    "split_backward": ": it is for three-way cuts",
+    "whole_loss": ": it is for several microbatches",
+    "encode": ": it is for edges that have codecs",
+}
+"""What the passes that do not always run are for."""
 AS_MADE = ModelOptions()
 ASKED = CompileOptions()
 
@@ -37,8 +43,10 @@ ASKED = CompileOptions()
 def pass_names() -> tuple[str, ...]:
     """`capture`, then every pass in the order in which they run."""
     from fxpipe.passes import default_passes
+    from fxpipe.passes.encode import Encode
 
-    return (CAPTURE, *(p.name for p in default_passes(Cuts((0, 1), (0, 1)), split_backward=True, microbatches=2)))
+    passes = default_passes(Cuts((0, 1), (0, 1)), split_backward=True, microbatches=2, encode=Encode())
+    return (CAPTURE, *(p.name for p in passes))
 
 
 def check_pass(name: str) -> None:
@@ -112,7 +120,7 @@ def after(
         options = dataclasses.replace(options, cost="analytic")  # nothing is chosen yet
     say("running the passes")
     watched = _Watched(pass_name, to_the_end=plan is not None)
-    build = watched.lower(program, options)
+    build = watched.lower(program, options, plan)
     if plan is not None and build is not None and (others := _changed(plan, build)):
         warn(
             f"the passes now write {', '.join(others)} differently than for {target}: torch is another version, or "
@@ -171,8 +179,11 @@ class _Watched:
         self.text = ""
         self.seen: list[str] = [CAPTURE]
 
-    def lower(self, program: Program, options: CompileOptions) -> Build | None:
+    def lower(self, program: Program, options: CompileOptions, plan: Plan | None) -> Build | None:
         """Lower the program; `text` is then the program after the pass.
+
+        Args:
+            plan: whose edges' codecs it gets, where it is of a build.
 
         Returns:
             The build; None if the lowering ended at the pass.
@@ -180,15 +191,17 @@ class _Watched:
         Raises:
             FxpipeError: as `lower`; or the pass did not run.
         """
+        from fxpipe.lowering.choose_codecs import as_in
         from fxpipe.lowering.lower import lower
 
+        codecs = None if plan is None else as_in(plan)
         try:
-            build = lower(program, options, observers=(self._observe,))
+            build = lower(program, options, observers=(self._observe,), codecs=codecs)
         except _Reached:
             return None
         if not self.text:
             raise FxpipeError(
-                f"the pass {self.pass_name} does not run here: it is for three-way cuts",
+                f"the pass {self.pass_name} does not run here{_FOR.get(self.pass_name, '')}",
                 where="--after",
                 hint=f"the passes that run, in their order: {', '.join(self.seen)}",
             )

@@ -9,9 +9,9 @@ NUMBERED  every node has a unit; what makes weight gradients alone is backward, 
 COSTED    every node has bytes and time.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
           buffer that is updated only on the worker that updates it.
-WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; F of every worker comes after F
-          of the worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers
-          in step.
+WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; where the edge has a codec, it
+          packs what is sent and unpacks what is received, and nothing else does; F of every worker comes after F of the
+          worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers in step.
 SPLIT     every call is in exactly one part, which reads only its inputs, saved values and what it receives.
 EMITTED   the text of every part parses, reads only its arguments and what it defined before, and sends and receives
           what its part does.
@@ -31,7 +31,7 @@ from fxpipe.ir.aten import is_random, repeats
 from fxpipe.ir.pace import first_gap
 from fxpipe.ir.program import INFO, Level, Program, info
 from fxpipe.ir.stage_law import check_emitted, check_split
-from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.ir.wire import codec_of, is_pack, is_recv, is_send, is_unpack
 
 
 def verify(program: Program) -> None:
@@ -167,6 +167,10 @@ def _wired(program: Program) -> None:
             val = node.meta["val"]
             if tuple(val.shape) != edge.sent.shape or str(val.dtype) != f"torch.{edge.sent.dtype}":
                 _fail(program, node, f"{node} differs from its edge in shape or dtype")
+            ends, does = (node.all_input_nodes, is_pack) if is_send(node) else (list(node.users), is_unpack)
+            if any((codec_of(end) if does(end) else "") != edge.codec for end in ends):
+                said = f"the codec '{edge.codec}'" if edge.codec else "no codec"
+                _fail(program, node, f"the edge of {node} has {said}, and what is next to it another")
         if is_recv(node):
             continue  # its one input is the Send, on the other worker
         for source in node.all_input_nodes:

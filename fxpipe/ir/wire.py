@@ -15,6 +15,9 @@ from torch import fx
 from fxpipe.codecs import codec as make_codec
 from fxpipe.codecs.edge_state import EdgeState
 
+TAKEN = ("torch", "aten", "codec", "weights", "buffers", "batch", "saved", "comm", "forward", "backward")
+"""What emitted code calls things of its own."""
+
 
 def send(value: torch.Tensor) -> torch.Tensor:
     """The sending end of an edge."""
@@ -56,8 +59,9 @@ def codec_of(node: fx.Node) -> str:
 
 
 def variable(codec: str) -> str:
-    """What emitted code calls a codec: `topk_0_01`."""
-    return "".join(c if c.isalnum() else "_" for c in codec)
+    """What emitted code calls a codec: `topk_0_01`; with `_` after it where something else has that name."""
+    name = "".join(c if c.isalnum() else "_" for c in codec)
+    return f"{name}_" if name in TAKEN else name
 
 
 def is_send(node: fx.Node) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.build.build import Build
 from fxpipe.lowering.compare_with_eager import emitted_step, relative_error
+from fxpipe.stages.compare import wide_dtype
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.padding import padded
 
@@ -26,6 +28,11 @@ class CodecEffect:
     gradients: float
     worst: tuple[str, float]
 
+    @property
+    def finite(self) -> bool:
+        """Whether the step with codecs gives finite numbers where the one without does."""
+        return math.isfinite(self.loss) and math.isfinite(self.worst[1])
+
 
 def codec_effect(build: Build, batch: Any, *, seed: int = 0, loss_weight: LossWeight | None = None) -> CodecEffect:
     """Run one minibatch of the build's first shape both ways, with the same random numbers.
@@ -36,11 +43,11 @@ def codec_effect(build: Build, batch: Any, *, seed: int = 0, loss_weight: LossWe
     batch = padded(batch, build.plan.padding)
     plain = emitted_step(build, batch, seed, loss_weight)
     coded = emitted_step(build, batch, seed, loss_weight, with_codecs=True)
-    norms = {name: g.double().norm().item() for name, g in plain.gradients.items()}
+    norms = {name: g.to(wide_dtype(g)).norm().item() for name, g in plain.gradients.items()}
     floor = 1e-3 * max(norms.values(), default=0.0)
     errors = {name: relative_error(coded.gradients.get(name), g, floor) for name, g in plain.gradients.items()}
     squares = [
-        ((coded.gradients[name].double() - g.double()).norm().item() ** 2, norms[name] ** 2)
+        ((coded.gradients[name].to(wide_dtype(g)) - g).norm().item() ** 2, norms[name] ** 2)
         for name, g in plain.gradients.items()
         if name in coded.gradients
     ]

@@ -96,7 +96,7 @@ class Emitter:
     def _build(self, program: Program, choice: Choice, lines: PassLines) -> Build:
         setting, costs = self.setting, self.costs
         plan = make_plan(program, setting)
-        plan = replace(plan, weights_codec=self.options.encoding.of_weights)
+        plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
         schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
         held, demand = in_flight(schedule), Demand(plan, schedule, make_policy(plan.policy))
         rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)

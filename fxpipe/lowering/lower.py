@@ -16,7 +16,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_codecs import emit_encoded
-from fxpipe.lowering.emit import Emitter
+from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
@@ -29,7 +29,7 @@ from fxpipe.options import changed
 from fxpipe.passes import front_passes
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.plan.build_folder import ENGINES
-from fxpipe.schedule.loss_scaling import check_loss_scaling
+from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 from fxpipe.task.model_view import of_parameters, without_values
 from fxpipe.task.padding import padded
 from fxpipe.task.step_hooks import StepHooks
@@ -108,6 +108,7 @@ def lower(
     whole_loss: WholeLoss | None = None,
     shapes: Sequence[CapturedShape] = (),
     evaluations: Evaluations | None = None,
+    codecs: Codecs | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
     **changes: Any,
@@ -120,6 +121,7 @@ def lower(
         whole_loss: what `checked_loss` found; by default what the options ask for, without comparing.
         shapes: what `capture_shape` made of batches of other shapes: cut as this program is.
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
+        codecs: gives the first shape's edges their codecs, where they are known already, in place of the options.
         observers: are told of every pass.
         say: is told which part is being put onto engines.
 
@@ -135,6 +137,8 @@ def lower(
     options = changed(options, changes)
     options.check()
     check_loss_scaling(options.schedule, program.autocast)
+    if program.autocast == FLOAT16:
+        options.encoding.check_scaled()
     if options.pad_to is not None:
         raise BatchError(
             "a captured program has the lengths of its batch: there is nothing to pad",
@@ -153,7 +157,10 @@ def lower(
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
-    program, build = emit_encoded(emitter, options.encoding, observers, lines)
+    if codecs is None:
+        program, build = emit_encoded(emitter, options.encoding, observers, lines)
+    else:
+        program, build = emitter.emit(emitter.choose(setting), codecs, observers, lines)
     build = _with_optimizer(build, options)
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)

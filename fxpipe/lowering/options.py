@@ -22,7 +22,7 @@ from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES, kind_of
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.loss_scaling import check_loss_scaling
+from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
 
 if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding
@@ -309,7 +309,9 @@ class CompileOptions:
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
         check_loss_scaling(self.schedule, self.autocast)
         self.setting()
-        _ = self.encoding  # refused if it makes no sense
+        encoding = self.encoding
+        if self.autocast == FLOAT16:
+            encoding.check_scaled()
 
     def setting(self, device: str = "cpu", optimizer: OptimizerCosts = UNKNOWN) -> Setting:
         """What the planner plans for.

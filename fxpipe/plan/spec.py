@@ -257,6 +257,7 @@ class Plan:
         meta: whether the parameters had no values at compile time: `weights_file` holds buffers and constants alone,
             and a run makes the parameters' initial values.
         shapes: the step for each further shape of batch; what is above is for the first.
+        codec: what was asked for, as `--codec` has it; the edges say which they got.
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
@@ -292,6 +293,7 @@ class Plan:
     loss_weight: bool = False
     totals: EvaluationSpec | None = None
     shapes: tuple[ShapeSpec, ...] = ()
+    codec: str = "none"
     padding: tuple[PadSpec, ...] = ()
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""

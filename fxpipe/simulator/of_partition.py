@@ -10,7 +10,7 @@ import numpy as np
 from fxpipe.plan.spec import Phase
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
-from fxpipe.planner.workers import Workers
+from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.versions import Versions, versions_of
 from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
@@ -28,8 +28,8 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     """
     return Scenario(
         workers=tuple(_cost(partition, workers, k) for k in range(workers.count)),
-        messages=tuple(_Messages(profile, partition).all()),
-        replicas=tuple(_replicas(profile, partition, schedule)),
+        messages=tuple(_Messages(profile, partition, workers.ratios).all()),
+        replicas=tuple(_replicas(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
     )
 
@@ -44,8 +44,9 @@ def _cost(partition: Partition, workers: Workers, k: int) -> WorkerCost:
 class _Messages:
     """Combines what travels between each two workers, by phases and by when it is made."""
 
-    def __init__(self, profile: Profile, partition: Partition) -> None:
+    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios) -> None:
         self.profile = profile
+        self.ratios = ratios
         self.cuts = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
         self.recompute = partition.recompute
         units = profile.units
@@ -78,7 +79,7 @@ class _Messages:
 
     def _save(self, source: int, target: int, size: float, made: float) -> None:
         """Bytes that a forward saves for a backward elsewhere; to a later worker they leave after the activations."""
-        self._add((source, "F", target, "B"), size, 1.0 if source < target else made)
+        self._add((source, "F", target, "B"), self.ratios.saved * size, 1.0 if source < target else made)
 
     def _add(self, key: _Key, size: float, made: float = 1.0, needed: float = 0.0) -> None:
         if key[0] != key[2] and size:
@@ -95,7 +96,8 @@ class _Messages:
             if forward:
                 first = min(r for r in value.readers if self._worker(r, chain) == target)
                 needed = self._share(target, first)
-            self._add((source, chain, target, chain), value.bytes, made, needed)
+            ratio = self.ratios.activation if forward else self.ratios.gradient
+            self._add((source, chain, target, chain), ratio * value.bytes, made, needed)
             if target != source:
                 source, made = target, needed if forward else 1.0
 
@@ -114,7 +116,7 @@ class _Messages:
                 self._save(source, backward, of_b, made)
                 self._save(source, weight, of_w, made)
                 if unit.weight_ms:
-                    self._add((backward, "B", weight, "B"), unit.gradient_bytes)
+                    self._add((backward, "B", weight, "B"), self.ratios.gradient * unit.gradient_bytes)
             for k in {backward, weight}:
                 if (k, i) in again:
                     self._save(source, k, unit.fixed_bytes, made)
@@ -129,7 +131,7 @@ class _Messages:
                 self._save(source, k, value.bytes, self._share(source, value.producer + 1))
 
 
-def _replicas(profile: Profile, partition: Partition, schedule: Schedule) -> Iterator[Replica]:
+def _replicas(profile: Profile, partition: Partition, schedule: Schedule, ratio: float) -> Iterator[Replica]:
     sizes: dict[tuple[int, int], float] = {}
     phases: dict[tuple[int, int], set[Phase]] = {}
     for i, unit in enumerate(profile.units):
@@ -148,7 +150,7 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule) -> Ite
     versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
         lags = _lags(versions, owner, reader, sorted(phases[owner, reader]))
-        yield Replica(owner, reader, tuple(lags), size)
+        yield Replica(owner, reader, tuple(lags), ratio * size)
 
 
 def _lags(versions: Versions, owner: int, reader: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:

@@ -40,7 +40,7 @@ def compiled(folder: Path, name: str, *arguments: object) -> dict[str, str]:
 def test_the_passes_in_their_order() -> None:
     assert pass_names() == (
         "capture", "fold", "whole_loss", "keep_layouts", "split_backward", "units", "cost", "cut", "rematerialize",
-        "comm", "split", "codegen",
+        "comm", "encode", "split", "codegen",
     )  # fmt: skip
 
 
@@ -61,6 +61,18 @@ def test_of_a_build_it_is_what_its_compile_had(folder: Path, name: str, argument
         assert after(folder / name, pass_name, warn=said.append) == dumped[pass_name], pass_name
     assert said == []
     assert after(folder / name, "capture").startswith("# CAPTURED: ")
+
+
+def test_edges_keep_the_codecs_that_the_build_gave_them(tmp_path: Path) -> None:
+    write_model(tmp_path, ("randn(4, 6)", "randn(64, 6)"), ("(4,)", "(64,)"))
+    dumped = compiled(tmp_path, "build", *PINS, "--microbatches", 1, "--codec", "auto", "--bandwidth", "1Mbit")
+    said: list[str] = []
+    for pass_name in ("encode", "codegen"):
+        assert after(tmp_path / "build", pass_name, warn=said.append) == dumped[pass_name]
+    assert said == []
+    assert "int8.pack(" in dumped["encode"]
+    options: dict[str, Any] = {"workers": 2, "microbatches": 1, "cost": "analytic", "codec": "gradient=topk:0.25"}
+    assert "topk_0_25.pack(" in after(tmp_path / "model.py", "encode", **options)
 
 
 def test_what_the_planner_let_be_computed_again(folder: Path) -> None:
@@ -97,6 +109,8 @@ def test_a_pass_that_does_not_run_here(folder: Path) -> None:
         after(folder / "model.py", "split_backward", cost="analytic")
     assert "capture, fold, keep_layouts, units, cost" in str(caught.value)
     assert after(folder / "model.py", "split_backward", cost="analytic", cuts="three-way").startswith("# FOLDED")
+    with pytest.raises(FxpipeError, match="encode does not run here: it is for edges that have codecs"):
+        after(folder / "model.py", "encode", cost="analytic")
 
 
 def test_a_stale_build_and_one_without_a_model(folder: Path, tmp_path: Path) -> None:

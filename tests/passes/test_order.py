@@ -9,6 +9,7 @@ import pytest
 import torch
 from fxpipe.passes import default_passes, evaluation_passes
 from fxpipe.passes.comm import Comm
+from fxpipe.passes.encode import Encode
 from fxpipe.passes.fold import Fold
 from wrong_layouts import Narrow, series, squared
 
@@ -22,7 +23,7 @@ from fxpipe.tracing.capture import capture_evaluation
 PARTS = ("first", "convolution", "last")
 OWNERS = {f"{layer}.{kind}": int(layer == "last") for layer in PARTS for kind in ("weight", "bias")}
 LISTS = {
-    "training": default_passes(Cuts((0, 4, 9), (0, 4, 9)), split_backward=True, microbatches=2),
+    "training": default_passes(Cuts((0, 4, 9), (0, 4, 9)), split_backward=True, microbatches=2, encode=Encode()),
     "evaluation": evaluation_passes(2, OWNERS, 0, "test"),
 }
 HARMLESS = {
@@ -80,7 +81,7 @@ def test_a_harmless_swap_emits_the_same_text(name: str, first: str) -> None:
     ("level", "passes", "message", "hint"),
     [
         (Level.CAPTURED, LISTS["training"][1:], "whole_loss takes .* FOLDED, and this one is CAPTURED", "FOLDED"),
-        (Level.CAPTURED, swapped(LISTS["training"], 9), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
+        (Level.CAPTURED, swapped(LISTS["training"], 10), "codegen takes .* SPLIT, .* is WIRED", "run split first"),
         (Level.CAPTURED, [*LISTS["training"], Fold()], "fold takes .* CAPTURED, .* EMITTED", "run fold before fold"),
         (Level.SPLIT, [Comm()], "pass comm takes a program that is PLACED, .* SPLIT", "begin with a PLACED program"),
     ],

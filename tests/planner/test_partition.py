@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition, TooLittleMemory, partition
 from fxpipe.planner.profile import Profile, Unit, Value, backward_values
-from fxpipe.planner.workers import Workers
+from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.schedule import make
 from fxpipe.simulator.of_partition import scenario_of_partition
 from fxpipe.simulator.simulate import simulate
@@ -72,7 +72,15 @@ def settings_of_workers(draw: st.DrawFn, most: int = 3) -> Workers:
         links=links,
         microbatches=draw(st.sampled_from([1, 4])),
         owned_ms=tuple(draw(st.sampled_from([0.0, 0.05, 0.2])) for _ in range(count)),
+        ratios=draw(ratios()),
     )
+
+
+@st.composite
+def ratios(draw: st.DrawFn) -> Ratios:
+    """Of values that travel as they are, or of some that are packed."""
+    packed = st.sampled_from([0.02, 0.25, 0.5, 1.0])
+    return draw(st.sampled_from([Ratios(), Ratios(draw(packed), draw(packed), draw(packed), draw(packed))]))
 
 
 def check_against_brute_force(profile: Profile, workers: Workers, mode: str) -> None:
@@ -135,6 +143,7 @@ def odd_workers(draw: st.DrawFn) -> Workers:
         owned_factor=tuple(draw(number) for _ in range(count)),
         owned_ms=tuple(draw(st.sampled_from([0.0, 0.05, 0.2])) for _ in range(count)),
         replica_factor=draw(number),
+        ratios=draw(ratios()),
     )
 
 

@@ -78,7 +78,7 @@ def price(
     owns = {i for i, u in enumerate(units) if u.weight_ms or u.parameter_bytes or u.update_ms}
     works = {i for i, u in enumerate(units) if u.weight_ms}
     weight = set(range(*w)) & owns
-    share = 1 / workers.microbatches
+    share, ratios = 1 / workers.microbatches, workers.ratios
     others = [other for other in (k - 1, k + 1) if 0 <= other < workers.count]
 
     def ms(size: float, side: int) -> float:
@@ -121,8 +121,12 @@ def price(
     to_front = run(sides(forward, b)[0], {i for i in forward if i < start}, r[0])
     to_back = run(sides(forward, b)[1], {i for i in forward if i >= end}, r[1])
 
-    activation = sum(v.bytes for v in profile.activations if v.producer < f[0] and any(i in forward for i in v.readers))
-    gradient = sum(v.bytes for v in profile.gradients if v.producer >= b[1] and any(i in backward for i in v.readers))
+    activation = ratios.activation * sum(
+        v.bytes for v in profile.activations if v.producer < f[0] and any(i in forward for i in v.readers)
+    )
+    gradient = ratios.gradient * sum(
+        v.bytes for v in profile.gradients if v.producer >= b[1] and any(i in backward for i in v.readers)
+    )
 
     def parameters(found: Iterable[int]) -> float:
         return sum(units[i].parameter_bytes for i in found)
@@ -133,21 +137,23 @@ def price(
         parameters({i for i in weight if i < f[0]} | {i for i in weight if i < b[0]}),
         parameters({i for i in weight if i >= f[1]} | {i for i in weight if i >= b[1]}),
     ]
-    handed = sum(units[i].gradient_bytes for i in (weight - backward) & works)
-    given = sum(units[i].gradient_bytes for i in (backward - weight) & works)
+    handed = ratios.gradient * sum(units[i].gradient_bytes for i in (weight - backward) & works)
+    given = ratios.gradient * sum(units[i].gradient_bytes for i in (backward - weight) & works)
 
+    replicas = share * ratios.weights
     own_f = sum(units[i].forward_ms for i in forward) / speed
     own_b = sum(units[i].backward_ms for i in backward) / speed
     waits = ms(activation, 0) + ms(gradient + handed, 1) + sum(1e3 * links.latency_of(other, k) for other in others)
-    waits += max(ms(from_front[0], 0) - own_f, 0) + max(ms(to_front[0], 0) - own_b, 0)
-    waits += max(ms(share * replicas_out[1], 1) - own_f, 0) + max(ms(share * replicas_in[1], 1) - own_b, 0)
+    waits += max(ms(ratios.saved * from_front[0], 0) - own_f, 0) + max(ms(ratios.saved * to_front[0], 0) - own_b, 0)
+    waits += max(ms(replicas * replicas_out[1], 1) - own_f, 0) + max(ms(replicas * replicas_in[1], 1) - own_b, 0)
     arriving = (
-        activation + share * replicas_in[0] + from_front[0],
-        gradient + handed + share * replicas_in[1] + from_back[0],
+        activation + replicas * replicas_in[0] + ratios.saved * from_front[0],
+        gradient + handed + replicas * replicas_in[1] + ratios.saved * from_back[0],
     )
     wire = max(ms(arriving[0], 0), ms(arriving[1], 1))
     leaving = sum(v.bytes for v in profile.gradients if v.producer >= b[0] > min(v.readers, default=v.producer))
-    sent = crossing(f[1]) + leaving + share * sum(replicas_out) + to_front[0] + to_back[0] + given
+    sent = ratios.activation * crossing(f[1]) + ratios.gradient * leaving + given
+    sent += replicas * sum(replicas_out) + ratios.saved * (to_front[0] + to_back[0])
     spent = (busy + from_front[1] + from_back[1]) / speed + 1e3 * links.copy * (sum(arriving) + sent)
 
     span = set(range(min(weight), max(weight) + 1)) if weight else set()

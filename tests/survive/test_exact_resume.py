@@ -193,17 +193,18 @@ def test_goes_on_with_what_codecs_left_out(codec: str, policy: str, microbatches
     build = fxpipe.compile(Net(0.1), loss, first, codec=f"gradient={codec}", **options)
     packed = [edge for edge in build.plan.edges if edge.codec]
     assert packed
-    pipeline = build.local(optimizer=OPTIMIZERS["sgd"], policy=policy)
+    asked: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"], "policy": policy}
+    pipeline = build.local(**asked)
     pipeline.run([first] * 3)
     memories = [memory for executor in pipeline.executors for memory in executor.codec_memories().values()]
     assert bool(memories) == (codec != "int8")  # which draws random numbers, and remembers nothing
-    whole = build.local(optimizer=OPTIMIZERS["sgd"], policy=policy, checkpoint_every="5", keep=9, out=tmp_path / "whole")
+    whole = build.local(**asked, checkpoint_every="5", keep=9, out=tmp_path / "whole")
     data = [(first[0].roll(i, 0), first[1].roll(i, 0)) for i in range(14)]
     expected = whole.run(data)
     whole.checkpoints.finish()
     for step in (5, 10):
         path = tmp_path / "whole" / "checkpoints" / f"step-{step}"
-        again = build.local(optimizer=OPTIMIZERS["sgd"], policy=policy, resume=path)
+        again = build.local(**asked, resume=path)
         assert again.run(data[step:]) == expected[step:]
         for name, value in whole.state_dict().items():
             assert torch.equal(again.state_dict()[name], value)

@@ -19,9 +19,10 @@ def elsewhere(facts: Json) -> str:
 
 def settings(build: Json) -> list[tuple[str, str]]:
     """How it was compiled."""
-    names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "device", "costs", "torch"]
+    names = ["schedule", "policy", "cuts", "microbatches", "samples", "autocast", "codec", "device", "costs", "torch"]
     labels = {"samples": "samples a minibatch"}
-    return [(labels.get(name, name), text(build[name])) for name in names if name != "autocast" or build[name]]
+    unset = {"autocast": None, "codec": "none"}
+    return [(labels.get(name, name), text(build[name])) for name in names if build[name] != unset.get(name, "")]
 
 
 def run_settings(run: Json) -> list[tuple[str, str]]:

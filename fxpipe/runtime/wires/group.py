@@ -79,12 +79,13 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
 
 
 def _check_interface() -> None:
-    """Refuse GLOO_SOCKET_IFNAME where it names no interface of this host: gloo's own error does not say what there is."""
+    """Refuse GLOO_SOCKET_IFNAME where it names no interface of this host: gloo's own error does not name those."""
     there = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get(INTERFACE, "").split(","):
         if name and name not in there:
             raise RunError(
-                f"{INTERFACE}={name}, and {socket.gethostname()} has no network interface of this name{near(name, there)}",
+                f"{INTERFACE}={name}, and {socket.gethostname()} has no network interface of this name"
+                f"{near(name, there)}",
                 hint=f"there are {', '.join(there)}; set {INTERFACE} on each host to the one that reaches the others",
             )
 
