@@ -149,6 +149,13 @@ def _placed(program: Program) -> None:
                 _fail(program, user, f"buffer {name} is updated on worker {home}, but {user} reads it elsewhere")
 
 
+def _codec_beyond(program: Program, node: fx.Node, end: fx.Node) -> str:
+    """The codec that what a Send takes, or what reads a Recv, is for; a Recv that is handed on has its edge's."""
+    if (is_send(node) and is_recv(end)) or (is_recv(node) and is_send(end)):
+        return program.wires[end.name].codec
+    return codec_of(end) if (is_pack(end) if is_send(node) else is_unpack(end)) else ""
+
+
 def _wired(program: Program) -> None:
     local = {p.node for p in program.parameters} | {b.node for b in program.buffers}
     for node in program:
@@ -167,8 +174,8 @@ def _wired(program: Program) -> None:
             val = node.meta["val"]
             if tuple(val.shape) != edge.sent.shape or str(val.dtype) != f"torch.{edge.sent.dtype}":
                 _fail(program, node, f"{node} differs from its edge in shape or dtype")
-            ends, does = (node.all_input_nodes, is_pack) if is_send(node) else (list(node.users), is_unpack)
-            if any((codec_of(end) if does(end) else "") != edge.codec for end in ends):
+            ends = node.all_input_nodes if is_send(node) else node.users
+            if any(_codec_beyond(program, node, end) != edge.codec for end in ends):
                 said = f"the codec '{edge.codec}'" if edge.codec else "no codec"
                 _fail(program, node, f"the edge of {node} has {said}, and what is next to it another")
         if is_recv(node):

@@ -156,20 +156,27 @@ def test_what_codecs_take_is_counted_where_they_work() -> None:
     assert found == {(0, "F"): 24.0, (1, "F"): 48.0, (1, "B"): 240.0, (0, "B"): 480.0}
 
 
-def test_a_value_for_several_workers_is_packed_once_but_by_its_own_state_for_each() -> None:
+def test_a_value_that_is_handed_on_is_packed_once() -> None:
     program = wired("gpt", random_cuts("gpt", 3, 3))
-    senders: dict[str, list[str]] = {}
-    for node in program:
-        if is_send(node):
-            senders.setdefault(node.all_input_nodes[0].name, []).append(program.wires[node.name].name)
-    shared = senders["blocks_0_add_1"]
+    ways = sorted({e.name for e in program.wires.values() if e.name.startswith("blocks_0_add_1:")})
+    assert len(ways) == 2
+    made = encoded(program, dict.fromkeys(ways, "int8"))
+    assert sum(is_pack(node) for node in made) == 1
+    assert sum(is_unpack(node) for node in made) == 2
+    handed_on = next(n for n in made if is_send(n) and made.wires[n.name].name == ways[1])
+    assert is_recv(handed_on.all_input_nodes[0])  # as it came
+    mixed = encoded(program, dict(zip(ways, ("int8", "int4"), strict=True)))
+    assert [n.args[1] for n in mixed if is_pack(n)] == ["int8", "int4"]
+
+
+def test_a_value_for_two_workers_is_packed_once_but_by_its_own_state_for_each() -> None:
+    program = wired("gpt", random_cuts("gpt", 4, 2))
+    sends = [n for n in program if is_send(n) and n.all_input_nodes[0].name == "blocks_0_add_1"]
+    shared = [program.wires[node.name].name for node in sends]
     assert len(shared) == 2
     made = encoded(program, dict.fromkeys(shared, "int8"))
     assert sum(is_pack(node) for node in made) == 1
-    assert sum(is_unpack(node) for node in made) == len(shared)
     assert len({n.all_input_nodes[0] for n in made if is_send(n) and made.wires[n.name].codec}) == 1
-    two = encoded(program, dict(zip(shared, ("int8", "int4"), strict=True)))
-    assert [n.args[1] for n in two if is_pack(n)] == ["int8", "int4"]
     wires = {name: dataclasses.replace(edge, kind="gradient") for name, edge in program.wires.items()}
     stateful = encoded(dataclasses.replace(program, wires=wires), dict.fromkeys(shared, "int8"))
     assert sorted(str(n.args[2]) for n in stateful if is_pack(n)) == sorted(shared)
