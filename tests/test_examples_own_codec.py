@@ -45,8 +45,7 @@ def test_what_a_message_leaves_out_comes_with_the_next_ones(example: ModuleType)
     signs, state = codec("signs"), EdgeState()
     value = torch.randn(100, generator=torch.Generator().manual_seed(0))
     read = [signs.unpack(signs.pack(value, state), (100,), torch.float32) for _ in range(200)]
-    torch.testing.assert_close(torch.stack(read).mean(0), value, atol=0.1, rtol=0)
-    assert (read[0] - value).abs().max() > 0.5
+    assert (torch.stack(read).mean(0) - value).norm() < 0.2 * (read[0] - value).norm()
 
 
 def test_what_is_not_finite_arrives_so(example: ModuleType) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe import engines as backends
+from fxpipe.codecs import without_codecs
 from fxpipe.engines.engine import EnginePart
 from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.messages import say
@@ -21,7 +22,7 @@ from fxpipe.stages.comm import ReadyComm
 from fxpipe.stages.compare import Expected, compare, rounding_alone, tolerance
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.stages.part_call import Function, PartCall
-from fxpipe.stages.pure_function import in_float64
+from fxpipe.stages.pure_function import in_float64, receive, send
 from fxpipe.stages.pure_part import trace_stage
 
 USE_EAGER = "run with --backend eager, or compile with --backend auto, which leaves out what does not work"
@@ -69,7 +70,11 @@ def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
 
 
 class CheckedPart:
-    """A part on an engine whose first call is also run by the emitted code, on the same values, and compared."""
+    """A part on an engine whose first call is also run by the emitted code, on the same values, and compared.
+
+    Both run without codecs, on what was received unpacked: those would show a difference of rounding as one of a whole
+    step, and what they keep of an edge is kept by the one message that is then sent.
+    """
 
     def __init__(self, part: EnginePart, spec: PartSpec, emitted: Function) -> None:
         self.part = part
@@ -80,7 +85,24 @@ class CheckedPart:
         if self._emitted is None:
             return self.part(weights, buffers, third, comm)
         emitted, self._emitted = self._emitted, None
-        part, received = self.part.part, {name: comm.recv(name) for name in self._spec.receives}
+        part = self.part.part
+        received = {name: receive(part, name, comm) for name in self._spec.receives}
+        with without_codecs():
+            returned, sent = self._compared(emitted, weights, buffers, third, received)
+        for name, value in sent.items():
+            send(part, name, value, comm)
+        return returned
+
+    def _compared(
+        self,
+        emitted: Function,
+        weights: Sequence[Any],
+        buffers: Sequence[Any],
+        third: Any,
+        received: dict[str, Tensor],
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """What the engine returns and sends, once it is known to be right."""
+        part = self.part.part
         call = PartCall(part.worker, part.phase, self._spec, tuple(weights), tuple(buffers), tuple(third), received)
         state = random_state()
         held_back = ReadyComm(received)
@@ -103,9 +125,7 @@ class CheckedPart:
 
         check_outputs(self.part, expected, call.result(returned, held_back.sent).flat(), exact)
         set_random_state(after)
-        for name, value in held_back.sent.items():
-            comm.send(name, value)
-        return returned
+        return returned, held_back.sent
 
 
 def check_outputs(

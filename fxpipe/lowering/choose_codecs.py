@@ -94,12 +94,12 @@ def emit_encoded(
 def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
     """The cuts, the encoding, the ways that it is for, and the seconds of a minibatch without codecs."""
     choice = emitter.choose(emitter.setting)
-    trial = _Trial(emitter, choice)
+    trial = _Forecasts(emitter, choice)
     plain = best = trial.seconds(PLAIN, frozenset())
-    found: tuple[Choice, Encoding, frozenset[Way], _Trial] = (choice, PLAIN, frozenset(), trial)
+    found: tuple[Choice, Encoding, frozenset[Way], _Forecasts] = (choice, PLAIN, frozenset(), trial)
     for encoding in emitter.options.encoding.candidates:
         coded = emitter.choose(_with_ratios(emitter, encoding))
-        other = trial if coded.cuts == choice.cuts else _Trial(emitter, coded)
+        other = trial if coded.cuts == choice.cuts else _Forecasts(emitter, coded)
         for each in {id(one): one for one in (trial, other)}.values():
             seconds = each.seconds(encoding, each.ways)
             if seconds < best * (1 - WORTH):
@@ -118,7 +118,7 @@ def ratios_of(encoding: Encoding) -> Ratios:
     return Ratios(*(encoding.ratio(kind) for kind in kinds))
 
 
-class _Trial:
+class _Forecasts:
     """One choice of cuts, emitted once without codecs, to forecast it with any."""
 
     def __init__(self, emitter: Emitter, choice: Choice) -> None:

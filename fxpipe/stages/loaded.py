@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import BuildError
+from fxpipe.errors import BuildError, CodecError
 from fxpipe.plan.spec import EvaluationStage, PartSpec, Phase, Plan, StageSpec
 
 ARGUMENTS = {
@@ -116,6 +116,9 @@ def functions_of(path: Path, source: bytes, parts: Mapping[str, PartSpec]) -> di
     scope: dict[str, Any] = {"__name__": f"fxpipe_{path.stem}", "__file__": str(path)}
     try:
         exec(compile(tree, str(path), "exec"), scope)  # imports what installed packages register
+    except CodecError as error:
+        error.where = stage_line(error, path) or str(path)
+        raise
     except Exception as error:
         raise BuildError(
             f"importing the stage raised {type(error).__name__}: {error}",

@@ -33,7 +33,7 @@ class PureFunction:
         self._updates = sum(row.kind == "update" for row in part.outputs)
 
     def __call__(self, weights: Sequence[Any], buffers: Sequence[Any], third: Any, comm: Any) -> Any:
-        received = [self._recv(name, comm) for name in self._receives]
+        received = [receive(self.part, name, comm) for name in self._receives]
         drawn = [draw(self.part.device) for draw in self.part.draws]
         inputs = [*weights, *buffers, *third, *received, *drawn]
         if self.part.phase == "B":
@@ -42,25 +42,29 @@ class PureFunction:
         del inputs, received, drawn
         count = len(outputs) - len(self._sends)
         for name, value in zip(self._sends, outputs[count:], strict=True):
-            self._send(name, value, comm)
+            send(self.part, name, value, comm)
         if self.part.phase == "B":
             return outputs[:count]
         saved = self._loss + self._updates
         loss = outputs[0] if self._loss else None
         return loss, outputs[self._loss : saved], list(outputs[saved:count])
 
-    def _recv(self, name: str, comm: Any) -> Tensor:
-        value: Tensor = comm.recv(name)
-        if (edge := self.part.edges.get(name)) is None:
-            return value
-        tensor, layout = edge.tensor, Layout(edge.tensor)
-        return codec(edge.codec).unpack(value, tensor.shape, getattr(torch, tensor.dtype), layout.stride)
 
-    def _send(self, name: str, value: Tensor, comm: Any) -> None:
-        if edge := self.part.edges.get(name):
-            made = codec(edge.codec)
-            value = made.pack(value, comm.state(name) if made.keeps_state(edge.kind) else None)
-        comm.send(name, value)
+def receive(part: PurePart, name: str, comm: Any) -> Tensor:
+    """A value that the part receives, unpacked."""
+    value: Tensor = comm.recv(name)
+    if (edge := part.edges.get(name)) is None:
+        return value
+    tensor, layout = edge.tensor, Layout(edge.tensor)
+    return codec(edge.codec).unpack(value, tensor.shape, getattr(torch, tensor.dtype), layout.stride)
+
+
+def send(part: PurePart, name: str, value: Tensor, comm: Any) -> None:
+    """Pack a value of the part, and send it."""
+    if edge := part.edges.get(name):
+        made = codec(edge.codec)
+        value = made.pack(value, comm.state(name) if made.keeps_state(edge.kind) else None)
+    comm.send(name, value)
 
 
 def in_float64(part: PurePart) -> PureFunction:

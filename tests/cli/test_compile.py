@@ -168,6 +168,7 @@ def test_json(model: Path) -> None:
         "workers",
         "times",
         "engines",
+        "codecs",
         "warnings",
         "verify",
     ]

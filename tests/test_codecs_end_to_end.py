@@ -1,0 +1,320 @@
+"""Training with codecs: the same bits on every transport, near to training without, and no loss that is not told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wire_model
+from cached import captured, cuts, lowered
+from commands import QUICK, fxpipe
+from engines import needs
+from hypothesis import given
+from hypothesis import strategies as st
+from model_files import write_model
+from overflowing import Overflowing, batches
+from overflowing import loss as overflowing_loss
+from random_cuts import legal_cuts, numbered
+from searched import searched
+from small_models import CASES
+from strict_wires import run_in_threads
+from torch import Tensor, nn
+
+import fxpipe as api
+from fxpipe.build.build import Build
+from fxpipe.codecs.encoding import Encoding
+from fxpipe.errors import RunError
+from fxpipe.lowering.codec_effect import codec_effect
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.launch import launch
+from fxpipe.runtime.process.local_run import run_local
+
+CODECS = ("int8", "int4", "bf16", "gradient=topk:0.25", "activation=fp16,gradient=lowrank:2")
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of small models are packed, too."""
+    monkeypatch.setattr(Encoding, "LEAST_BYTES", 1)
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+def built(name: str, codec: str, workers: int = 3, shift: int = 1, microbatches: int = 2, **options: Any) -> Build:
+    where = cuts(captured(name)[0], workers, shift)
+    return lowered(name, microbatches, workers=workers, codec=codec, **where, **options)
+
+
+def packs(build: Build) -> int:
+    return sum(bool(edge.codec) for edge in build.plan.all_edges)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["tags", "channels"])
+@pytest.mark.parametrize("codec", [*CODECS[:2], pytest.param(CODECS[3], marks=pytest.mark.slow)])
+def test_workers_apart_give_the_same_bits(tmp_path: Path, codec: str, by_channel: bool) -> None:
+    build = built("gpt", codec)
+    assert packs(build) >= 4
+    build.save(tmp_path / "build")
+    data = CASES["gpt"].batches(5)
+    run = run_in_threads(tmp_path / "build", data, sgd, by_channel)
+    assert not run.failures, run.failures
+    local = build.local(optimizer=sgd)
+    assert run.losses == local.run(data)
+    expected = local.state_dict()
+    for executor in run.executors:
+        for name in executor.store.trained:
+            assert torch.equal(executor.store.parameters[name].detach(), expected[name]), name
+
+
+MODEL = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent / "support")!r})
+import torch
+from small_models import CASES
+
+case = CASES["gpt-dropout"]
+model, loss = case.make, case.loss
+
+def train_data():
+    return case.batches(4)
+
+def optimizer(named_parameters):
+    return torch.optim.AdamW([p for _, p in named_parameters], lr=1e-2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("codec", ["int8", "int4", "gradient=topk:0.1", "gradient=lowrank:2"])
+def test_distributed_equals_local(tmp_path: Path, codec: str) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    build = built("gpt-dropout", codec, shift=1)
+    assert packs(build)
+    build.save(tmp_path / "build", model_file=tmp_path / "model.py")
+
+    def options(out: str) -> RunOptions:
+        return RunOptions(str(tmp_path / "build"), steps=7, seed=3, out=str(tmp_path / out), threads=1)
+
+    local, real = run_local(options("local")), launch(options("real"), 3)
+    assert local["losses"] == real["losses"]
+    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("local", "real"))
+    assert first == second
+
+
+def test_the_seed_of_a_run_draws_the_roundings() -> None:
+    build, data = built("gpt", "gradient=int4"), CASES["gpt"].batches(4)
+    one, same, other = (build.local(optimizer=sgd, seed=seed).run(data) for seed in (0, 0, 1))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("name", ["gpt", "conv", "unet", "dict"])
+def test_without_codecs_the_stages_are_eager_pytorch_and_with_bf16_near_to_it(name: str) -> None:
+    case, model, _ = captured(name)
+    build, batch = built(name, "bf16", schedule="1f1b"), case.batches(1)[0]
+    assert packs(build)
+    agreement = compare_with_eager(build, model, case.loss, batch)
+    assert agreement.largest < 1e-5
+    effect = codec_effect(build, batch)
+    assert effect.finite
+    assert 0 < effect.gradients < 2**-8 * 3 * len(build.plan.edges)  # each edge adds at most 2⁻⁸, but for curvature
+    assert effect.loss < 2**-8
+
+
+def test_one_step_of_1f1b_with_bf16_is_near_to_eager_pytorch() -> None:
+    """The weights after it: their changes are off by a small multiple of bfloat16's precision."""
+    case, model, _ = captured("gpt")
+    batch = case.batches(1)[0]
+    build = built("gpt", "bf16", schedule="1f1b")
+    pipeline = build.local(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1.0))
+    found = float(pipeline.step(batch))
+    pipeline.flush()
+    exact = case.loss(model, batch)
+    assert found == pytest.approx(exact.item(), rel=2**-8)
+    gradients = dict(zip([n for n, _ in model.named_parameters()],
+                         torch.autograd.grad(exact, list(model.parameters())), strict=True))  # fmt: skip
+    trained = pipeline.state_dict()
+    off = sum((p.detach() - trained[n] - gradients[n]).norm() ** 2 for n, p in model.named_parameters())
+    whole = sum(g.norm() ** 2 for g in gradients.values())
+    assert 0 < float(off / whole) ** 0.5 < 0.03
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def separable(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "gradient=topk:0.05", "gradient=lowrank:2"])
+def test_training_converges(codec: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = 2 * torch.randn(3, 32, generator=generator)
+    labels = [torch.randint(0, 3, (32,), generator=generator) for _ in range(60)]
+    data = [(centres[y] + torch.randn(32, 32, generator=generator), y) for y in labels]
+    torch.manual_seed(0)
+    build = api.compile(
+        Images(), separable, data[0], workers=3, microbatches=2, codec=codec, cost="analytic",
+        forward_at=["layers.1", "layers.3"], backward_at=["layers.1", "layers.3"],
+    )  # fmt: skip
+    assert packs(build)
+    losses = build.local(optimizer=sgd).run(data)
+    assert losses[0] > 0.9
+    assert sum(losses[-10:]) / 10 < 0.05
+
+
+@st.composite
+def encodings(draw: st.DrawFn) -> str:
+    of_values = st.sampled_from(["int8", "int4", "bf16", "fp16", "none"])
+    of_gradients = st.sampled_from(["int8", "int4", "bf16", "topk:0.25", "lowrank:1", "none"])
+    kinds = {"activation": of_values, "saved": of_values, "gradient": of_gradients}
+    return ",".join(f"{kind}={draw(names)}" for kind, names in kinds.items())
+
+
+def check_random(name: str, workers: int, seed: int, codec: str) -> None:
+    """Without codecs it is eager PyTorch; with them it is finite, sends what the plan says, and repeats to the bit."""
+    case, model, program = captured(name)
+    found = legal_cuts(numbered(name), workers, f"{name}/{workers}/{seed}")
+    build = api.lower(program, cost="analytic", cuts=found, workers=workers, codec=codec, split_backward=seed % 2 == 1)
+    data = case.batches(2)
+    assert compare_with_eager(build, model, case.loss, data[0]).largest < 1e-5
+    assert codec_effect(build, data[0]).finite
+    losses = [build.local(optimizer=sgd).run(data) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert all(torch.isfinite(torch.tensor(losses[0])))
+
+
+@pytest.mark.slow
+def test_random_cuts_with_random_codecs() -> None:
+    names = st.sampled_from(["gpt", "unet", "conv", "dict", "function", "checkpoint"])
+    search = searched(40)
+    search(given(names, st.integers(2, 4), st.integers(0, 9), encodings())(check_random))()
+
+
+def test_some_cuts_with_some_codecs() -> None:
+    check_random("gpt", 3, 3, "activation=int4,saved=int8,gradient=topk:0.25")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_values_of_every_dtype_and_layout(tmp_path: Path, codec: str) -> None:
+    model, data = wire_model.model(), wire_model.train_data()
+    build = api.compile(
+        model, wire_model.loss, data[0], workers=3, cost="analytic", codec=codec,
+        forward_at=["layers.1", "layers.3"], backward_at=["layers.2", "layers.4"],
+    )  # fmt: skip
+    dtypes = {edge.tensor.dtype for edge in build.plan.edges if edge.codec}
+    assert dtypes >= {"float32", "float64", "bfloat16", "float16", "bool", "int64"}
+    assert any("complex" in edge.tensor.dtype for edge in build.plan.edges if not edge.codec)
+    assert compare_with_eager(build, model, wire_model.loss, data[0]).largest < 1e-5
+    build.save(tmp_path / "build")
+    run = run_in_threads(tmp_path / "build", data, wire_model.optimizer, by_channel=True)
+    assert not run.failures, run.failures
+    assert run.losses == build.local(optimizer=wire_model.optimizer).run(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["onnxruntime", "inductor"])
+@pytest.mark.parametrize("codec", ["int8", "gradient=topk:0.25"])
+def test_engines_compute_what_is_between_the_codecs(backend: str, codec: str) -> None:
+    needs(backend)
+    build, data = built("gpt", codec, workers=2), CASES["gpt"].batches(4)
+    eager = build.local(optimizer=sgd).run(data)
+    assert build.local(optimizer=sgd, backend=backend).run(data) == pytest.approx(eager, rel=2e-3)
+    assert eager != built("gpt", "none", workers=2).local(optimizer=sgd).run(data)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_gradient_that_overflows_float16_is_seen_through_a_codec(codec: str) -> None:
+    torch.manual_seed(0)
+    data = [(x.repeat(1, 4), y, spikes) for x, y, spikes in batches(8, 0, {2: [2], 5: [0]})]
+    build = api.compile(
+        Overflowing(32), overflowing_loss, data[0], workers=3, schedule="1f1b", microbatches=2, autocast="fp16",
+        codec=codec, cost="analytic", forward_at=["layers.1", "layers.2"], backward_at=["layers.1", "layers.2"],
+    )  # fmt: skip
+    assert any(edge.codec and edge.kind == "gradient" for edge in build.plan.edges)
+    pipeline = build.local(optimizer=sgd, loss_scale=2.0**12)
+    losses = pipeline.run(data)
+    assert pipeline.skipped_steps == 2
+    assert pipeline.loss_scale == 2.0**10
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(value.isfinite().all() for value in pipeline.state_dict().values())
+
+
+def test_a_lossless_codec_says_what_does_not_fit() -> None:
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x))) * (number % 7)
+
+    batch = torch.randn(8, 4), torch.arange(32).view(8, 4) + 2**40
+    build = api.compile(
+        Picking(), lambda m, b: m(*b).square().mean(), batch,
+        workers=2, forward_at=["second"], microbatches=1, cost="analytic", codec="int8",
+    )  # fmt: skip
+    assert any(edge.codec == "int32" for edge in build.plan.edges)
+    with pytest.raises(RunError, match=f"whole numbers from {2**40} to {2**40 + 31} are sent as int32") as caught:
+        build.local(optimizer=sgd).step(batch)
+    assert "input=none" in str(caught.value)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A model file whose values are large enough for codecs."""
+    return write_model(tmp_path, ("randn(4, 6)", "randn(64, 6)"), ("(4,)", "(64,)"))
+
+
+def test_what_compile_says_of_codecs(wide: Path, tmp_path: Path) -> None:
+    compiled = fxpipe("compile", wide, *QUICK, "--codec", "int8", "--verify", "-o", tmp_path / "build")
+    assert compiled.code == 0, compiled
+    assert "codecs: " in compiled.out
+    assert "int8 on 3 of 4 edges; values take " in compiled.out
+    assert "against eager PyTorch, without codecs: loss " in compiled.out
+    assert "codecs change the loss of this batch by " in compiled.out
+    plain = fxpipe("compile", wide, *QUICK, "--verify", "-o", tmp_path / "plain")
+    assert "codec" not in plain.out
+    told = fxpipe("diff", tmp_path / "plain", tmp_path / "build").out
+    assert "codec  none → int8" in told
+    assert "codec int8" in fxpipe("inspect", tmp_path / "build").out
+    refused = fxpipe("compile", wide, *QUICK, "--codec", "int9", "-o", tmp_path / "build")
+    assert refused.code == 1
+    assert "there is no codec 'int9', did you mean 'int8'" in refused.err
+
+
+class Masked(nn.Module):
+    """An infinite number in an activation, which only the second worker takes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.softmax = nn.Linear(4, 4), nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.first(x).masked_fill(torch.arange(4) == 1, -torch.inf)
+        return self.softmax(scores)
+
+
+def test_infinite_numbers_are_seen_by_verify() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 4)
+    build = api.compile(
+        Masked(), lambda m, b: m(b).square().mean(), batch,
+        workers=2, forward_at=["softmax"], microbatches=1, cost="analytic", codec="int8",
+    )  # fmt: skip
+    assert any(edge.codec == "int8" for edge in build.plan.edges)
+    assert not codec_effect(build, batch).finite
