@@ -166,7 +166,7 @@ class _Past:
 
 
 @dataclass(frozen=True)
-class _Sent(_Past):
+class _PastOfReader(_Past):
     reader: int
 
 
@@ -179,7 +179,7 @@ class _Body:
     buffers: dict[str, Any]
     past: list[_Past]
     data: Any
-    sent: list[_Sent] = field(default_factory=list)  # an earlier fxpipe wrote none, and no codecs
+    sent: list[_PastOfReader] = field(default_factory=list)  # an earlier fxpipe wrote none, and no codecs
     codecs: dict[str, Any] = field(default_factory=dict)
 
 
