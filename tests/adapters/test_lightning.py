@@ -269,3 +269,12 @@ def test_a_metric_that_adds_up_is_refused() -> None:
     model.validation_step = lambda batch: None
     with pytest.raises(TaskError, match="logged nothing"):
         metrics_of(model, None)
+
+
+def test_a_reduction_that_is_not_followed_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from fxpipe.adapters.lightning_steps import metrics_of
+
+    model = nn.Linear(2, 2)
+    model.validation_step = lambda batch: model.log("right", torch.ones(()), reduce_fx="sum")
+    assert metrics_of(model, None) == metrics_of(model, None) == {"right": torch.ones(())}
+    assert capsys.readouterr().err.count("Linear.validation_step logs 'right' with a reduce_fx of its own") == 1
