@@ -8,14 +8,14 @@ The weights that a run writes have the module's own names: `load_state_dict(load
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fxpipe.adapters.epochs import Epochs, epochs
+from fxpipe.adapters.lightning_steps import loss_of, metrics_of
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.errors import TaskError
 from fxpipe.messages import warn
@@ -53,18 +53,20 @@ def lightning_hooks(
     *,
     max_epochs: int | None = None,
     max_steps: int | None = None,
+    reload_dataloaders_every_n_epochs: int = 0,
 ) -> Hooks:
     """The hooks that train and evaluate a LightningModule as `Trainer.fit` would.
 
-    `training_step` is the loss, what `validation_step` logs are the metrics, and `configure_optimizers` is asked
-    on every worker, with stand-ins for the parameters of others. What `training_step` logs goes nowhere: the loss is in
-    `metrics.jsonl` anyway.
+    `training_step` is the loss, and what it logs are metrics of training, step by step; what `validation_step` logs are
+    the metrics of evaluations. `configure_optimizers` is asked on every worker; others' parameters have no value there.
+    The training data are those of `Trainer.fit`: the loader is asked for once, and its samplers hear of each epoch.
 
     Args:
         module: makes the LightningModule.
         data: makes a LightningDataModule; by default the module has `train_dataloader()` itself.
         max_epochs, max_steps: what `self.trainer.estimated_stepping_batches` is made of, where `configure_optimizers`
             asks for it. How long a run is, `fxpipe run --epochs` says.
+        reload_dataloaders_every_n_epochs: as of Trainer: `train_dataloader()` is asked again after so many epochs.
     """
 
     @functools.cache
@@ -80,9 +82,24 @@ def lightning_hooks(
         _check(made)
         return made
 
-    def train_data() -> Iterable[Any]:
-        batches: Iterable[Any] = source().train_dataloader()
-        return batches
+    @functools.lru_cache(maxsize=1)
+    def asked(time: int) -> Any:
+        made = source().train_dataloader()
+        if time:  # Lightning makes an iterator when it is given a loader, and, but for the first epoch, another one
+            iter(made)
+        return made
+
+    def loader(epoch: int) -> Any:
+        found = asked(epoch // reload_dataloaders_every_n_epochs if reload_dataloaders_every_n_epochs else 0)
+        samplers: list[Any] = [getattr(of, "sampler", None) for of in (found, getattr(found, "batch_sampler", None))]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        return found
+
+    @functools.cache
+    def train_data() -> Epochs:
+        return epochs(loader, exhausts=False)
 
     def eval_data() -> Iterable[Any]:
         batches = source().val_dataloader()
@@ -92,16 +109,9 @@ def lightning_hooks(
             )
         return batches[0] if isinstance(batches, (list, tuple)) else batches
 
-    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        own = on_meta(module).model
-        own.configure_model()  # type: ignore[operator]
-        _check(own)
-        _give(own, dict(named_parameters))
-        own._trainer = FitFacts(train_data, max_epochs, max_steps)  # type: ignore[assignment]
-        made, scheduler = _configured(own.configure_optimizers())  # type: ignore[operator]
-        given = {id(parameter) for _, parameter in named_parameters}
-        for group in made.param_groups:  # a group of none stays: the scheduler may have a rate for each
-            group["params"] = [p for p in group["params"] if id(p) in given]
+    def optimizer(named_parameters: list[tuple[str, nn.Parameter]], model: Any) -> torch.optim.Optimizer:
+        model._trainer = FitFacts(train_data, max_epochs, max_steps)
+        made, scheduler = _configured(model.configure_optimizers())
         counted = made.__dict__.pop("step", None)  # the scheduler's own, whose signature nobody can read
         made.lightning_scheduler = scheduler, counted  # type: ignore[attr-defined]
         return made
@@ -141,65 +151,6 @@ class FitFacts:
                 hint="lightning_hooks(..., max_epochs=...) or max_steps=...",
             )
         return self.max_epochs * self.num_training_batches
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """What `training_step` returns, or its `loss`."""
-    with _logging(model, lambda name, value: None):
-        made = _step(model.training_step, batch)
-    loss: Tensor = made["loss"] if isinstance(made, dict) else made
-    return loss
-
-
-def metrics_of(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """What `validation_step` logs."""
-    found: dict[str, Any] = {}
-    with _logging(model, found.__setitem__):
-        _step(model.validation_step, batch)
-    if not found:
-        raise TaskError("validation_step() has logged nothing", hint='self.log("val_loss", loss)')
-    return found
-
-
-def _step(step: Any, batch: Any) -> Any:
-    """Of a step that wants the number of its batch, all batches are the first: a build is one graph."""
-    return step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
-
-
-@contextmanager
-def _logging(model: nn.Module, log: Callable[[str, Any], None]) -> Iterator[None]:
-    """`self.log` calls `log` in here."""
-
-    def one(name: str, value: Any, *_: Any, **__: Any) -> None:
-        if isinstance(value, nn.Module):
-            raise TaskError(
-                f"self.log({name!r}, ...) was given a {type(value).__name__}, which adds up over batches in Python",
-                hint="log this batch's value, of torchmetrics.functional for one; the mean over batches is taken",
-            )
-        log(name, value)
-
-    def several(values: Any, *_: Any, **__: Any) -> None:
-        for name, value in values.items():
-            one(name, value)
-
-    model.__dict__.update(log=one, log_dict=several)
-    try:
-        yield
-    finally:
-        del model.__dict__["log"], model.__dict__["log_dict"]
-
-
-def _give(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
-    """Put these parameters in the places of the model's own, and stand-ins without memory in all others."""
-    device = next(iter(named.values())).device if named else torch.device("cpu")
-    every = dict(model.named_parameters(remove_duplicate=False))
-    new = {id(every[name]): parameter for name, parameter in named.items()}
-    for name, old in every.items():
-        if id(old) not in new:
-            bare = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape)
-            new[id(old)] = nn.Parameter(bare, requires_grad=old.requires_grad)
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, new[id(old)])
 
 
 def _configured(made: Any) -> tuple[torch.optim.Optimizer, Any]:

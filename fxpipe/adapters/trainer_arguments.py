@@ -36,9 +36,8 @@ UNHEARD = {
     "report_to": "fxpipe run --tensorboard DIR",
     "eval_delay": "evaluations begin with the first interval",
     "eval_on_start": "evaluations begin with the first interval",
-    "data_seed": "data follow fxpipe run --seed",
     "full_determinism": "a run gives the same bits again anyway",
-    "dataloader_persistent_workers": "a data loader is made for each epoch",
+    "dataloader_persistent_workers": "its processes are started for each epoch",
     "save_only_model": "a checkpoint is the whole run",
     "torch_empty_cache_steps": "no cache is emptied",
     "eval_accumulation_steps": "evaluations keep nothing but their sums",
@@ -63,8 +62,6 @@ def refuse(args: Any) -> None:
         found.append(f"greater_is_better=True: {name!r} is better where it is smaller; call the metric otherwise")
     if args.lr_scheduler_type.value == "greedy":
         found.append(f"lr_scheduler_type={args.lr_scheduler_type.value!r}: a schedule must not wait for evaluations")
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        found.append(f"train_sampling_strategy={args.train_sampling_strategy!r}: every batch must have the same shapes")
     if args.save_strategy.value == "best":
         found.append("save_strategy='best': save by steps or epochs")
     if found:
@@ -87,6 +84,8 @@ def unheard(args: Any) -> Iterator[str]:
         value = getattr(args, field.name)
         if value != default and value not in ([], ["none"], "no"):
             yield f"{field.name}={value!r} of TrainingArguments is not followed: {UNHEARD[field.name]}"
+    if args.train_sampling_strategy == "group_by_length" or not args.accelerator_config.use_seedable_sampler:
+        yield "Trainer draws this order of samples from the same random numbers as dropout: here it is another one"
 
 
 def commands(args: Any, updates: Callable[[], int]) -> tuple[str, str]:
@@ -116,7 +115,7 @@ def commands(args: Any, updates: Callable[[], int]) -> tuple[str, str]:
         train.append(f"--save-best={'' if args.greater_is_better else '-'}{best_metric(args)}")
     saves = _every("--checkpoint-every", args.save_strategy.value, args.save_steps)
     train += [*saves, "--keep", str(args.save_total_limit)] if saves and args.save_total_limit else saves
-    return shlex.join(make), shlex.join([*train, "--out", str(args.output_dir)])
+    return shlex.join(make), shlex.join(train)  # without output_dir: that has checkpoints of Trainer's own
 
 
 def _every(option: str, strategy: str, steps: float | None) -> list[str]:

@@ -13,7 +13,8 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fxpipe.adapters.epochs import Epochs, epochs
 from fxpipe.adapters.said_once import is_first_process
 from fxpipe.adapters.trainer_arguments import best_metric, commands, refuse, unheard
+from fxpipe.adapters.trainer_order import in_order
 from fxpipe.errors import TaskError
 from fxpipe.messages import say, warn
 from fxpipe.task.meta import on_meta
@@ -49,7 +52,8 @@ def trainer_hooks(
     """The hooks that train as `Trainer(model_init=model, args=args(), ...)` would.
 
     A minibatch is what Trainer makes one update of: `gradient_accumulation_steps` batches. The optimizer has Trainer's
-    groups and rates. What belongs to the commands, such as epochs and clipping, is said on stderr, with the options.
+    groups and rates, and each epoch Trainer's order of samples. What belongs to the commands, such as epochs and
+    clipping, is said on stderr, with the options.
 
     Args:
         model: makes a new model, as `model_init` does; a PeftModel is fine.
@@ -58,8 +62,9 @@ def trainer_hooks(
         train_dataset, eval_dataset: as Trainer takes them.
         data_collator: as Trainer takes it. Where it pads batches to several lengths, `--pad-to` makes few of them: what
             is appended follows from its tokenizer, if that pads at the right.
-        metrics: what a batch is evaluated to, by name, instead of its loss. Means over batches are taken of them:
-            `compute_metrics` of Trainer, which sees all predictions at once, has no counterpart.
+        metrics: what a batch is evaluated to, by name, instead of its loss. Means over batches are taken of them.
+            `compute_metrics` of Trainer sees all predictions at once: call it afterwards, by Trainer's `evaluate()` of
+            what `save_pretrained` has written.
 
     Raises:
         TaskError: the arguments ask for what a pipeline does not do.
@@ -68,7 +73,6 @@ def trainer_hooks(
     from transformers.trainer_pt_utils import get_parameter_names
 
     args = _arguments(args)
-    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     collator = data_collator or default_data_collator
 
     @functools.cache
@@ -88,20 +92,16 @@ def trainer_hooks(
             samples = [{key: value for key, value in sample.items() if key in known} for sample in samples]
         return collator(samples)
 
-    def loader(dataset: Any, size: int, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
-        streamed = isinstance(dataset, torch.utils.data.IterableDataset)
-        workers: dict[str, Any] = {"num_workers": args.dataloader_num_workers}
-        if args.dataloader_num_workers:
-            workers |= {
-                name: getattr(args, f"dataloader_{name}")
-                for name in ("prefetch_factor", "multiprocessing_context", "in_order")
-            }
-        shuffle = shuffle and not streamed
-        return DataLoader(dataset, size, shuffle=shuffle, drop_last=drop_last, collate_fn=collate, **workers)
+    workers: dict[str, Any] = {"collate_fn": collate, "num_workers": args.dataloader_num_workers}
+    if args.dataloader_num_workers:
+        workers |= {
+            name: getattr(args, f"dataloader_{name}")
+            for name in ("prefetch_factor", "multiprocessing_context", "in_order")
+        }
 
-    def train_data() -> Iterable[Any]:
-        shuffled = args.train_sampling_strategy == "random"
-        return loader(train_dataset, batch_size, shuffled, args.dataloader_drop_last)
+    @functools.cache
+    def train_data() -> Epochs:
+        return epochs(in_order(train_dataset, args, workers))
 
     def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         decayed = set(get_parameter_names(skeleton(), [nn.LayerNorm], NOT_DECAYED))
@@ -126,22 +126,40 @@ def trainer_hooks(
         return (made, best_metric(args)) if waits else made
 
     def eval_data() -> Iterable[Any]:
-        return loader(eval_dataset, args.per_device_eval_batch_size, False, args.dataloader_drop_last)
+        return DataLoader(eval_dataset, args.per_device_eval_batch_size, drop_last=args.dataloader_drop_last, **workers)
 
-    _say_what_is_left(args, collator, lambda: updates(args, train_data()))
+    def measured(model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        with problem_type_kept(model):
+            return (metrics or loss_alone)(model, batch)
+
     hooks: Hooks = {"model": make_model, "loss": loss_of, "train_data": train_data}
     hooks |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
     tokenizer: Any = getattr(collator, "tokenizer", None)
     if getattr(tokenizer, "pad_token_id", None) is not None and tokenizer.padding_side == "right":
         hooks["pad"] = functools.partial(pad_values, tokenizer)
-    return hooks if eval_dataset is None else hooks | {"eval_data": eval_data, "metrics": metrics or loss_alone}
+    _say_what_is_left(args, collator, "pad" in hooks, lambda: updates(args, train_data()))
+    return hooks if eval_dataset is None else hooks | {"eval_data": eval_data, "metrics": measured}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The loss that a model of transformers computes where its batch has labels."""
-    made = model(**batch)
+    with problem_type_kept(model):
+        made = model(**batch)
     loss: Tensor = made["loss"] if isinstance(made, dict) else made[0]
     return loss
+
+
+@contextmanager
+def problem_type_kept(model: nn.Module) -> Iterator[None]:
+    """A classifier notes in its config which loss its labels ask for: each batch finds it anew."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    config: Any = getattr(plain, "config", None)
+    kept = getattr(config, "problem_type", None)
+    try:
+        yield
+    finally:
+        if hasattr(config, "problem_type"):
+            config.problem_type = kept
 
 
 def pad_values(tokenizer: Any, batch: Mapping[str, Any]) -> dict[str, int]:
@@ -208,19 +226,26 @@ def _columns(model: nn.Module, args: Any) -> set[str]:
     return {*inspect.signature(plain.forward).parameters, "label", "label_ids", *(args.label_names or ["labels"])}
 
 
-def _say_what_is_left(args: Any, collator: Any, steps: Callable[[], int]) -> None:
+def _say_what_is_left(args: Any, collator: Any, pads: bool, steps: Callable[[], int]) -> None:
     if not is_first_process():
         return
     for line in unheard(args):
         warn(line)
-    padding = getattr(collator, "padding", None)
-    if padding is True or padding == "longest":
+    if longest(collator) and not pads:
         warn(
-            f"{type(collator).__name__} pads each batch to its longest sample: where lengths differ, compile with "
-            "--pad-to 64, or give padding='max_length' and max_length, since a build is for few shapes of batches"
+            f"{type(collator).__name__} pads each batch to its longest sample, and a build has stages for each length: "
+            "where lengths differ, give padding='max_length' and max_length"
         )
     make, train = commands(args, steps)
+    if longest(collator) and pads:
+        make += " --pad-to 64"
     say(f"TrainingArguments, as options: fxpipe compile {make}; fxpipe run {train}")
+
+
+def longest(collator: Any) -> bool:
+    """Whether it makes batches of several lengths."""
+    padding = getattr(collator, "padding", None)
+    return padding is True or padding == "longest"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from commands import QUICK, fxpipe
 from torch import nn
 
 from fxpipe.errors import TaskError
+from fxpipe.task.model_view import ModelViews
 
 pytest.importorskip("lightning", reason="lightning is not installed; `make venv` installs it")
 
@@ -133,28 +134,93 @@ def test_a_pipeline_trains_as_lightning_does(
         assert len({rate for rate in rates if rate is not None}) > 1
 
 
-def test_stand_ins_leave_the_groups_and_rates_where_they_are(tmp_path: Path) -> None:
+SHUFFLED = """\
+        generator = torch.Generator().manual_seed(3)
+        return torch.utils.data.DataLoader(self.points, 8, shuffle=True, generator=generator)
+"""
+LOGS = """\
+        self.seen = [*getattr(self, "seen", ()), loss.detach()]
+        accuracy = (self.net(x).argmax(1) == y).float().mean()
+        self.log("accuracy", accuracy, on_step=False, on_epoch=True)
+        self.log("size", len(x))
+        self.log_dict({"lr": accuracy})
+        self.log("worst", accuracy, on_step=False, on_epoch=True, reduce_fx="min")
+        return {"loss": loss}
+"""
+SGD = "return torch.optim.SGD(self.parameters(), lr=0.1)"
+
+
+def shuffled(folder: Path) -> Path:
+    path = written(folder, SGD)
+    source = path.read_text().replace("        return torch.utils.data.DataLoader(self.points, 8)\n", SHUFFLED)
+    path.write_text(source.replace('        return {"loss": loss}\n', LOGS))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_three_epochs_of_a_shuffling_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses of each step, the metrics that it logs, and the same from a checkpoint within the third epoch."""
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    path = shuffled(tmp_path)
+    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    run = ("run", "build", "--epochs", 3, "--threads", 1, "--json", "--checkpoint-every", 12)
+    losses = fxpipe(*run, "--out", "out").json["losses"]
+    trainer = by_lightning(runpy.run_path(str(path)), load_file("build/weights.safetensors"), tmp_path, 3)
+    assert losses == pytest.approx([float(loss) for loss in trainer.model.seen], abs=1e-5)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert {tuple(row["metrics"]) for row in rows if "loss" in row} == {("accuracy",)}
+    last = [row["metrics"]["accuracy"] for row in rows if "loss" in row][-10:]
+    assert sum(last) / 10 == pytest.approx(float(trainer.callback_metrics["accuracy"]), abs=1e-5)
+    assert fxpipe(*run, "--out", "later", "--resume", "out/checkpoints/step-24").json["losses"] == losses
+    for said in ("'size': a Python number", "'lr': a run has a number", "'worst': metrics.jsonl has each step's"):
+        assert made.err.count(f"Classifier.training_step logs {said}") == 1
+    assert "'train_loss'" not in made.err
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_the_loader_is_asked_for_as_often_as_by_lightning(every: int, tmp_path: Path) -> None:
+    import lightning
+
+    from fxpipe.adapters.lightning import lightning_hooks
+
+    module = runpy.run_path(str(shuffled(tmp_path)))
+    seen: list[list[float]] = []
+
+    class Watched(module["Classifier"]):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(
+        max_epochs=4, accelerator="cpu", default_root_dir=tmp_path, reload_dataloaders_every_n_epochs=every, **quiet
+    )
+    trainer.fit(Watched(), module["Points"]())
+    hooks = lightning_hooks(
+        module["Classifier"], data=module["Points"], max_epochs=4, reload_dataloaders_every_n_epochs=every
+    )
+    assert [batch[0][:, 0].tolist() for _ in range(4) for batch in hooks["train_data"]()] == seen
+    assert len(hooks["train_data"]()) == 10
+    assert (seen[10:20] == seen[20:30]) is (every == 1)
+
+
+def test_others_parameters_leave_the_groups_and_rates_where_they_are(tmp_path: Path) -> None:
     module = runpy.run_path(str(written(tmp_path, GROUPS + CYCLE)))
     named = list(module["model"]().named_parameters())
     own = [(name, p) for name, p in named if name.startswith("net.4") and name.endswith("bias")]
-    optimizer = module["optimizer"](own)
+    views = ModelViews(module["model"])
+    optimizer = views.optimizer(lambda view: module["optimizer"](own, view), own)
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [[], [id(own[0][1])]]
     scheduler, pace = module["lr_scheduler"](optimizer)
     assert pace == "step"
     assert scheduler.total_steps == 20
-    whole = module["optimizer"](named)
+    whole = views.optimizer(lambda view: module["optimizer"](named, view), named)
+    assert [len(group["params"]) for group in whole.param_groups] == [3, 3]
     assert [group["lr"] for group in whole.param_groups] == [group["lr"] for group in optimizer.param_groups]
-
-
-def test_tied_parameters_are_one() -> None:
-    from fxpipe.adapters.lightning import _give
-
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    model["b"].weight = model["a"].weight
-    given = nn.Parameter(torch.ones(4, 4))
-    _give(model, {"a.weight": given})
-    assert model["a"].weight is given is model["b"].weight
-    assert model["a"].bias.untyped_storage().nbytes() == 4
 
 
 @pytest.mark.parametrize(
@@ -179,7 +245,7 @@ def test_tied_parameters_are_one() -> None:
 def test_what_a_pipeline_does_not_do_is_refused(configure: str, said: str, tmp_path: Path) -> None:
     module = runpy.run_path(str(written(tmp_path, configure)))
     with pytest.raises(TaskError, match=said):
-        module["optimizer"](list(module["model"]().named_parameters()))
+        module["optimizer"]([], module["model"]())
 
 
 def test_methods_that_are_not_called_are_named_once(
@@ -194,7 +260,7 @@ def test_methods_that_are_not_called_are_named_once(
 
 
 def test_a_metric_that_adds_up_is_refused() -> None:
-    from fxpipe.adapters.lightning import metrics_of
+    from fxpipe.adapters.lightning_steps import metrics_of
 
     model = nn.Linear(2, 2)
     model.validation_step = lambda batch: model.log("acc", nn.Identity())
@@ -203,3 +269,12 @@ def test_a_metric_that_adds_up_is_refused() -> None:
     model.validation_step = lambda batch: None
     with pytest.raises(TaskError, match="logged nothing"):
         metrics_of(model, None)
+
+
+def test_a_reduction_that_is_not_followed_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from fxpipe.adapters.lightning_steps import metrics_of
+
+    model = nn.Linear(2, 2)
+    model.validation_step = lambda batch: model.log("right", torch.ones(()), reduce_fx="sum")
+    assert metrics_of(model, None) == metrics_of(model, None) == {"right": torch.ones(())}
+    assert capsys.readouterr().err.count("Linear.validation_step logs 'right' with a reduce_fx of its own") == 1

@@ -93,7 +93,8 @@ def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.M
     path = written(tmp_path)
     made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
     assert made.code == 0, made.err
-    assert "fxpipe run --steps 8 --seed 42 --clip-norm 1.0 --out out" in made.err
+    assert "fxpipe run --steps 8 --seed 42 --clip-norm 1.0\n" in made.err
+    assert "config.problem_type" not in made.err
     run = ("run", "build", "--steps", 8, "--clip-norm", 1.0, "--threads", 1, "--json")
     summary = fxpipe(*run, "--out", tmp_path / "out").json
     trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
@@ -106,6 +107,100 @@ def test_a_pipeline_trains_as_trainer_does(tmp_path: Path, monkeypatch: pytest.M
     save_pretrained(path, "out/model.safetensors", "trained")
     again = BertForSequenceClassification.from_pretrained("trained")
     torch.testing.assert_close(again.classifier.weight.data, trained["classifier.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_epochs_have_trainers_order_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shuffled, two epochs whose last batch is smaller; and from a checkpoint within the second one."""
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, "seed=5")
+    source = path.read_text().replace("max_steps=8", "num_train_epochs=2").replace("samples(64, 0)", "samples(60, 0)")
+    path.write_text(source.replace('train_sampling_strategy="sequential",', ""))
+    made = fxpipe("compile", path, "-n", 2, "--schedule", "1f1b", "--microbatches", 2, "-o", "build", *QUICK)
+    assert made.code == 0, made.err
+    assert "fxpipe run --epochs 2 --seed 5 --clip-norm 1.0\n" in made.err
+    run = ("run", "build", "--epochs", 2, "--clip-norm", 1.0, "--threads", 1, "--json", "--checkpoint-every", 10)
+    losses = fxpipe(*run, "--out", "out").json["losses"]
+    trainer = by_trainer(runpy.run_path(str(path)), load_file("build/weights.safetensors"))
+    theirs = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+    assert len(theirs) == 16
+    assert losses == pytest.approx(theirs, abs=1e-4)
+    later = fxpipe(*run, "--out", "later", "--resume", "out/checkpoints/step-10").json
+    assert later["losses"] == losses  # those before the checkpoint are its own
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Samples that count epochs."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([{"input_ids": torch.tensor([100 * self.epoch + number])} for number in range(42)])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"seed": 3, "dataloader_num_workers": 1},
+        {"data_seed": 7, "seed": 3},
+        {"dataloader_drop_last": True},
+        {"dataloader_drop_last": True, "gradient_accumulation_steps": 3},
+        {"gradient_accumulation_steps": 3},
+        {"train_sampling_strategy": "sequential"},
+        {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
+        {"train_sampling_strategy": "group_by_length"},
+        {"accelerator_config": {"use_seedable_sampler": False}},
+        {"max_steps": 40, "dataloader_drop_last": True},
+    ],
+    ids=str,
+)
+def test_each_epoch_has_the_batches_of_trainer(more: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    from fxpipe.adapters.transformers import trainer_hooks
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, input_ids: Any = None) -> torch.Tensor:
+            return x
+
+    def make_args() -> TrainingArguments:
+        small = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "per_device_train_batch_size": 4}
+        return TrainingArguments(**small, **more)
+
+    def collate(samples: list[Any]) -> Any:
+        return {"x": torch.tensor([int(sample["input_ids"][0]) for sample in samples])}
+
+    data: Any = [{"input_ids": torch.tensor([number] * (1 + number % 5))} for number in range(42)]
+    data = Streamed() if "max_steps" in more else data
+    hooks = trainer_hooks(model=Model, args=make_args, train_dataset=data, data_collator=collate)
+    trainer = Trainer(model=Model(), args=make_args(), train_dataset=data, data_collator=collate)
+    seen: list[list[int]] = []
+    trainer.training_step = lambda model, inputs, *_: seen.append(inputs["x"].tolist()) or torch.zeros(())
+    trainer.create_optimizer = lambda *_: setattr(trainer, "optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    trainer.args.num_train_epochs = 3
+    set_seed(trainer.args.seed)
+    trainer.train()
+    set_seed(trainer.args.seed)
+    epochs = [[batch["x"].tolist() for batch in hooks["train_data"]()] for _ in range(3)]
+    joined = [sample for epoch in epochs for batch in epoch for sample in batch]
+    assert joined == [sample for batch in seen for sample in batch][: len(joined)]
+    assert len(joined) >= 3 * 40
+    assert sum(map(len, epochs)) == trainer.state.global_step or "max_steps" in more
+    assert more.get("train_sampling_strategy") == "sequential" or epochs[0] != epochs[1] != epochs[2]
+
+
+def test_an_order_that_cannot_be_trainers_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace('"sequential"', '"group_by_length"'))
+    runpy.run_path(str(path))
+    assert "draws this order of samples from the same random numbers as dropout" in capsys.readouterr().err
 
 
 def test_groups_and_rates_are_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +297,12 @@ def test_the_best_model_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_is_not_followed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = 'bf16=True, data_seed=7, eval_strategy="steps", eval_steps=4'
+    more = 'bf16=True, eval_delay=7, eval_strategy="steps", eval_steps=4'
     runpy.run_path(str(written(tmp_path, more).rename(tmp_path / "other.py")))
     said = capsys.readouterr().err
-    assert "warning: data_seed=7 of TrainingArguments is not followed: data follow fxpipe run --seed" in said
+    assert (
+        "warning: eval_delay=7 of TrainingArguments is not followed: evaluations begin with the first interval" in said
+    )
     assert "fxpipe compile --seed 42 --microbatches 2 --autocast bf16" in said
     assert "--eval-every 4" in said
 
@@ -223,10 +320,11 @@ def test_a_collator_that_pads_to_the_longest_is_warned_of(capsys: pytest.Capture
     said = capsys.readouterr().err
     assert "pads each batch to its longest sample" in said
     assert "--steps 4 " in said
+    assert "--pad-to" not in said
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_what_is_padded_follows_from_the_tokenizer(side: str) -> None:
+def test_what_is_padded_follows_from_the_tokenizer(side: str, capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace
 
     from transformers import TrainingArguments
@@ -236,6 +334,7 @@ def test_what_is_padded_follows_from_the_tokenizer(side: str) -> None:
     def collator(samples: list[Any]) -> Any:
         return samples[0]
 
+    collator.padding = True  # type: ignore[attr-defined]
     collator.tokenizer = SimpleNamespace(pad_token_id=7, padding_side=side)  # type: ignore[attr-defined]
     hooks = trainer_hooks(
         model=lambda: nn.Linear(2, 2),
@@ -244,6 +343,9 @@ def test_what_is_padded_follows_from_the_tokenizer(side: str) -> None:
         data_collator=collator,
     )
     assert ("pad" in hooks) is (side == "right")
+    said = capsys.readouterr().err
+    assert ("--pad-to 64;" in said) is (side == "right")
+    assert ("pads each batch to its longest sample" in said) is (side == "left")
     if side == "right":
         batch = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2), "attention_mask": torch.ones(2, 3)}
         assert hooks["pad"](batch) == {"input_ids": 7, "attention_mask": 0}
