@@ -27,7 +27,7 @@ def worker(rank: int, *owned: str, **more: Any) -> dict[str, Any]:
 
 
 def edge(name: str, src: int = 0, dst: int = 1, size: int = 4) -> dict[str, Any]:
-    place = {"src": src, "src_phase": "F", "dst": dst, "dst_phase": "F"}
+    place = {"src": src, "src_phase": "F", "dst": dst, "dst_phase": "F", "codec": "", "plain_bytes": size}
     return {"name": name, "kind": "activation", "shape": [size], "dtype": "int8", "bytes": size, **place, "names": []}
 
 
@@ -46,7 +46,8 @@ def made() -> dict[str, Any]:
     """A build of two workers, both cut before blocks.1.up."""
     build = {
         "folder": "build", "model": "gpt.py", "digest": "d", "workers": 2, "microbatches": 1, "schedule": "async",
-        "policy": "spectrain", "autocast": None, "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,
+        "policy": "spectrain", "autocast": None, "codec": "none",
+        "device": "cpu", "torch": "2.13.0", "samples": 8, "loss_worker": 1,
         "cuts": "same", "costs": "computed", "edited": [], "stale": [],
         "speeds": [], "links": {"bandwidth": "3e9", "latency": "5e-05", "copy": 0.0}, "optimizer_bytes": 1.0,
     }  # fmt: skip
@@ -88,6 +89,7 @@ def test_times_are_noise_below_two_percent_and_never_a_difference(made: dict[str
     [
         ("schedule", "1f1b"),
         ("autocast", "bf16"),
+        ("codec", "int8"),
         ("microbatches", 4),
         ("cuts", "pinned"),
         ("speeds", [1.0, 2.0]),

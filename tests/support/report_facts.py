@@ -30,7 +30,8 @@ def made_facts(
         "fxpipe": "0.1.0",
         "build": {
             "folder": "build", "model": name, "digest": "5d41402abc4b2a76b9719d911017c592", "workers": workers,
-            "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None, "device": "cpu",
+            "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None, "codec": "none",
+            "device": "cpu",
             "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
             "efficiency": 0.95, "costs": "measured", "speeds": [],
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
@@ -142,7 +143,8 @@ def _edges(workers: int, blocks: int) -> list[Facts]:
     def edge(name: str, kind: str, ends: tuple[int, str, int, str], size: int, names: tuple[str, ...] = ()) -> Facts:
         return {
             "name": name, "kind": kind, "shape": None if names else [8, 64, 128], "dtype": "float32", "bytes": size,
-            "src": ends[0], "src_phase": ends[1], "dst": ends[2], "dst_phase": ends[3], "module": "blocks.3",
+            "codec": "", "plain_bytes": size, "src": ends[0], "src_phase": ends[1], "dst": ends[2], "dst_phase": ends[3],
+            "module": "blocks.3",
             "source": "gpt.py:51", "names": list(names),
         }  # fmt: skip
 

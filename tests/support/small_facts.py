@@ -15,7 +15,7 @@ def row(name: str, phase: str | None, module: int, op: str, worker: int, *inputs
 
 
 def edge(name: str, kind: str, src: int, src_phase: str, dst: int, dst_phase: str, *names: str) -> dict[str, Any]:
-    place = {"src": src, "src_phase": src_phase, "dst": dst, "dst_phase": dst_phase}
+    place = {"src": src, "src_phase": src_phase, "dst": dst, "dst_phase": dst_phase, "codec": "", "plain_bytes": 4}
     return {"name": name, "kind": kind, "shape": [1], "dtype": "float32", "bytes": 4, **place, "names": list(names)}
 
 
