@@ -5,8 +5,8 @@ messages of one worker in that worker's own order. So no clock is shared and no 
 until it needs what has not been sent yet, and continues once that is sent, as in `schedule.order.play`.
 
 When a message arrives that waits its turn depends also on what its sender sends later. Whenever it sends, all is known
-that its link has carried before. Once no worker can go on, whatever happens next happens no sooner than the first of
-these messages arrives for which a worker waits, so that its time is known, too; that worker goes on.
+that its link has carried before. Once no worker can go on, nothing happens before the first of these messages arrives
+for which a worker waits, so that its time is known, too; that worker goes on.
 """
 
 from __future__ import annotations
