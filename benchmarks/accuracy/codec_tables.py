@@ -36,7 +36,7 @@ def _by_condition(rows: Sequence[Row]) -> str:
     title = "**Codec against none**: held-out accuracy, or loss, at the end; mean ± standard deviation over the seeds"
     about = (
         "bold: no worse than none by more than none's standard deviation; lost by seed: how much worse than the "
-        "training of the same seed without a codec, its mean and deviation; –: not trained"
+        "training of the same seed without a codec, its mean and deviation; without ±: of the first seed; –: not trained"
     )
     return f"{title}; {about}.\n\n{table(head, lines)}"
 
@@ -49,8 +49,8 @@ def _by_workload(rows: Sequence[Row]) -> str:
         lines.append([row["codec"], row["workload"], row["optimizer"], *shown, kept, f"{row['within']} of {row['of']}"])
     head = ["codec", "workload", "optimizer", "lost", "a deviation", "within one", "trainings within one"]
     title = "**What codecs lost**: the share of the result without a codec, as the mean over the methods and numbers of"
-    about = "workers, and what share one standard deviation of the seeds without a codec is there"
-    return f"{title} workers, {about}.\n\n{table(head, lines)}"
+    about = "workers that have all seeds, and what share one standard deviation of the seeds without a codec is there"
+    return f"{title} {about}.\n\n{table(head, lines)}"
 
 
 def shares(rows: Sequence[Row]) -> list[Row]:
