@@ -36,7 +36,7 @@ def _by_condition(rows: Sequence[Row]) -> str:
     title = "**Codec against none**: held-out accuracy, or loss, at the end; mean ± standard deviation over the seeds"
     about = (
         "bold: no worse than none by more than none's standard deviation; lost by seed: how much worse than the "
-        "training of the same seed without a codec, its mean and deviation; without ±: of the first seed; –: not trained"
+        "training of the same seed without a codec, its mean and deviation; without ±: one seed; –: not trained"
     )
     return f"{title}; {about}.\n\n{table(head, lines)}"
 
