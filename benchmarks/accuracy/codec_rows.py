@@ -58,7 +58,10 @@ def _condition(row: Row) -> tuple[Any, ...]:
 
 def _row(runs: list[Run], results: Results) -> Row:
     first = runs[0]
-    finals = {str(run.seed): results[run].get("final") for run in runs}
+    known = {str(run.seed): results[run].get("final") for run in runs}
+    finals = {
+        seed: None if final is None else round(final, 5) for seed, final in known.items()
+    }  # all follows from them
     values = [final for final in finals.values() if final is not None]
     whole = len(values) == len(finals)
     return {
@@ -72,7 +75,7 @@ def _row(runs: list[Run], results: Results) -> Row:
         "steps": first.steps,
         "points": first.points,
         "rate": first.rate,
-        "finals": {seed: None if final is None else round(final, 5) for seed, final in finals.items()},
+        "finals": finals,
         "mean": round(statistics.mean(values), 5) if whole else None,
         "std": round(statistics.stdev(values), 5) if whole and len(values) > 1 else None,
         "n": len(finals),
