@@ -176,6 +176,7 @@ def _print(
     prospects: Sequence[Prospect],
     device: str | None,
 ) -> None:
+    from fxpipe.codecs.accuracy_warnings import not_studied, used_by
     from fxpipe.errors import listed
     from fxpipe.inspection.codecs import codec_facts, codec_text
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
@@ -233,6 +234,8 @@ def _print(
             rate = samples_of(plan) / codecs["plain_seconds"]
             text += f"; without codecs and cut for that, {rate:.1f} samples/s by the operators' costs"
         echo(text)
+        if unknown := not_studied(used_by(plan)):
+            note(unknown)
     if agreement is not None:
         name, error = agreement.worst_gradient
         if agreement.not_compared:

@@ -13,7 +13,7 @@ from two_hosts import missing
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 VERDICT = r"goals (are )?met|missed: "  # which of them depends on the machine
 REPORTS = {
-    "accuracy": ("written: ",),
+    "accuracy": (r"spectrain N=4 M=4 .* int4: ", r"1f1b N=4 M=4 .* int8: ", "written: "),
     "backends": ("gpt-tiny ", "pipeline of two workers", VERDICT),
     "balance": ("heavy_head", "three-way"),
     "big_graphs": (r"\| GPT, 24 blocks", VERDICT),

@@ -1,4 +1,4 @@
-"""The accuracy of asynchronous pipeline training, policy by policy, beside synchronous training; see README.md."""
+"""The accuracy of asynchronous pipeline training, by policy and by codec, beside synchronous training: README.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from published import published
 from study import FULL, METHODS, QUICK, Job, Study
 from summary import summarize, write_summary
 from tables import tables, write_between_markers
-from training import Run
+from training import NONE, Run
 from workloads import WORKLOADS
 
 from fxpipe.threads import cores
@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small study, in minutes")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    parser.add_argument("--codecs", action="store_true", help="run the codecs alone, at rates that are known already")
     parser.add_argument("--jobs", type=int, default=cores(), help="processes, of one thread each; default: the cores")
     parser.add_argument("--out", type=Path, help="working folder; default: build-accuracy, or build-accuracy-quick")
     parser.add_argument("--report", action="store_true", help="run nothing: plots and tables of what is there")
@@ -41,6 +42,8 @@ def main() -> int:
         study = study.only(options.only)
     if options.methods:
         study = study.of(options.methods)
+    if options.codecs:
+        study = study.of_codecs()
     out = options.out or ROOT / ("build-accuracy-quick" if options.quick else "build-accuracy")
     journal = Journal(out / "results.jsonl")
     if not options.quick:
@@ -59,10 +62,11 @@ def main() -> int:
 def run(study: Study, journal: Journal, processes: int) -> int:
     """Run all jobs that have no result yet, grid by grid; how many failed."""
     failed: set[Job] = set()
-    for number, grid in enumerate(study.grids, start=1):
+    grids = (*study.grids, *study.codecs)
+    for number, grid in enumerate(grids, start=1):
         # The best rate of the first seed is that of the others: so there are new jobs once it is known.
         while missing := [job for job in grid.runs(journal) if job not in journal and job not in failed]:
-            failed |= _run(missing, journal, processes, f"grid {number} of {len(study.grids)}")
+            failed |= _run(missing, journal, processes, f"grid {number} of {len(grids)}")
     failed |= _run([job for job in study.once() if job not in journal], journal, processes, "checks")
     return len(failed)
 
@@ -104,6 +108,7 @@ def _line(job: Job, result: dict[str, object] | None) -> str:
         return f"{type(job).__name__} {job.workload} {job.optimizer}"
     said = f"diverged at step {result['diverged']}" if "diverged" in result else f"{result['final']:.4f}"
     method = f"{job.method} N={job.workers} M={job.microbatches} rate {job.rate:g} seed {job.seed}"
+    method += "" if job.codec == NONE else f" {job.codec}"
     return f"{job.workload} {job.optimizer} {method}: {said} in {result['seconds']:.1f} s"
 
 

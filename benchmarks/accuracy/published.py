@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from codec_rows import runs_of
 from eager import EagerCheck
 from prediction import PredictionError
 from study import Job, Study
@@ -24,6 +25,7 @@ def published(path: Path, study: Study) -> Iterator[tuple[Job, Result]]:
     have five digits.
     """
     summary = json.loads(path.read_text())
+    yield from runs_of(summary["codecs"])  # first: some of them are conditions' runs, too, and these have curves
     for row in summary["conditions"]:
         yield from _runs(row)
     checked = {(row["workload"], row["optimizer"], row["steps"]): row for row in summary["eager"]}

@@ -6,17 +6,14 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from eager import EagerCheck
+from grids import CodecGrid, Grid, Method, Pair, rates
 from prediction import PredictionError
-from training import FLUSHED, SYNCHRONOUS, Run
+from training import FLUSHED, NONE, SYNCHRONOUS, Run
 from workloads import WORKLOADS
 
 Job = Run | PredictionError | EagerCheck
-Pair = tuple[str, str]
-Method = tuple[str, int, int]
-"""A policy (or SYNCHRONOUS, or FLUSHED), the number of workers, and that of microbatches."""
 
 ALL = tuple((w.name, o) for w in WORKLOADS.values() for o in w.rates)
 EIGHT = tuple(pair for pair in ALL if not pair[0].startswith(("deep_", "long_")))
@@ -28,6 +25,7 @@ FEW = (*TWO, ("gpt", "muon"))
 FEW_SIXTEEN = tuple(pair for pair in FEW if pair in SIXTEEN)
 THIRTY_TWO = (("snn", "sgd"), ("deep_gpt", "adamw"))
 NORMS = tuple(pair for pair in EIGHT if pair[0].startswith(("vgg", "resnet")))
+CODED = (("gpt", "adamw"), ("vgg", "sgd"), ("lstm", "sgd"))
 PREDICTED = (("transformer", "sgd"), ("transformer", "adamw"), ("gpt", "sgd"), ("gpt", "adamw"))
 
 ALONE: Method = (SYNCHRONOUS, 1, 1)
@@ -37,74 +35,12 @@ WHOLE = ("spectrain", "spectrain+ef", "latest", "stash", "pipeoptim", "lwp")
 METHODS = (*CONTENDERS, *OTHERS)
 
 
-class Results(Protocol):
-    """What is known so far, by job."""
-
-    def __contains__(self, job: Job) -> bool: ...
-    def __getitem__(self, job: Job) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Every pair trained by every method.
-
-    The first seed is trained at every rate, the others at the rate that was the best for it.
-
-    Attributes:
-        pairs: (workload, optimizer).
-        factors: the learning rates, in multiples of the workload's own.
-        fraction: of a workload's steps that are trained.
-    """
-
-    pairs: tuple[Pair, ...]
-    methods: tuple[Method, ...]
-    factors: tuple[float, ...] = (0.3, 1.0, 3.0)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    fraction: float = 1.0
-    points: int = 20
-
-    def runs(self, results: Results) -> list[Run]:
-        """The runs that are known to belong to it: all of the first seed, and the others' once these have results."""
-        found = []
-        for first in self._firsts():
-            found += first
-            found += [
-                dataclasses.replace(run, seed=seed) for run in best_first(first, results)[:1] for seed in self.seeds[1:]
-            ]
-        return sorted(found, key=lambda run: self.seeds.index(run.seed))
-
-    def _firsts(self) -> list[list[Run]]:
-        return [
-            [
-                Run(w, o, method, workers, microbatches, rate, self.seeds[0], self._steps(w), self.points)
-                for rate in rates(w, o, self.factors)
-            ]
-            for method, workers, microbatches in self.methods
-            for w, o in self.pairs
-        ]
-
-    def _steps(self, workload: str) -> int:
-        return max(1, round(self.fraction * WORKLOADS[workload].steps / self.points)) * self.points
-
-
-def best_first(runs: Sequence[Run], results: Results) -> list[Run]:
-    """The runs of one condition and seed, best result first, those that diverged last; empty until all have results."""
-    if any(run not in results for run in runs):
-        return []
-    sign = 1 if WORKLOADS[runs[0].workload].metric == "nats" else -1
-    return sorted(runs, key=lambda run: sign * results[run].get("final", sign * float("inf")))
-
-
-def rates(workload: str, optimizer: str, factors: Sequence[float]) -> list[float]:
-    """The learning rates of a grid."""
-    return [float(f"{factor * WORKLOADS[workload].rates[optimizer]:.3g}") for factor in factors]
-
-
 @dataclass(frozen=True)
 class Study:
-    """Grids, the most important one first, and what is asked of each workload once."""
+    """Grids, the most important one first, of policies and of codecs, and what is asked of each workload once."""
 
     grids: tuple[Grid, ...]
+    codecs: tuple[CodecGrid, ...] = ()
     checks: tuple[Pair, ...] = ALL
     predicted: tuple[Pair, ...] = PREDICTED
 
@@ -126,7 +62,8 @@ class Study:
             return tuple(pair for pair in pairs if pair[0] in workloads)
 
         grids = tuple(dataclasses.replace(grid, pairs=kept(grid.pairs)) for grid in self.grids)
-        return Study(grids, kept(self.checks), kept(self.predicted))
+        codecs = tuple(dataclasses.replace(grid, pairs=kept(grid.pairs)) for grid in self.codecs)
+        return Study(grids, codecs, kept(self.checks), kept(self.predicted))
 
     def of(self, methods: Sequence[str]) -> Study:
         """The same study of some of the policies; synchronous training stays."""
@@ -135,16 +72,22 @@ class Study:
             dataclasses.replace(grid, methods=tuple(method for method in grid.methods if method[0] in kept))
             for grid in self.grids
         )
-        return dataclasses.replace(self, grids=tuple(grids))
+        codecs = tuple(grid for grid in self.codecs if grid.policy in kept)
+        return dataclasses.replace(self, grids=tuple(grids), codecs=codecs)
+
+    def of_codecs(self) -> Study:
+        """What is studied of codecs alone: of the pairs whose learning rates are known already."""
+        return Study((), self.codecs, (), ())
 
 
 def _at(policies: Sequence[str], workers: int, microbatches: int) -> tuple[Method, ...]:
     return tuple((policy, workers, microbatches) for policy in policies)
 
 
+MAIN = Grid(EIGHT, (ALONE, *_at(CONTENDERS[:2], 8, 8)))
 FULL = Study(
     (
-        Grid(EIGHT, (ALONE, *_at(CONTENDERS[:2], 8, 8))),
+        MAIN,
         Grid(NORMS, _at(("spectrain",), 8, 1)),
         Grid((("deep_lstm", "sgd"), ("deep_gpt", "adamw")), (ALONE,)),
         Grid(THIRTY_TWO, _at(CONTENDERS[:2], 32, 32)),
@@ -162,24 +105,33 @@ FULL = Study(
         Grid(FEW_SIXTEEN, _at(CONTENDERS[2:], 16, 16), seeds=(0,)),
         Grid(THIRTY_TWO, _at(CONTENDERS[2:], 32, 32), seeds=(0,)),
         Grid(FOUR, (*_at(WHOLE, 8, 1), *_at(("2bw",), 8, 8))),
-    )
+    ),
+    (
+        CodecGrid(CODED, "spectrain", (8, 4), like=(MAIN, ("spectrain", 8, 8))),
+        CodecGrid(CODED, FLUSHED, (8, 4), like=(MAIN, ALONE)),
+    ),
+)
+TINY = (("vgg", "sgd"), ("transformer", "adamw"))
+SHORT = Grid(
+    TINY,
+    (ALONE, *_at(METHODS, 4, 4), *_at(WHOLE, 4, 1)),
+    factors=(1.0,),
+    seeds=(0,),
+    fraction=0.25,
+    points=5,
 )
 QUICK = Study(
+    (SHORT,),
     (
-        Grid(
-            (("vgg", "sgd"), ("transformer", "adamw")),
-            (ALONE, *_at(METHODS, 4, 4), *_at(WHOLE, 4, 1)),
-            factors=(1.0,),
-            seeds=(0,),
-            fraction=0.25,
-            points=5,
-        ),
+        CodecGrid(TINY[:1], "spectrain", (4,), like=(SHORT, ("spectrain", 4, 4))),
+        CodecGrid(TINY[:1], FLUSHED, (4,), like=(SHORT, ALONE)),
     ),
-    checks=(("vgg", "sgd"), ("transformer", "adamw")),
+    checks=TINY,
     predicted=(),
 )
 
 
 def key(job: Job) -> str:
-    """What a job's result is kept under: its kind and all its settings."""
-    return json.dumps({"kind": type(job).__name__, **dataclasses.asdict(job)}, sort_keys=True)
+    """What a job's result is kept under: its kind and all its settings, a codec only where there is one."""
+    settings = {name: value for name, value in dataclasses.asdict(job).items() if (name, value) != ("codec", NONE)}
+    return json.dumps({"kind": type(job).__name__, **settings}, sort_keys=True)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from codec_rows import codec_rows
 from eager import EagerCheck
+from grids import best_first
 from journal import Journal
 from prediction import PredictionError
-from study import Study, best_first
+from study import Study
 from training import FLUSHED, SYNCHRONOUS, Run
 from workloads import WORKLOADS
 
@@ -35,7 +37,8 @@ def summarize(study: Study, journal: Journal) -> dict[str, Any]:
     Returns:
         `conditions`: a row for every workload, optimizer, method, number of workers and of microbatches, with its grid,
         and mean, standard deviation and learning curve at the rate that was best for its first seed; what it lost of
-        the synchronous result, and how long it takes; `prediction_errors`; `eager`; `environment`.
+        the synchronous result, and how long it takes; `codecs`, as `codec_rows`; `prediction_errors`; `eager`;
+        `environment`.
     """
     groups: dict[tuple[Any, ...], list[tuple[Run, Row]]] = defaultdict(list)
     for run in dict.fromkeys(run for grid in study.grids for run in grid.runs(journal)):  # grids may share some
@@ -49,6 +52,7 @@ def summarize(study: Study, journal: Journal) -> dict[str, Any]:
     return {
         "environment": {"python": platform.python_version(), "torch": torch.__version__},
         "conditions": sorted(conditions, key=lambda row: pairs.index((row["workload"], row["optimizer"]))),
+        "codecs": codec_rows(study.codecs, journal),
         "prediction_errors": _prediction_errors([(j, r) for j, r in once if isinstance(j, PredictionError)]),
         "eager": [
             {"workload": job.workload, "optimizer": job.optimizer, "steps": job.steps, **result}

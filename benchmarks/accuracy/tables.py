@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cells import number, table
+from codec_tables import codec_tables
 from study import METHODS
 from summary import Row, speedup
 from training import FLUSHED, SYNCHRONOUS
@@ -29,6 +31,7 @@ def tables(summary: dict[str, Any]) -> str:
     keys = sorted({(row["workers"], row["microbatches"]) for row in rows} - {(1, 1)}, key=lambda k: (k[0], -k[1]))
     parts = [_lost(rows, keys), _resources(rows, keys)]
     parts += [_results(rows, alone, key) for key in keys]
+    parts += codec_tables(summary["codecs"])
     parts += [_steps(rows, alone, key) for key in keys]
     parts += [_prediction_errors(summary["prediction_errors"]), _eager(summary["eager"]), _grid(rows)]
     made = summary["environment"]
@@ -68,7 +71,7 @@ def _by_method(
         metric = alone[pair]["metric"]
         of_what = ["%" if metric == "accuracy" else "nats/byte"] if unit else [str(alone[pair]["steps"])]
         lines.append([*pair, *of_what, cell(alone[pair]), *(cell(here.get((*pair, method))) for method in methods)])
-    return _table(["workload", "optimizer", "in" if unit else "of", "synchronous", *methods], lines)
+    return table(["workload", "optimizer", "in" if unit else "of", "synchronous", *methods], lines)
 
 
 def _lost(rows: Sequence[Row], keys: Sequence[Key]) -> str:
@@ -92,7 +95,7 @@ def _lost(rows: Sequence[Row], keys: Sequence[Key]) -> str:
                 lines.append([str(key[0]), str(key[1]), method, *cells])
     title = "**Lost of the synchronous result**: mean over the workloads"
     about = "and how many of them are no worse by more than the synchronous standard deviation"
-    return f"{title}, {about}.\n\n{_table(['N', 'M', 'method', *OPTIMIZERS], lines)}"
+    return f"{title}, {about}.\n\n{table(['N', 'M', 'method', *OPTIMIZERS], lines)}"
 
 
 def _resources(rows: Sequence[Row], keys: Sequence[Key]) -> str:
@@ -135,7 +138,7 @@ def _resources(rows: Sequence[Row], keys: Sequence[Key]) -> str:
         "steps over those of synchronous training, and of their simulated time over that of `1f1b` with as many "
         "microbatches as workers, which gets there in as many steps; and the most that a worker holds"
     )
-    return f"{title} {about}.\n\n{_table(head, lines)}"
+    return f"{title} {about}.\n\n{table(head, lines)}"
 
 
 def _of(rows: Sequence[Row], key: Key, method: str) -> list[Row]:
@@ -154,7 +157,7 @@ def _prediction_errors(errors: Sequence[Row]) -> str:
         ratios = (f"{e['predicted'][s - 1] / e['stale'][s - 1]:.2f}" for s in ahead)
         rows.append([e["workload"], e["optimizer"], f"{e['rate']:g}", *ratios])
     title = "**Prediction**: root mean square error of predicted weights over that of stale ones, s updates ahead"
-    return f"{title}.\n\n{_table(['workload', 'optimizer', 'rate', *(f's = {s}' for s in ahead)], rows)}"
+    return f"{title}.\n\n{table(['workload', 'optimizer', 'rate', *(f's = {s}' for s in ahead)], rows)}"
 
 
 def _eager(checks: Sequence[Row]) -> str:
@@ -164,7 +167,7 @@ def _eager(checks: Sequence[Row]) -> str:
     ]
     steps = checks[0]["steps"] if checks else 0
     title = f"**Synchronous equals eager PyTorch** after {steps} steps, every bit of every parameter and buffer"
-    return f"{title}.\n\n{_table(['workload', 'optimizer', 'equal'], rows)}"
+    return f"{title}.\n\n{table(['workload', 'optimizer', 'equal'], rows)}"
 
 
 def _grid(rows: Sequence[Row]) -> str:
@@ -174,11 +177,11 @@ def _grid(rows: Sequence[Row]) -> str:
         where = [str(row["workers"]), str(row["microbatches"])]
         lines.append([row["workload"], row["optimizer"], row["method"], *where, *cells])
     count = max((len(row["grid"]) for row in rows), default=0)
-    head = ["workload", "optimizer", "method", "N", "M", *(f"rate {number}" for number in range(1, count + 1))]
+    head = ["workload", "optimizer", "method", "N", "M", *(f"rate {place}" for place in range(1, count + 1))]
     title = (
         "**The whole grid**: rate: mean, ± standard deviation over the seeds at the chosen rate; or how many diverged"
     )
-    return f"{title}.\n\n{_table(head, lines)}"
+    return f"{title}.\n\n{table(head, lines)}"
 
 
 def _value(row: Row | None) -> str:
@@ -186,26 +189,15 @@ def _value(row: Row | None) -> str:
         return "–"
     if row["mean"] is None:
         return f"diverged {row['diverged']}/{row['n']}"
-    number = _number(row["mean"], row["std"], row["metric"])
-    return f"**{number}**" if row["within"] and row["method"] != SYNCHRONOUS else number
+    text = number(row["mean"], row["std"], row["metric"])
+    return f"**{text}**" if row["within"] and row["method"] != SYNCHRONOUS else text
 
 
 def _cell(at: Row, metric: str) -> str:
     if at["diverged"]:
         return f"diverged {at['diverged']}/{at['n']}"
-    return _number(at["mean"], at["std"], metric)
-
-
-def _number(mean: float, std: float | None, metric: str) -> str:
-    scale, places = (1, 3) if metric == "nats" else (100, 1)
-    spread = "" if std is None else f" ± {scale * std:.{places}f}"
-    return f"{scale * mean:.{places}f}{spread}"
+    return number(at["mean"], at["std"], metric)
 
 
 def _reached(row: Row | None) -> str:
     return "–" if row is None or row["reached"] is None else str(row["reached"])
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -21,6 +21,7 @@ from fxpipe.runtime.worker.final_weights import final_tensors, held
 
 SYNCHRONOUS = "synchronous"  # on one worker, the whole minibatch at once
 FLUSHED = "1f1b"
+NONE = "none"  # values are sent as they are
 MOMENTUM = 0.9
 DIVERGED = 1e3  # a training loss that is not below this will not come back
 
@@ -36,6 +37,7 @@ class Run:
         method: a weight policy of the schedule `async`, SYNCHRONOUS, or FLUSHED, the same on many workers.
         seed: of the initial weights and of the order of the data.
         points: how often the held-out samples are looked at, the end included.
+        codec: what packs the values that workers send, as `--codec` has it.
     """
 
     workload: str
@@ -47,6 +49,7 @@ class Run:
     seed: int
     steps: int
     points: int
+    codec: str = NONE
 
     def execute(self) -> dict[str, Any]:
         """Train; the held-out metric along the way, or the step at which training diverged.
@@ -72,7 +75,8 @@ class Run:
 
 def pipeline_of(run: Run) -> LocalPipeline:
     """The run's pipeline before its first step, with its seed's initial weights."""
-    compiled = build(run.workload, run.workers, run.microbatches, FLUSHED if run.method == FLUSHED else "async")
+    schedule = FLUSHED if run.method == FLUSHED else "async"
+    compiled = build(run.workload, run.workers, run.microbatches, schedule, run.codec)
     initial = WORKLOADS[run.workload].make(run.seed).state_dict()
     seeded = {name: initial.get(name, tensor) for name, tensor in compiled.tensors.items()}
     return dataclasses.replace(compiled, tensors=seeded).local(
@@ -83,7 +87,7 @@ def pipeline_of(run: Run) -> LocalPipeline:
 
 
 @functools.cache
-def build(workload: str, workers: int, microbatches: int, schedule: str) -> fxpipe.Build:
+def build(workload: str, workers: int, microbatches: int, schedule: str, codec: str) -> fxpipe.Build:
     """A workload's build, compiled once a process for all seeds, methods and rates. One worker trains synchronously."""
     chosen = WORKLOADS[workload]
     return fxpipe.compile(
@@ -96,6 +100,7 @@ def build(workload: str, workers: int, microbatches: int, schedule: str) -> fxpi
         schedule=schedule if workers > 1 else "gpipe",
         accept_microbatch_loss=True,  # batch norm sees microbatches
         policy="latest",
+        codec=codec,
         cost="analytic",
     )
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fxpipe.codecs import CODECS, codec
+from fxpipe.codecs.accuracy import HARMLESS
 from fxpipe.codecs.carry_over import CarryOver
 from fxpipe.codecs.codec import KINDS
 from fxpipe.errors import CodecError, near
 from fxpipe.plan.spec import TensorSpec
-
-HARMLESS = ("int8",)
-"""What `auto` may take (benchmarks/accuracy)."""
 
 _WORDS = NONE, AUTO = "none", "auto"
 _LOSSLESS = {"bool": "bits", "int64": "int32"}

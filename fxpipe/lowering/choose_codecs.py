@@ -8,6 +8,7 @@ from functools import partial
 
 from fxpipe.build.build import Build
 from fxpipe.codecs import codec
+from fxpipe.codecs.accuracy_warnings import used_by, warning
 from fxpipe.codecs.encoding import Encoding
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines
@@ -77,7 +78,7 @@ def like(plan: Plan) -> Codecs:
 def emit_encoded(
     emitter: Emitter, encoding: Encoding, observers: Sequence[Observer], lines: PassLines
 ) -> tuple[Program, Build]:
-    """Cut and emit a program whose edges have codecs.
+    """Cut and emit a program whose edges have codecs; the build warns of those that lost much in the accuracy study.
 
     Raises:
         CutError: as `choose_cuts`.
@@ -88,7 +89,12 @@ def emit_encoded(
         choice, ways, plain = emitter.choose(_with_ratios(emitter, encoding)), None, None
     codecs = partial(of_edges, encoding, ways)
     program, build = emitter.emit(choice, codecs, observers, lines)
-    return program, replace(build, costs=replace(build.costs, without_codecs=plain))
+    warned = warning(used_by(build.plan))
+    return program, replace(
+        build,
+        costs=replace(build.costs, without_codecs=plain),
+        warnings=(*build.warnings, *([warned] if warned else [])),
+    )
 
 
 def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:

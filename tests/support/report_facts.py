@@ -143,9 +143,8 @@ def _edges(workers: int, blocks: int) -> list[Facts]:
     def edge(name: str, kind: str, ends: tuple[int, str, int, str], size: int, names: tuple[str, ...] = ()) -> Facts:
         return {
             "name": name, "kind": kind, "shape": None if names else [8, 64, 128], "dtype": "float32", "bytes": size,
-            "codec": "", "plain_bytes": size, "src": ends[0], "src_phase": ends[1], "dst": ends[2], "dst_phase": ends[3],
-            "module": "blocks.3",
-            "source": "gpt.py:51", "names": list(names),
+            "codec": "", "plain_bytes": size, "src": ends[0], "src_phase": ends[1], "dst": ends[2],
+            "dst_phase": ends[3], "module": "blocks.3", "source": "gpt.py:51", "names": list(names),
         }  # fmt: skip
 
     found = [edge("batch_1", "input", (0, "F", workers - 1, "F"), 4096)] if workers > 1 else []

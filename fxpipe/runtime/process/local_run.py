@@ -32,7 +32,7 @@ from fxpipe.runtime.process.run_summary import (
     take_place,
     worker_row,
 )
-from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
+from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.collect_trace import WorkerTrace, write_trace
 from fxpipe.runtime.worker.evaluation_check import evaluates
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
@@ -128,6 +128,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
             else:
                 warn_of_hurry(executors[0], total, record.steps_per_epoch)
             warn_of_staleness(pipeline.recipe, executors[0])
+            warn_of_codecs(plan)
             warn_of_little_room(options.out, plan, executors[0].store.averages is not None)
             for watch in watches:
                 watch.begin()

@@ -42,7 +42,7 @@ from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resum
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
 from fxpipe.runtime.process.run_summary import summarize_run, take_place, worker_row
 from fxpipe.runtime.process.training_loop import train
-from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_hurry, warn_of_staleness
+from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.clocks import ClockOffset
 from fxpipe.runtime.wires.collect_trace import WorkerTrace
@@ -218,6 +218,7 @@ class RankRun:
             else:
                 warn_of_hurry(self.executor, self.total, self.epoch)
             warn_of_staleness(self.recipe, self.executor)
+            warn_of_codecs(plan)
             warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
         record = self.record
         self.consequences.on_end = self._ends

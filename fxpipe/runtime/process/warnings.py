@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fxpipe.codecs import accuracy_warnings
 from fxpipe.messages import warn
 from fxpipe.optimizer.hurried_scheduler import hurried
+from fxpipe.plan.spec import Plan
 from fxpipe.policy.accuracy_warnings import warning
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.worker.executor import Executor
@@ -21,6 +23,12 @@ def warn_of_staleness(recipe: Recipe, executor: Executor) -> None:
     for found in (warning(str(recipe.policy), kind, behind) for kind in kinds):
         if found:
             warn(found)
+
+
+def warn_of_codecs(plan: Plan) -> None:
+    """Warn about codecs that lost more than a standard deviation in the accuracy study."""
+    if found := accuracy_warnings.warning(accuracy_warnings.used_by(plan)):
+        warn(found)
 
 
 def warn_of_hurry(executor: Executor, total: int, epoch: int | None) -> None:

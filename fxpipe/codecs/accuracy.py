@@ -1,0 +1,38 @@
+"""What codecs cost in the accuracy study: what `auto` may take follows from it, and what compile and run warn of."""
+
+from __future__ import annotations
+
+LOST: dict[tuple[str, str], tuple[float, float]] = {
+    ("int8", "gpt"): (0.0000, 0.0189),
+    ("int8", "vgg"): (0.0012, 0.0086),
+    ("int8", "lstm"): (-0.0035, 0.0137),
+    ("int4", "gpt"): (0.0252, 0.0189),
+    ("int4", "vgg"): (0.0021, 0.0086),
+    ("int4", "lstm"): (0.0113, 0.0137),
+}
+"""By codec, as `--codec` has it for all kinds, and workload of benchmarks/accuracy: the share of the result without a
+codec (accuracy, or nats per byte) that was lost, and the share that one standard deviation over the seeds is of that
+result; both as the mean over policies and numbers of workers. What is negative was gained."""
+
+STUDIED = tuple(dict.fromkeys(codec for codec, _ in LOST))
+"""The codecs that were studied, the one with the fewest bytes last."""
+
+KINDS = ("input", "activation", "saved", "gradient")
+"""The kinds of edges that the study speaks for. It has activations and gradients; saved values and inputs are values of
+the forward, too. Replicas of weights it does not have."""
+
+
+def keeps_the_result(codec: str) -> bool:
+    """Whether a codec was studied and lost less than a standard deviation on every workload."""
+    return codec in STUDIED and all(lost <= deviation for (name, _), (lost, deviation) in LOST.items() if name == codec)
+
+
+HARMLESS = tuple(codec for codec in STUDIED if keeps_the_result(codec))
+"""What `auto` may take."""
+
+
+def worst(codec: str) -> tuple[str, float, float]:
+    """The workload on which a studied codec lost most deviations; the share lost, and that of a deviation."""
+    rows = {workload: row for (name, workload), row in LOST.items() if name == codec}
+    workload = max(rows, key=lambda each: rows[each][0] / rows[each][1])
+    return workload, *rows[workload]
