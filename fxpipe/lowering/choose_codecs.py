@@ -175,8 +175,10 @@ def encoded(
             (edge.dst, edge.dst_phase, own.unpack * edge.tensor.bytes),
         ):
             row = workers[worker]
-            more = {"forward": row.forward + seconds} if phase == "F" else {"backward": row.backward + seconds}
-            workers[worker] = replace(row, **more)
+            if phase == "F":
+                workers[worker] = replace(row, forward=row.forward + seconds)
+            else:
+                workers[worker] = replace(row, backward=row.backward + seconds)
     return replace(plan, edges=edges), replace(costs, workers=tuple(workers))
 
 
