@@ -173,7 +173,7 @@ def _warning_of(step: CapturedStep, what: str, hint: str) -> CapturedStep:
 def _captured(model: nn.Module, loss: Loss, batch: Any, others: Sequence[Any], options: CompileOptions) -> CapturedStep:
     options.check()
     program = capture_microbatch(model, loss, batch, options)
-    whole_loss = checked_loss(program, model, loss, batch, options)
+    program, whole_loss = checked_loss(program, model, loss, batch, options)
     shapes = []
     for other in others:
         try:
