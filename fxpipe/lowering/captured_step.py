@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,13 @@ class CapturedStep:
 
 
 def captured_step(
-    model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any] = (), last: Any = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    options: CompileOptions,
+    shapes: Iterable[Any] = (),
+    last: Any = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
     """Capture the step, and choose the number of microbatches where none is asked.
 
@@ -55,31 +61,38 @@ def captured_step(
         shapes: more minibatches: those of another shape, or with other constants, are captured, too.
         last: a smaller one, such as comes last in an epoch. The number of microbatches that is chosen divides it, too;
             where its step cannot be captured, a warning says so.
+        say: is told which further shape is being captured.
 
     Raises:
         FxpipeError: as `capture_microbatch` and `checked_loss`.
     """
-    step = _chosen(model, loss, batch, options, shapes, last)
+    step = _chosen(model, loss, batch, options, shapes, last, say)
     return step if last is None else _with_last(step, model, loss, batch, last)
 
 
 def _chosen(
-    model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any], last: Any
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    options: CompileOptions,
+    shapes: Iterable[Any],
+    last: Any,
+    say: Callable[[str], None],
 ) -> CapturedStep:
     """With the number of microbatches chosen."""
     others = further_shapes(batch, shapes, options.constant_batch)
     if options.microbatches is not None or kind_of(options.schedule).synchronous:
         decided, without = _decided(options, [batch, *others], last)
-        step = _captured(model, loss, batch, others, decided)
+        step = _captured(model, loss, batch, others, decided, say)
         return step if decided.count >= without.count else _idle(step, without.count, last)
     decided = None
     try:
         decided, without = _decided(options, [batch, *others], last)
-        step = _captured(model, loss, batch, others, decided)
+        step = _captured(model, loss, batch, others, decided, say)
     except (BatchError, CaptureError) as error:
         if decided is not None and decided.count == 1:
             raise
-        step = _captured(model, loss, batch, others, options.of_microbatches(1))
+        step = _captured(model, loss, batch, others, options.of_microbatches(1), say)
         late = _late(step.options)
         return _warning_of(
             step,
@@ -170,12 +183,20 @@ def _warning_of(step: CapturedStep, what: str, hint: str) -> CapturedStep:
     return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
 
 
-def _captured(model: nn.Module, loss: Loss, batch: Any, others: Sequence[Any], options: CompileOptions) -> CapturedStep:
+def _captured(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    others: Sequence[Any],
+    options: CompileOptions,
+    say: Callable[[str], None],
+) -> CapturedStep:
     options.check()
     program = capture_microbatch(model, loss, batch, options)
     program, whole_loss = checked_loss(program, model, loss, batch, options)
     shapes = []
-    for other in others:
+    for number, other in enumerate(others, 1):
+        say(f"capturing the step of shape {number} of {len(others)}")
         try:
             _check_divisible(program, batch, other, options)
             shapes.append(capture_shape(model, loss, other, options))
