@@ -82,9 +82,9 @@ def _chosen(
     """With the number of microbatches chosen."""
     others = further_shapes(batch, shapes, options.constant_batch)
     if options.microbatches is not None or kind_of(options.schedule).synchronous:
-        decided, without = _decided(options, [batch, *others], last)
-        step = _captured(model, loss, batch, others, decided, say)
-        return step if decided.count >= without.count else _idle(step, without.count, last)
+        chosen, without = _decided(options, [batch, *others], last)
+        step = _captured(model, loss, batch, others, chosen, say)
+        return step if chosen.count >= without.count else _idle(step, without.count, last)
     decided = None
     try:
         decided, without = _decided(options, [batch, *others], last)

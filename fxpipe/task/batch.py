@@ -219,11 +219,12 @@ def check_divisible(batch: Any, microbatches: int, dims: Dims, size: int) -> Non
     Raises:
         BatchError: names the numbers of microbatches that divide both.
     """
-    leaves = [leaf for leaf in describe(batch)[0] if leaf.tensor and dims.get(leaf.name) is not None]
-    known = {leaf.name: dims[leaf.name] for leaf in leaves if (dims[leaf.name] or 0) < len(leaf.tensor.shape)}
-    if not known:
-        return
-    found = _common_size([leaf for leaf in leaves if leaf.name in known], known)
+    sizes = [
+        leaf.tensor.shape[dim]
+        for leaf in describe(batch)[0]
+        if leaf.tensor and (dim := dims.get(leaf.name)) is not None and dim < len(leaf.tensor.shape)
+    ]
+    found = math.gcd(*sizes)  # 0 of none
     if found % microbatches == 0:
         return
     both = math.gcd(found, size)
