@@ -182,6 +182,7 @@ def _print(
     from fxpipe.inspection.evaluation import evaluation_facts, evaluation_text
     from fxpipe.inspection.microbatches import microbatch_lines
     from fxpipe.inspection.shapes import shape_lines
+    from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.record import samples_of
     from fxpipe.schedule import make as make_schedule
 
@@ -242,9 +243,13 @@ def _print(
             note(f"loss and gradients were not compared: {agreement.not_compared}")
         if agreement.not_finite:
             warn(f"infinite or NaN in eager PyTorch too, and so hardly compared: {listed(agreement.not_finite, 6)}")
+        if agreement.rounding:
+            note(rounding_text(agreement))
         if agreement.zero:
             note(f"zero for the example batch in eager PyTorch: the gradients of {listed(agreement.zero, 6)}")
         plainly = ", without codecs" if effect else ""
+        if plan.batch_norm and plan.microbatches > 1:
+            plainly += f", with batch norm on microbatches of {samples_of(plan) // plan.microbatches}"
         echo(
             f"against eager PyTorch{plainly}: loss {agreement.loss:.1e}, "
             f"largest gradient error {error:.1e} ({plain(name)}), "

@@ -30,8 +30,8 @@ OFF = 1.3
 """How far the time of a stage may be from the sum of its operators' times without a warning."""
 
 MANY_SHAPES = (
-    "the first {} batches of train_data() have {} shapes, each with stages of its own; a batch of another shape ends a "
-    "run: --scan reads more batches, --pad-to makes few of many"
+    "the first {} batches of train_data() have {} shapes, each with stages of its own; a batch of another shape gets "
+    "its stages during the run (--new-shapes), in some seconds: --scan makes more before it, --pad-to makes few of many"
 )
 
 NOTICEABLE = 5e-3

@@ -310,6 +310,8 @@ def _print_time(summary: dict[str, Any]) -> None:
     """The bubble, the forecast, and what took most of the time that was lost."""
     if summary["bubble"] is None:
         return
+    if summary["forecast"] is not None and not summary["forecast"]["measured"]:
+        echo("The build's costs were computed, not measured: its forecast may be far from this machine.")
     text = f"bubble {100 * summary['bubble']:.0f} %"
     if summary["forecast"] is not None:
         text += f" (forecast {100 * summary['forecast']['bubble']:.0f} %)"

@@ -30,6 +30,13 @@ UNCHECKED = "neither proved nor checked"
 UNTRIED = "loss_weight(batch) was not tried on microbatches that count differently"
 
 
+BY_ITSELF = (
+    "batch norm normalises each microbatch by itself ({}): this trains otherwise than a loop over whole batches, and "
+    "--verify compares with eager PyTorch's batch norm on microbatches; --microbatches 1 trains as that loop does"
+)
+"""What batch norm makes of microbatches, as a warning."""
+
+
 @dataclass(frozen=True)
 class WholeLoss(Pass):
     """Take numbers that the loss divides by, such as the count of valid tokens, from the whole minibatch.
@@ -67,9 +74,10 @@ class WholeLoss(Pass):
         program = program.copy()
         found = microbatches_of(program)
         found = with_metrics(found)
-        if found.batch_norm is not None:
-            norm = info(found.batch_norm)
-            program = replace(program, batch_norm=norm.module or norm.source or found.batch_norm.name)
+        if found.batch_norms:
+            names = dict.fromkeys(info(n).module or info(n).source or n.name for n in found.batch_norms)
+            norms = listed(list(names), 6)
+            program = replace(program, batch_norm=norms, warnings=(*program.warnings, BY_ITSELF.format(norms)))
         if changed := changed_buffers(found):
             program = replace(program, warnings=(*program.warnings, _often(changed, self.microbatches)))
         loss = found.loss

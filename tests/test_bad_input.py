@@ -102,12 +102,17 @@ def test_a_misspelt_optional_hook_is_a_warning(home: Path) -> None:
     assert result.err == "warning: model.py defines optimiser(), which is not a hook; do you mean optimizer()?\n"
 
 
-def test_a_file_that_cannot_be_imported(home: Path) -> None:
+def test_a_file_that_cannot_be_imported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(home, ("import torch\n", "import torch\nimport no_such_module\n"))
     result = fxpipe("compile", "model.py", *QUICK)
     assert result.code == 1
     assert "No module named 'no_such_module'" in result.err
     assert f"at: model.py:{line_of(path, 'no_such_module')}: import no_such_module" in result.err
+    assert "hint" not in result.err
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    write_model(home, ("import torch\n", "import torch\nfrom sklearn import datasets\n"))
+    result = fxpipe("compile", "model.py", *QUICK)
+    assert "hint: pip install -c constraints.txt 'fxpipe[examples]', or '.[examples]' in the repository" in result.err
     write_model(home, ("import torch\n", "import torch\nclass = 3\n"))
     result = fxpipe("compile", "model.py", *QUICK)
     assert result.code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, BuildError, CutError
 from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, worst_agreement
 from fxpipe.lowering.first_of_each import SHAPES
+from fxpipe.lowering.shapes import _check_alike
 from fxpipe.plan.build_folder import read_plan
 from fxpipe.plan.signed import signed
 
@@ -385,3 +387,19 @@ def test_a_shape_that_leaves_out_a_module_warns_of_nothing() -> None:
     build = fxpipe.compile(Optional(), square, batches[0], shapes=batches, workers=2, cost="analytic")
     assert len(build.plan.shapes) == 1
     assert not build.warnings
+
+
+@pytest.mark.parametrize("mode", ["same", "distinct"])
+def test_the_hint_names_the_module_to_cut_before(mode: str) -> None:
+    build = fxpipe.compile(model_of(), loss, batch_of(8, 6), workers=2, cost="analytic", cuts="same")
+    plan = build.plan
+    if mode == "distinct":
+        moved = dataclasses.replace(plan.stages[1], backward_units=(1, plan.stages[1].backward_units[1]))
+        plan = dataclasses.replace(plan, stages=(plan.stages[0], moved))
+    one = plan.stages[1]
+    backward = dataclasses.replace(one.backward, weights=(*one.backward.weights, "gru.weight_hh_l0"))
+    made = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(one, backward=backward)))
+    with pytest.raises(CutError, match=r"backward of worker 1 reads gru\.weight_hh_l0, too") as refused:
+        _check_alike(plan, made, 1)
+    assert "(--fp-cut gru, so that no cut goes through it)" in str(refused.value.hint)
+    assert ("--cuts same" in str(refused.value.hint)) == (mode == "distinct")

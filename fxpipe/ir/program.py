@@ -132,7 +132,7 @@ class Program:
         loss_of_microbatches: whether a minibatch's loss is the mean of its microbatches' losses, or their sum.
         differs_from_whole: why that is not meant to be the loss of the whole batch; '' if it is.
         whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has.
-        batch_norm: where the first batch norm is that normalises each microbatch by itself; '' if there is none.
+        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
         summed_metrics: the step's metrics that are, of a minibatch, the sum of its microbatches'; others are the mean.
         loss_metrics: the metrics that the loss output has after the loss, once `passes/join_metrics.py` has put them
             there: it is one tensor then.

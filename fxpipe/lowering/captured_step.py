@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from fxpipe.policy.spectrain import SpecTrain
 from fxpipe.schedule import kind_of
 from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.versions import most_missed
-from fxpipe.task.batch import shape_text
+from fxpipe.task.batch import check_divisible, samples_of, shape_text
 from fxpipe.tracing.capture import Loss
 
 
@@ -41,40 +41,58 @@ class CapturedStep:
 
 
 def captured_step(
-    model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any] = (), last: Any = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    options: CompileOptions,
+    shapes: Iterable[Any] = (),
+    last: Any = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> CapturedStep:
     """Capture the step, and choose the number of microbatches where none is asked.
 
     A schedule without a flush trains as well with one microbatch, only with staler weights: so it is one where the
     batch cannot be cut as the schedule would like it, or its loss is not one of microbatches, and a warning says why
-    and what it costs; likewise where the batch is too small for as many as the schedule would like.
+    and what it costs; likewise where the batch, or the last one of an epoch, is too small for as many as the schedule
+    would like.
 
     Args:
         batch: one whole minibatch.
         shapes: more minibatches: those of another shape, or with other constants, are captured, too.
-        last: a smaller one, such as comes last in an epoch. It does not decide the number of microbatches; where its
-            step cannot be captured, a warning says so.
+        last: a smaller one, such as comes last in an epoch. The number of microbatches that is chosen divides it, too;
+            where its step cannot be captured, a warning says so.
+        say: is told which further shape is being captured.
 
     Raises:
         FxpipeError: as `capture_microbatch` and `checked_loss`.
     """
-    step = _chosen(model, loss, batch, options, shapes)
-    return step if last is None else _with_last(step, model, loss, last)
+    step = _chosen(model, loss, batch, options, shapes, last, say)
+    return step if last is None else _with_last(step, model, loss, batch, last)
 
 
-def _chosen(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, shapes: Iterable[Any]) -> CapturedStep:
+def _chosen(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    options: CompileOptions,
+    shapes: Iterable[Any],
+    last: Any,
+    say: Callable[[str], None],
+) -> CapturedStep:
     """With the number of microbatches chosen."""
     others = further_shapes(batch, shapes, options.constant_batch)
     if options.microbatches is not None or kind_of(options.schedule).synchronous:
-        return _captured(model, loss, batch, others, options.for_batches([batch, *others]))
+        chosen, without = _decided(options, [batch, *others], last)
+        step = _captured(model, loss, batch, others, chosen, say)
+        return step if chosen.count >= without.count else _idle(step, without.count, last)
     decided = None
     try:
-        decided = options.for_batches([batch, *others])
-        step = _captured(model, loss, batch, others, decided)
+        decided, without = _decided(options, [batch, *others], last)
+        step = _captured(model, loss, batch, others, decided, say)
     except (BatchError, CaptureError) as error:
         if decided is not None and decided.count == 1:
             raise
-        step = _captured(model, loss, batch, others, options.of_microbatches(1))
+        step = _captured(model, loss, batch, others, options.of_microbatches(1), say)
         late = _late(step.options)
         return _warning_of(
             step,
@@ -85,6 +103,13 @@ def _chosen(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, s
     late = _late(step.options)
     if late <= 1:
         return step
+    if step.options.count < without.count:
+        return _warning_of(
+            step,
+            f"{_microbatches(step.options.count)}, so that forwards miss {late} updates: not {without.count}, which do "
+            f"not divide the last, smaller batch of an epoch ({shape_text(last)})",
+            f"drop_last=True gives {without.count}",
+        )
     return _warning_of(
         step,
         f"the minibatches' samples can be cut into {step.options.count} equal microbatches, not about "
@@ -93,10 +118,51 @@ def _chosen(model: nn.Module, loss: Loss, batch: Any, options: CompileOptions, s
     )
 
 
-def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, last: Any) -> CapturedStep:
+def _decided(options: CompileOptions, batches: Sequence[Any], last: Any) -> tuple[CompileOptions, CompileOptions]:
+    """The options with the number of microbatches, and with what it were without the last, smaller batch.
+
+    Raises:
+        BatchError: a batch cannot be cut; the last one may be such.
+    """
+    without = options.for_batches(batches)
+    if last is None:
+        return without, without
+    try:
+        return options.for_batches([*batches, last]), without
+    except BatchError:
+        return without, without
+
+
+def _microbatches(count: int) -> str:
+    return "one microbatch a minibatch" if count == 1 else f"{count} microbatches a minibatch"
+
+
+def _idle(step: CapturedStep, usual: int, last: Any) -> CapturedStep:
+    """With a warning of what it costs a schedule with a flush that the last batch allows no more microbatches.
+
+    Of workers that are equally fast, each is idle for (N−1)/(M+N−1) of the time with M microbatches (Huang et al. 2019,
+    GPipe, section 2.3).
+    """
+    count, others = step.options.count, step.options.workers - 1
+    idle, less = (others / (m + others) for m in (count, usual))
+    text = (
+        f"{_microbatches(count)}, which leaves workers idle about {idle:.0%} of the time: {usual}, with {less:.0%}, "
+        f"do not divide the last, smaller batch of an epoch ({shape_text(last)}); drop_last=True in the DataLoader "
+        f"gives {usual}, or choose a batch size that leaves no such rest"
+    )
+    return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
+
+
+def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Any, last: Any) -> CapturedStep:
     shown = shape_text(last).replace("{", "{{").replace("}", "}}")
     left_out = f"the last batch of an epoch will be smaller ({shown}), and its step cannot be compiled: {{}}; "
-    left_out += "a run ends there: give the DataLoader drop_last=True"
+    left_out += "a run ends there: "
+    try:
+        _check_divisible(step.program, batch, last, step.options)
+    except BatchError as error:
+        text = f"{left_out.format(error.what)}{error.hint}"
+        return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
+    left_out += "give the DataLoader drop_last=True"
     try:
         shape = capture_shape(model, loss, last, step.options)
     except FxpipeError as error:
@@ -117,15 +183,35 @@ def _warning_of(step: CapturedStep, what: str, hint: str) -> CapturedStep:
     return replace(step, program=replace(step.program, warnings=(*step.program.warnings, text)))
 
 
-def _captured(model: nn.Module, loss: Loss, batch: Any, others: Sequence[Any], options: CompileOptions) -> CapturedStep:
+def _captured(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    others: Sequence[Any],
+    options: CompileOptions,
+    say: Callable[[str], None],
+) -> CapturedStep:
     options.check()
     program = capture_microbatch(model, loss, batch, options)
-    whole_loss = checked_loss(program, model, loss, batch, options)
+    program, whole_loss = checked_loss(program, model, loss, batch, options)
     shapes = []
-    for other in others:
+    for number, other in enumerate(others, 1):
+        say(f"capturing the step of shape {number} of {len(others)}")
         try:
+            _check_divisible(program, batch, other, options)
             shapes.append(capture_shape(model, loss, other, options))
         except FxpipeError as error:
             error.what += f" (for batches like this one, after those of the first shape: {shape_text(other)})"
             raise
     return CapturedStep(program, whole_loss, tuple(shapes), options)
+
+
+def _check_divisible(program: Program, first: Any, other: Any, options: CompileOptions) -> None:
+    """Refuse a batch that the microbatches do not divide where those of the first are cut.
+
+    Raises:
+        BatchError: names the numbers that divide both.
+    """
+    dims = {b.leaf.name: b.leaf.dim for b in program.batch}
+    if options.count > 1 and any(dim is not None for dim in dims.values()):
+        check_divisible(other, options.count, dims, samples_of(first, dims, options.constant_batch))

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.build.build import Build
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
+from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import Phase, Plan
@@ -60,6 +62,7 @@ class Agreement:
             Buffers, such as masks, may be infinite.
         zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
         metrics: of each metric, against what it is of the whole batch, or what its values on the microbatches make.
+        rounding: the errors that float32's own rounding explains, by gradient, or `THE_LOSS`: above, they are none.
     """
 
     loss: float
@@ -69,6 +72,7 @@ class Agreement:
     not_finite: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -87,7 +91,8 @@ def compare_with_eager(
     Eager PyTorch steps on the whole batch, where only batch norm takes the microbatches apart, and random numbers are
     the same for every sample in both. Whatever cannot be compared so is compared microbatch by microbatch, with the
     random numbers of a run: the new values of buffers, and a loss that is not meant to be the whole batch's
-    (`Plan.differs_from_whole`). Codecs do nothing meanwhile: `codec_effect` says what they change.
+    (`Plan.differs_from_whole`). Codecs do nothing meanwhile: `codec_effect` says what they change. Where float32 values
+    differ beyond `TOLERANCE`, a step in float64 says whether that is rounding (`without_rounding`).
 
     Args:
         loss_weight: the hook that the build was compiled with, if any.
@@ -100,18 +105,19 @@ def compare_with_eager(
     eager = eager_step(plan, model, loss, batch, seed)  # first: a step that cannot run is not the emitted code's
     emitted = emitted_step(build, batch, seed, loss_weight)
     metrics = of_minibatch(eager, _weights(plan, batch, loss_weight))
-    by_parts = replace(compare(emitted, eager), metrics=metric_errors(emitted, metrics))
+    own = partial(_without_rounding, plan, model, loss, batch, seed)
+    by_parts = replace(own(emitted, eager, FLOOR), metrics=metric_errors(emitted, metrics))
     if plan.microbatches == 1 or plan.differs_from_whole:
         return by_parts
     steady = SteadyRandomness()
     with steady:
         eager = eager_step(plan, model, loss, batch, seed, whole=True)
         emitted = emitted_step(build, batch, seed, loss_weight)
-        whole = compare(emitted, eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR)
+    whole = own(emitted, eager, FLOOR_OF_SUMS if plan.batch_norm else FLOOR, whole=True)
     whole = replace(whole, metrics=metric_errors(emitted, eager.metrics))
     changed = bool(plan.made or plan.whole_numbers)  # the loss of a microbatch is not the user's function of it
     if changed:
-        by_parts = replace(by_parts, loss=0.0, gradients={})
+        by_parts = replace(by_parts, loss=0.0, gradients={}, rounding={})
     if steady.unknown:
         by_parts = replace(by_parts, metrics={} if changed else by_parts.metrics)
         why = f"{', '.join(sorted(steady.unknown))} cannot draw alike for a batch and its microbatches"
@@ -119,10 +125,25 @@ def compare_with_eager(
     gradients = {n: max(error, by_parts.gradients.get(n, 0.0)) for n, error in whole.gradients.items()}
     if plan.batch_norm and not changed:  # rounding grows through it, and other kernels serve other sizes
         gradients = by_parts.gradients
+        whole = replace(whole, rounding={n: e for n, e in whole.rounding.items() if n == THE_LOSS})
     metric = {n: min(error, by_parts.metrics.get(n, error)) for n, error in whole.metrics.items()}
     together = replace(by_parts, loss=max(whole.loss, by_parts.loss), gradients=gradients, zero=whole.zero)
-    together = replace(together, metrics=metric)
+    together = replace(together, metrics=metric, rounding={**whole.rounding, **by_parts.rounding})
     return replace(together, not_finite=_each(by_parts.not_finite, whole.not_finite))
+
+
+def _without_rounding(
+    plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int, found: Step, eager: Step, floor: float, **how: bool
+) -> Agreement:
+    """Compared, without what float32's own rounding explains; `how` is `eager_step`'s."""
+
+    def exact() -> Step | None:
+        if plan.autocast is not None:
+            return None
+        with SteadyRandomness() if how else contextlib.nullcontext():
+            return in_float64(lambda m, b: eager_step(plan, m, loss, b, seed, **how), model, batch)
+
+    return without_rounding(compare(found, eager, floor), found, eager, TOLERANCE[plan.autocast], floor, exact)
 
 
 def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
@@ -134,6 +155,7 @@ def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
         not_compared=next((a.not_compared for a in found if a.not_compared), ""),
         not_finite=_each(*(a.not_finite for a in found)),
         zero=tuple(name for name in found[0].zero if all(name in a.zero for a in found)),
+        rounding={name: error for a in found for name, error in a.rounding.items()},
     )
 
 

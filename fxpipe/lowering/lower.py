@@ -61,7 +61,7 @@ def compile(
         last: a smaller minibatch, such as comes last in an epoch: likewise, or a warning says why not.
         evaluation: `metrics(model, batch)`, a dictionary of numbers and tensors of one element, and the batches, whole
             ones, that runs will evaluate on: read once here, for their shapes.
-        say: is told which part is being put onto engines.
+        say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
@@ -72,7 +72,7 @@ def compile(
     doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
     batch, *batches = (padded(one, padding) for one in batches)
     options = replace(options, pad=None, pad_to=None)
-    step = captured_step(model, loss, batch, options, batches, padded(last, padding))
+    step = captured_step(model, loss, batch, options, batches, padded(last, padding), say)
     bare = _bare(model)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, bare))
     evaluations = None
@@ -123,7 +123,7 @@ def lower(
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
         codecs: gives the first shape's edges their codecs, where they are known already, in place of the options.
         observers: are told of every pass.
-        say: is told which part is being put onto engines.
+        say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
     Raises:
         CutError: the cuts asked for are impossible, or nothing fits into memory.
@@ -164,7 +164,8 @@ def lower(
     build = _with_optimizer(build, options)
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)
-    for shape in shapes:
+    for number, shape in enumerate(shapes, 1):
+        say(f"cutting the step of shape {number} of {len(shapes)}")
         try:
             build = with_shape(build, shape, options)
         except FxpipeError as error:

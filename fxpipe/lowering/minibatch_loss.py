@@ -14,6 +14,7 @@ from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program, value
 from fxpipe.lowering.compare_with_eager import Agreement, Step, SumOfMicrobatches, compare, metric_errors, run_eagerly
 from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.own_rounding import in_float64, rounding_text, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.lowering.step_costs import has_no_values
@@ -139,8 +140,10 @@ def _ways(leaves: Sequence[LeafSpec]) -> list[Dims]:
 
 def checked_loss(
     program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions
-) -> WholeLoss | None:
+) -> tuple[Program, WholeLoss | None]:
     """The pass that makes the microbatches' losses the whole batch's, tried on the batch; None for one microbatch.
+
+    The program gets a warning where a difference from eager PyTorch is float32's own rounding.
 
     Eager PyTorch steps on the whole batch, the program on every microbatch; random numbers are the same for every
     sample in both, and batch norm takes the microbatches apart in both. Without values of the parameters (`--meta`)
@@ -155,10 +158,9 @@ def checked_loss(
     """
     tried = options.whole_loss()
     if has_no_values(program):
-        return tried
+        return program, tried
     if tried is None:
-        _check_step(program, model, loss, batch, options)
-        return None
+        return _check_step(program, model, loss, batch, options), None
     parts = split(batch, options.count, {b.leaf.name: b.leaf.dim for b in program.batch})
     steady = SteadyRandomness()
     with steady:
@@ -170,14 +172,17 @@ def checked_loss(
     if not steady.unknown:
         tried = replace(tried, unlike=_unlike(found, eager, max(UNLIKE, limit)))
     if agreement.largest <= limit:
-        return replace(tried, checked=_count_differently(parts, program, options))
+        return program, replace(tried, checked=_count_differently(parts, program, options))
     if steady.unknown or made.differs_from_whole:
-        return tried
+        return program, tried
     proved = _is_weighed(made) or not _unproved(made)
     if made.batch_norm and proved and _same(found.loss, eager.loss, max(GROWN, limit)):
-        return replace(tried, checked=_count_differently(parts, program, options))
+        return program, replace(tried, checked=_count_differently(parts, program, options))
+    agreement = _without_rounding(program, model, loss, batch, options.count, agreement, found, eager)
+    if agreement.largest <= limit:
+        return _noted(program, agreement), replace(tried, checked=_count_differently(parts, program, options))
     if options.accept_microbatch_loss:
-        return replace(tried, accepted=True)
+        return program, replace(tried, accepted=True)
     raise _differs(made, found.loss, eager, agreement, options)
 
 
@@ -191,7 +196,32 @@ def _unlike(found: Step, eager: Step, limit: float) -> tuple[str, ...]:
     )
 
 
-def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> None:
+def _without_rounding(
+    program: Program,
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    microbatches: int,
+    agreement: Agreement,
+    found: Step,
+    eager: Step,
+) -> Agreement:
+    """The agreement without what float32's own rounding explains, of which a step in float64 tells."""
+
+    def exact() -> Step | None:
+        if program.autocast is not None:
+            return None
+        with SteadyRandomness():
+            return in_float64(lambda m, b: _whole(program, m, loss, b, microbatches), model, batch)
+
+    return without_rounding(agreement, found, eager, _limit(program), FLOOR_OF_SUMS, exact)
+
+
+def _noted(program: Program, agreement: Agreement) -> Program:
+    return replace(program, warnings=(*program.warnings, rounding_text(agreement)))
+
+
+def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, options: CompileOptions) -> Program:
     """Refuse a program that computes something else than eager PyTorch, on the one microbatch that there is."""
     steady = SteadyRandomness()
     with steady:
@@ -200,10 +230,13 @@ def _check_step(program: Program, model: nn.Module, loss: Loss, batch: Any, opti
     agreement = compare(found, eager, FLOOR_OF_SUMS)
     limit = _limit(program)
     if agreement.largest <= limit or steady.unknown:
-        return
-    rounds = limit > EXACT or microbatches_of(Fold()(program)).batch_norm is not None
+        return program
+    rounds = limit > EXACT or bool(microbatches_of(Fold()(program)).batch_norms)
     if rounds and _same(found.loss, eager.loss, max(GROWN, limit)):
-        return
+        return program
+    agreement = _without_rounding(program, model, loss, batch, 1, agreement, found, eager)
+    if agreement.largest <= limit:
+        return _noted(program, agreement)
     name, error = agreement.worst_gradient
     far = f"its loss is {found.loss:.6g}, eager PyTorch's {eager.loss:.6g}"
     if _same(found.loss, eager.loss):

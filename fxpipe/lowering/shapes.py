@@ -60,7 +60,8 @@ def further_shapes(first: Any, batches: Iterable[Any], constant_batch: Sequence[
         if len(found) > SHAPES:
             raise BatchError(
                 f"the training data have batches of more than {SHAPES} shapes",
-                hint="pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True)",
+                hint="pad them to a few lengths (--pad-to 64), or drop the last, smaller batch (drop_last=True); or "
+                "read fewer before the run (a smaller --scan), and let it make stages for others (--new-shapes N)",
                 page="batch-shapes",
             )
     return found[1:]
@@ -73,7 +74,7 @@ def capture_shape(model: nn.Module, loss: Loss, batch: Any, options: CompileOpti
         FxpipeError: as `capture_microbatch` and `checked_loss`.
     """
     program = capture_microbatch(model, loss, batch, options)
-    return CapturedShape(program, checked_loss(program, model, loss, batch, options))
+    return CapturedShape(*checked_loss(program, model, loss, batch, options))
 
 
 def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -> Build:
@@ -226,7 +227,7 @@ def _within(bounds: Sequence[int], placed: Iterable[tuple[int, int]], what: str)
 
 def _check_alike(plan: Plan, made: Plan, number: int) -> None:
     """Refuse stages that read or make other things than those of the first shape."""
-    wrong = []
+    wrong, names = [], list[str]()
     if made.loss_worker != plan.loss_worker:
         wrong.append(f"the loss is on worker {made.loss_worker} instead of {plan.loss_worker}")
     if made.loss_of_microbatches != plan.loss_of_microbatches:
@@ -237,6 +238,7 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
     for parameter in made.parameters:
         if parameter.trained and owners.get(parameter.name) != parameter.owner:
             wrong.append(f"{parameter.name} gets its gradient on worker {parameter.owner}")
+            names.append(parameter.name)
     homes = _by_name((b.names, b.home) for b in plan.buffers)
     updated = {b.name for b in made.buffers if b.home is not None}
     for buffer in made.buffers:
@@ -246,15 +248,19 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
         for name, old, new in (("forward", first.forward, other.forward), ("backward", first.backward, other.backward)):
             if more := [w for w in new.weights if w not in old.weights]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, too")
+                names.append(more[0])
             # What this shape only reads may have changed by the time of its backward, and has a value at home alone.
             live = [b for b in new.buffers if homes.get(b) is not None and b not in updated]
             if more := [b for b in live if new is other.backward or homes[b] != k]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, which batches of another shape update")
     if wrong:
+        cuts = Cuts.of(plan)
+        same = "" if cuts.forward == cuts.backward else "use --cuts same, "
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        before = f"--fp-cut {modules[0]}, so that no cut goes through it" if modules and modules[0] else "--fp-cut"
         raise CutError(
             f"the step for batches of shape {number} differs in what the workers hold: " + "; ".join(wrong[:4]),
-            hint="pin the cuts (--fp-cut, --bp-cut) before modules that all batches run, use --cuts same, or pad the "
-            "batches to one shape",
+            hint=f"pin the cuts before modules that all batches run ({before}), {same}or pad the batches to one shape",
             page="batch-shapes",
         )
 

@@ -246,7 +246,7 @@ class Plan:
         differs_from_whole: why the loss of a minibatch is not meant to be that of the whole batch; '' if it is.
         whole_numbers: whether microbatches take the whole batch's numbers, such as how many samples it has: the loss of
             one is then not the user's function of it.
-        batch_norm: where the first batch norm is that normalises each microbatch by itself; '' if there is none.
+        batch_norm: where the batch norms are that normalise each microbatch by itself; '' if there are none.
         loss_weight: whether the loss of each microbatch is weighed by the hook `loss_weight(batch)`: a leaf of that
             name holds the weight over the mean weight of the minibatch's microbatches.
         totals: computes, of each microbatch, what is added up over the minibatch: its metrics are leaves of the batch

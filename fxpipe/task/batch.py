@@ -209,6 +209,35 @@ def split(batch: Any, microbatches: int, dims: Dims | None = None) -> list[Any]:
     return [pytree.tree_unflatten([c[j] for c in chunks], spec) for j in range(microbatches)]
 
 
+def check_divisible(batch: Any, microbatches: int, dims: Dims, size: int) -> None:
+    """Refuse a batch of another shape than the first that so many microbatches do not divide, before any is computed.
+
+    Args:
+        dims: where the first batch is cut, by the names of leaves.
+        size: how many samples the first batch has.
+
+    Raises:
+        BatchError: names the numbers of microbatches that divide both.
+    """
+    sizes = [
+        leaf.tensor.shape[dim]
+        for leaf in describe(batch)[0]
+        if leaf.tensor and (dim := dims.get(leaf.name)) is not None and dim < len(leaf.tensor.shape)
+    ]
+    found = math.gcd(*sizes)  # 0 of none
+    if found % microbatches == 0:
+        return
+    both = math.gcd(found, size)
+    more = [str(d) for d in range(2, min(both, 64) + 1) if both % d == 0]
+    count = f"--microbatches 1, or {' or '.join(more[:6])}" if more else "--microbatches 1"
+    raise BatchError(
+        f"{microbatches} microbatches do not divide a batch of {found}",
+        hint=f"compile with {count}: no other number divides {size} and {found}; or leave out the last, smaller batch "
+        "(drop_last=True)",
+        page="batch-shapes",
+    )
+
+
 def asked_dims(batch: Any, asked: Any) -> dict[str, int | None]:
     """Along which dimension each leaf of a batch is cut, as the user says it.
 

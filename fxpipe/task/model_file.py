@@ -265,7 +265,23 @@ def hook_raised(hook: str, error: Exception, path: Path | None, otherwise: str |
         otherwise: the place to name if no frame of the error is in `path`; by default the file's name.
     """
     where = None if path is None else place_in(error, path) or otherwise or path.name
-    return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where)
+    return TaskError(f"{hook}() raised {type(error).__name__}: {error}", where=where, hint=_to_install(error))
+
+
+EXTRAS = {
+    "sklearn": "examples",
+    "transformers": "transformers",
+    "accelerate": "transformers",
+    "peft": "peft",
+    "lightning": "lightning",
+}
+"""By module that a model file may import, the extra of fxpipe that installs it."""
+
+
+def _to_install(error: Exception) -> str | None:
+    """What to install, where a module is missing that an extra brings."""
+    extra = EXTRAS.get((error.name or "").partition(".")[0]) if isinstance(error, ModuleNotFoundError) else None
+    return f"pip install -c constraints.txt 'fxpipe[{extra}]', or '.[{extra}]' in the repository" if extra else None
 
 
 def place_in(error: BaseException, path: Path) -> str | None:
@@ -337,7 +353,9 @@ def _import(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise TaskError(
-            f"importing it raised {type(error).__name__}: {error}", where=place_in(error, path) or path.name
+            f"importing it raised {type(error).__name__}: {error}",
+            where=place_in(error, path) or path.name,
+            hint=_to_install(error),
         ) from error
     return module
 

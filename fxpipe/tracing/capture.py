@@ -311,7 +311,10 @@ def _state_notes(
     names = list(dict.fromkeys(str(change) for change in told(changes)))
     if not names:
         return []
-    return [f"the step changes {listed(names, 4)}: every step of a run sees the value from before capture"]
+    return [
+        f"the step changes {listed(names, 4)}: every step of a run sees the value from before capture, which "
+        "is harmless where no step reads it, such as a list of losses"
+    ]
 
 
 def _gradients(loss: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:

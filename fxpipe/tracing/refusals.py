@@ -72,7 +72,7 @@ SHAPE = Refusal(
 CTC = Refusal(
     "the step depends on the values of a tensor: F.ctc_loss keeps for its backward a tensor whose shape depends on "
     "values, the lengths, even where they are constants",
-    "there is no cure for torch's own; a loop over time with torch.logaddexp computes the same of plain operators",
+    "there is no cure for torch's own; the page has a function of plain operators that computes the same",
     "data-shapes",
 )
 NUMPY = Refusal("the step leaves torch for numpy", "use torch functions instead, or do it in train_data()", "numpy")

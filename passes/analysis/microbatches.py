@@ -70,7 +70,7 @@ def microbatches_of(
         found.divided.clear()
         found.factors.clear()
         found.likelihoods.clear()
-        found.batch_norm = None
+        found.batch_norms.clear()
         found.alone = {*leaves, *constants}
         for node in placeholders.values():
             dim = dims[leaves[node].name] if node in leaves else None
@@ -117,8 +117,8 @@ def _derive(found: Microbatches, node: fx.Node) -> None:
     lost = next(
         (found.known[n] for n in inputs if isinstance(found.known[n], Lost) and not counts_samples(call, n)), None
     )
-    if found.batch_norm is None and mixes_samples(call):
-        found.batch_norm = node
+    if mixes_samples(call):
+        found.batch_norms.append(node)
     changing = next((n for n in inputs if n.name in found.changing), None)
     if changing is not None and not normalises(call):  # batch norm only updates its running statistics
         lost = lost or call.lost(f"reads {changing.name}, which every microbatch changes")

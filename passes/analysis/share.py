@@ -92,7 +92,7 @@ class Microbatches:
         factors: by a quotient or product that would be a sum, the input that makes it a mean if that is scaled.
         divided: by an addition of a sum and what is none, the values that are sums, too, once they are divided by the
             number of microbatches, each with the call that reads it.
-        batch_norm: the first normalisation over the samples of a microbatch.
+        batch_norms: the normalisations over the samples of a microbatch.
         passed_over: calls that serve metrics, of which nothing is derived.
     """
 
@@ -109,7 +109,7 @@ class Microbatches:
     kept: set[fx.Node] = field(default_factory=set)
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
     divided: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = field(default_factory=dict)
-    batch_norm: fx.Node | None = None
+    batch_norms: list[fx.Node] = field(default_factory=list)
     passed_over: frozenset[fx.Node] = frozenset()
 
     @property

@@ -43,7 +43,7 @@ def _asked(of: Microbatches, found: Microbatches) -> Any:
     several = (of.totals, of.numbers, of.factors, of.divided)
     return [
         likelihoods,
-        of.batch_norm,
+        of.batch_norms,
         of.kept & calls,
         *({n: v for n, v in asked.items() if n in calls} for asked in several),
     ]

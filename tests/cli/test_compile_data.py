@@ -41,22 +41,67 @@ def test_a_build_with_several_shapes_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_last_batch_that_cannot_be_cut_is_warned_of(tmp_path: Path) -> None:
-    result = fxpipe("compile", loading(tmp_path, 99), "-n", 4, "-o", tmp_path / "build", *QUICK)
+    asked = ("-n", 4, "--microbatches", 4)
+    result = fxpipe("compile", loading(tmp_path, 99), *asked, "-o", tmp_path / "build", *QUICK)
     assert result.code == 0, result.err
     said = " ".join(result.err.split())
     assert "the last batch of an epoch will be smaller (batch['x'] float32[3, 6], batch['y'] int64[3])" in said
     assert "its step cannot be compiled: 4 microbatches do not divide a batch of 3; a run ends there" in said
+    assert "compile with --microbatches 1: no other number divides 8 and 3; or leave out" in said
     assert "drop_last=True" in said
 
 
+@pytest.mark.parametrize("samples", [51, 99])  # of seven batches, all are read; of thirteen, the loader tells
+def test_the_number_of_microbatches_divides_the_last_batch(tmp_path: Path, samples: int) -> None:
+    """A run trains to the end of its epochs, as the script does, and compile says what that costs."""
+    made = fxpipe("compile", loading(tmp_path, samples), "--schedule", "1f1b", "-o", tmp_path / "build", *QUICK)
+    assert made.code == 0, made.err
+    assert "1 microbatch ·" in made.out
+    assert (
+        "one microbatch a minibatch, which leaves workers idle about 50% of the time: 2, with 33%, do not divide"
+        in (" ".join(made.err.split()))
+    )
+    assert "a run ends there" not in made.err
+    run = fxpipe("run", tmp_path / "build", "--epochs", 2, "--local", "--out", tmp_path / "out", "--json")
+    assert run.json["steps"] == 2 * (samples // 8 + 1)
+
+
+def test_a_run_does_not_offer_stages_where_the_microbatches_do_not_divide(tmp_path: Path) -> None:
+    asked = ("--schedule", "1f1b", "--microbatches", 4)
+    assert fxpipe("compile", loading(tmp_path, 102), *asked, "-o", tmp_path / "build", *QUICK).code == 0
+    for more in ((), ("--new-shapes", 8)):
+        run = fxpipe("run", tmp_path / "build", "--epochs", 1, "--local", *more, "--out", tmp_path / "out")
+        said = " ".join(run.err.split())
+        assert "no stages can be made for its shape: 4 microbatches do not divide a batch of 6" in said
+        assert "hint: compile with --microbatches 1, or 2: no other number divides 8 and 6" in said
+        assert "makes stages for it" not in said
+
+
+def test_samples_that_are_not_divided_are_said_before_losses_are_compared(tmp_path: Path) -> None:
+    """Where dimension 0 of the last batch cannot be cut, the other dimension, of 6, is not tried in its place."""
+    model = write_model(
+        tmp_path,
+        ('model(batch["x"])', 'model(batch["x"].flatten(0, 1))'),
+        ('batch["y"])', 'batch["y"].flatten())'),
+    )
+    hook = LOADER.format(samples=99, more="").replace(
+        "torch.randn(6), torch.randint(0, 3, ())", "torch.randn(4, 6), torch.randint(0, 3, (4,))"
+    )
+    model.write_text(model.read_text() + hook)
+    asked = ("--schedule", "1f1b", "--microbatches", 2)
+    result = fxpipe("compile", model, *asked, "-o", tmp_path / "build", *QUICK)
+    assert result.code == 0, result.err
+    assert "cannot be compiled: 2 microbatches do not divide a batch of 3" in " ".join(result.err.split())
+
+
 def test_a_last_batch_among_the_first_is_treated_alike(tmp_path: Path) -> None:
-    """Of seven batches all are read: the last does not decide the number of microbatches, nor refuse it."""
+    """Of seven batches all are read: the last does not refuse the number of microbatches that is asked for."""
     asked = ("-n", 2, "--schedule", "1f1b", "--microbatches", 4)
     result = fxpipe("compile", loading(tmp_path, 51), *asked, "-o", tmp_path / "build", *QUICK)
     assert result.code == 0, result.err
     assert "4 microbatches do not divide a batch of 3; a run ends there" in " ".join(result.err.split())
     chosen = fxpipe("compile", loading(tmp_path, 51), "-n", 4, "-o", tmp_path / "build", *QUICK)
-    assert "4 microbatches" in chosen.out
+    assert "so that forwards miss 3 updates: not 4, which do not divide the last" in " ".join(chosen.err.split())
 
 
 def test_samples_that_are_not_first_are_not_guessed(tmp_path: Path) -> None:
@@ -101,6 +146,7 @@ def test_lengths_of_a_collator_are_seen(tmp_path: Path) -> None:
     result = fxpipe("compile", model, "-o", tmp_path / "build", *QUICK, "--verify")
     assert result.code == 0, result.err
     assert "the first 8 batches of train_data() have 3 shapes" in " ".join(result.err.split())
+    assert "gets its stages during the run (--new-shapes)" in " ".join(result.err.split())
     assert fxpipe("run", tmp_path / "build", "--local", "--out", tmp_path / "out", "--json").json["steps"] == 9
 
 

@@ -520,3 +520,21 @@ def test_random_losses(terms: list[tuple[str, str, str]], microbatches: int, see
 @given(terms=TERMS, microbatches=COUNTS, seed=st.integers(0, 99))
 def test_many_random_losses(terms: list[tuple[str, str, str]], microbatches: int, seed: int) -> None:
     check_random(terms, microbatches, seed)
+
+
+def test_every_batch_norm_of_microbatches_is_warned_of() -> None:
+    def two() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def squared(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    build = fxpipe.compile(two(), squared, torch.randn(8, 6), workers=2, schedule="1f1b", cost="analytic")
+    (warning,) = [w for w in build.warnings if "batch norm" in w]
+    assert warning.startswith("batch norm normalises each microbatch by itself (1, 3): this trains otherwise than")
+    assert "--microbatches 1 trains as that loop does" in warning
+    whole = fxpipe.compile(
+        two(), squared, torch.randn(8, 6), workers=2, schedule="1f1b", microbatches=1, cost="analytic"
+    )
+    assert not [w for w in whole.warnings if "batch norm" in w]

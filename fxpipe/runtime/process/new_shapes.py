@@ -24,6 +24,7 @@ from fxpipe.build.build import Build, load
 from fxpipe.errors import BatchError, BuildError, FxpipeError
 from fxpipe.messages import say
 from fxpipe.observe.pulse import Pulse
+from fxpipe.observe.record import samples_of
 from fxpipe.plan.spec import BufferSpec, Plan
 from fxpipe.random_state import random_state_kept
 from fxpipe.runtime.options import PipelineOptions, RunOptions
@@ -35,7 +36,7 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.shape_text import ShapeOfWorker, plan_of_text
 from fxpipe.stages.loaded import load_stage_text
 from fxpipe.stages.minibatch import ShapedMinibatches
-from fxpipe.task.batch import shape_text
+from fxpipe.task.batch import check_divisible, shape_text
 from fxpipe.task.step_hooks import StepHooks
 
 MOST = 8
@@ -118,6 +119,7 @@ class NewShapes:
         Raises:
             BatchError: it cannot be, or no more may be made; `refusal` says why the batch does not fit the others.
         """
+        self._check_divisible(batch, refusal)
         if not self._most:
             refusal.hint = f"--new-shapes {MOST} (in Python new_shapes=) makes stages for it; or {refusal.hint}"
             raise refusal
@@ -137,18 +139,21 @@ class NewShapes:
             try:
                 build = self._compiled(batch)
             except FxpipeError as error:
-                raise BatchError(
-                    f"{refusal.what}; and no stages can be made for its shape: {error.what}",
-                    where=error.where,
-                    hint=error.hint,
-                    page=error.page,
-                ) from error
+                raise _not_made(refusal, error) from error
             self._give(build)
         left = self._most - len(self._made)
         say(
             f"{shown}: stages for it were made in {perf_counter() - begin:.1f} s, and {left} more may be made "
             "(--new-shapes); compile with --scan N makes them before a run"
         )
+
+    def _check_divisible(self, batch: Any, refusal: BatchError) -> None:
+        """No stages help a batch that the microbatches do not divide."""
+        dims = {leaf.name: leaf.dim for leaf in self.plan.given if leaf.tensor}
+        try:
+            check_divisible(batch, self.plan.microbatches, dims, samples_of(self.plan))
+        except BatchError as error:
+            raise _not_made(refusal, error) from error
 
     def _compiled(self, batch: Any) -> Build:
         """The build with one more shape.
@@ -227,6 +232,16 @@ class NewShapes:
             yield
         finally:
             self._pulse.phase = before
+
+
+def _not_made(refusal: BatchError, error: FxpipeError) -> BatchError:
+    """A batch fits no shape of the build, and cannot have stages of its own."""
+    return BatchError(
+        f"{refusal.what}; and no stages can be made for its shape: {error.what}",
+        where=error.where,
+        hint=error.hint,
+        page=error.page,
+    )
 
 
 def _key(shape: int, what: int | str) -> str:

@@ -238,6 +238,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
 
     `milliseconds` is the time of a minibatch between the filling and the emptying of the pipeline. For each worker,
     `forward_ms` and `backward_ms` are of a microbatch, `update_ms` and `copy_ms` (copying messages) of a minibatch.
+    `measured` says whether the stages were timed; else their costs were computed.
     """
     try:
         costs = read_costs(Path(folder), plan)
@@ -256,6 +257,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         "samples_per_second": simulation.samples_per_second(samples_of(plan)),
         "milliseconds": 1e3 * simulation.seconds_per_minibatch,
         "bubble": simulation.bubble,
+        "measured": bool(costs.times),
         "workers": [
             {
                 "forward_ms": 1e3 * cost.forward,
