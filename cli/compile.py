@@ -20,8 +20,8 @@ from fxpipe.task.model_options import ModelOptions
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.inspection.other_microbatches import Prospect
+    from fxpipe.lowering.agreement import Agreement
     from fxpipe.lowering.codec_effect import CodecEffect
-    from fxpipe.lowering.compare_with_eager import Agreement
     from fxpipe.plan.cost_records import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation
@@ -84,8 +84,9 @@ def compile_command(
     from fxpipe.costs.node_costs_file import NODE_COSTS
     from fxpipe.inspection.codecs import codec_facts
     from fxpipe.inspection.other_microbatches import own_and_others
+    from fxpipe.lowering.agreement import TOLERANCE, worst_agreement
     from fxpipe.lowering.codec_effect import codec_effect
-    from fxpipe.lowering.compare_with_eager import TOLERANCE, compare_with_eager, worst_agreement
+    from fxpipe.lowering.compare_with_eager import compare_with_eager
     from fxpipe.plan.build_folder import check_target
     from fxpipe.plan.lock import build_lock, locked
     from fxpipe.simulator.forecast import forecast

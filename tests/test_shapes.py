@@ -21,7 +21,8 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import BatchError, BuildError, CutError
-from fxpipe.lowering.compare_with_eager import Agreement, compare_with_eager, worst_agreement
+from fxpipe.lowering.agreement import Agreement, worst_agreement
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.lowering.first_of_each import SHAPES
 from fxpipe.lowering.shapes import _check_alike
 from fxpipe.plan.build_folder import read_plan

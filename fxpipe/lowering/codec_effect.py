@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.build.build import Build
-from fxpipe.lowering.compare_with_eager import emitted_step, relative_error
+from fxpipe.lowering.agreement import relative_error
+from fxpipe.lowering.compare_with_eager import emitted_step
 from fxpipe.stages.compare import wide_dtype
 from fxpipe.task.loss_weights import LossWeight
 from fxpipe.task.padding import padded

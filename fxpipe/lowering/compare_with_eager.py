@@ -8,9 +8,8 @@ order, so that dropout stays on and the masks are the same.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,12 +20,13 @@ from torch.utils import _pytree as pytree
 from fxpipe.build.build import Build
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
+from fxpipe.lowering.agreement import FLOOR, TOLERANCE, Agreement, Step, _each, compare, metric_errors, of_minibatch
 from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import Phase, Plan
 from fxpipe.runtime.worker.stage_code import explained
-from fxpipe.stages.compare import FLOOR_OF_SUMS, wide_dtype
+from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import run_microbatch
 from fxpipe.stages.minibatch import TRIED_SCALE, Minibatches, weights_of
@@ -39,48 +39,6 @@ from fxpipe.tracing import user_lines
 from fxpipe.tracing.capture import Loss, autocasting
 from fxpipe.tracing.held_tensors import HeldTensors
 from fxpipe.tracing.model_state import preserved
-
-# Largest relative error. Under autocast, eager dropout rounds its scale to bf16 and the captured operator does not.
-TOLERANCE = {None: 1e-4, "bf16": 1e-1, "fp16": 1e-1}
-FLOOR = 1e-3  # errors are relative to the tensor's norm, or to this part of the largest gradient's, if that is more
-
-SMALLEST = 1e-3
-"""A metric that is nearer to zero than this is measured against this."""
-
-CANCELS = 1e5
-"""A loss whose terms cancel is rounding: its error is relative to so many last bits of the largest gradient's norm."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Largest relative errors against eager PyTorch.
-
-    Attributes:
-        gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
-        not_compared: why nothing is known of loss and gradients, whose errors are then none; '' if they were compared.
-        not_finite: what is infinite or NaN in eager PyTorch itself: there only the places of that were compared.
-            Buffers, such as masks, may be infinite.
-        zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
-        metrics: of each metric, against what it is of the whole batch, or what its values on the microbatches make.
-        rounding: the errors that float32's own rounding explains, by gradient, or `THE_LOSS`: above, they are none.
-    """
-
-    loss: float
-    gradients: dict[str, float]
-    buffers: dict[str, float]
-    not_compared: str = ""
-    not_finite: tuple[str, ...] = ()
-    zero: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    rounding: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def worst_gradient(self) -> tuple[str, float]:
-        return max(self.gradients.items(), key=lambda item: item[1], default=("", 0.0))
-
-    @property
-    def largest(self) -> float:
-        return max([self.loss, *self.gradients.values(), *self.buffers.values(), *self.metrics.values()])
 
 
 def compare_with_eager(
@@ -146,36 +104,6 @@ def _without_rounding(
     return without_rounding(compare(found, eager, floor), found, eager, TOLERANCE[plan.autocast], floor, exact)
 
 
-def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
-    """The one of several with the largest error, which says so where another could not be compared."""
-    found = list(agreements)
-    worst = max(found, key=lambda agreement: agreement.largest)
-    return replace(
-        worst,
-        not_compared=next((a.not_compared for a in found if a.not_compared), ""),
-        not_finite=_each(*(a.not_finite for a in found)),
-        zero=tuple(name for name in found[0].zero if all(name in a.zero for a in found)),
-        rounding={name: error for a in found for name, error in a.rounding.items()},
-    )
-
-
-def _each(*names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for some in names for name in some))
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names.
-
-    `metrics` has those of each batch that was stepped on: one of a whole minibatch, or one of each microbatch.
-    """
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    metrics: tuple[dict[str, float], ...] = ()
-
-
 class SumOfMicrobatches:
     """The loss and the gradients of a minibatch, from those of its microbatches.
 
@@ -208,81 +136,12 @@ class SumOfMicrobatches:
         return Step(self.loss, self.gradients, buffers, (named,))
 
 
-def compare(found: Step, eager: Step, floor: float = FLOOR) -> Agreement:
-    """How far a step is from eager PyTorch's; a gradient that only one of them has is infinitely far, unless zero.
-
-    Args:
-        floor: errors of gradients are relative to this part of the largest gradient's norm, if theirs is less; those
-            of the loss to no more of it, either (`CANCELS`).
-    """
-    # In float64: the norm of a float16 may be infinite. An infinite gradient would hide what is wrong with all others.
-    norms = {n: g.detach().to(wide_dtype(g)).norm().item() for n, g in eager.gradients.items()}
-    largest = max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
-    scale = floor * largest
-    gradients = {n: relative_error(found.gradients.get(n), g, scale) for n, g in eager.gradients.items()}
-    gradients |= {n: math.inf for n, g in found.gradients.items() if n not in eager.gradients and g.any()}
-    return Agreement(
-        loss=relative_error(found.loss, eager.loss, min(floor, CANCELS * _eps(eager.loss)) * largest),
-        gradients=gradients,
-        buffers={n: relative_error(found.buffers[n], b, 0.0) for n, b in eager.buffers.items()},
-        not_finite=_each(
-            () if bool(eager.loss.isfinite()) else ("the loss",),
-            [f"the gradient of {n}" for n, g in eager.gradients.items() if not g.isfinite().all()],
-            [n for n, b in eager.buffers.items() if b.isnan().any()],  # a mask's infinities are meant
-        ),
-        zero=tuple(n for n, norm in norms.items() if norm == 0 and eager.gradients[n].numel()),
-    )
-
-
-def of_minibatch(eager: Step, weights: Sequence[float] = ()) -> list[dict[str, float]]:
-    """What the metrics of a minibatch may be, by those of its microbatches: means, sums, weighted means."""
-    rows, count = eager.metrics, len(eager.metrics)
-    names = rows[0] if rows else ()
-    found = [{n: sum(row[n] for row in rows) / divisor for n in names} for divisor in (count, 1)]
-    if weights:
-        found.append({n: sum(w * row[n] for w, row in zip(weights, rows, strict=True)) / count for n in names})
-    return found
-
-
-def metric_errors(found: Step, expected: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """How far each metric is from the nearest of what it may be, relative to that."""
-    (own,) = found.metrics
-    return {name: min(_off(value, one[name]) for one in expected) for name, value in own.items()}
-
-
-def _off(found: float, expected: float) -> float:
-    if not math.isfinite(expected):
-        return 0.0 if found == expected or (math.isnan(found) and math.isnan(expected)) else math.inf
-    return abs(found - expected) / max(abs(expected), SMALLEST)
-
-
 def _weights(plan: Plan, batch: Any, loss_weight: LossWeight | None) -> list[float]:
     """How much each microbatch counts, if that is not the same."""
     if not plan.loss_weight or loss_weight is None:
         return []
     parts = split(batch, plan.microbatches, {leaf.name: leaf.dim for leaf in plan.given})
     return [float(w) for w in weights_of(loss_weight, parts, 0, "cpu")]
-
-
-def _eps(loss: torch.Tensor) -> float:
-    return torch.finfo(loss.dtype).eps if loss.dtype.is_floating_point else 0.0
-
-
-def relative_error(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
-    """The norm of the difference over the norm of what is expected, or over `floor` if that is more.
-
-    Infinite where nothing or another shape was found, or where other values are not finite than should be.
-    """
-    if found is None or found.shape != expected.shape:
-        return math.inf
-    if found.numel() == 0:
-        return 0.0
-    wide = wide_dtype(expected)
-    found, expected = found.detach().to(wide), expected.detach().to(wide)
-    difference = (found - expected).norm().item()
-    if not math.isfinite(difference):
-        return 0.0 if torch.allclose(found, expected, equal_nan=True) else math.inf
-    return difference / max(expected.norm().item(), floor, 1e-30)
 
 
 def eager_step(plan: Plan, model: nn.Module, loss: Loss, batch: Any, seed: int = 0, *, whole: bool = False) -> Step:

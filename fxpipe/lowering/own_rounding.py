@@ -22,7 +22,7 @@ from fxpipe.stages.compare import SLACK
 from fxpipe.task.containers import flatten
 
 if TYPE_CHECKING:
-    from fxpipe.lowering.compare_with_eager import Agreement, Step
+    from fxpipe.lowering.agreement import Agreement, Step
 
 THE_LOSS = "the loss"
 

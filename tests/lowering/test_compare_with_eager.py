@@ -17,14 +17,8 @@ from torch import nn
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError, RunError
-from fxpipe.lowering.compare_with_eager import (
-    Agreement,
-    Step,
-    compare,
-    compare_with_eager,
-    relative_error,
-    worst_agreement,
-)
+from fxpipe.lowering.agreement import Agreement, Step, compare, relative_error, worst_agreement
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 
 
 @pytest.mark.parametrize(

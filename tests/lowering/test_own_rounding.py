@@ -13,15 +13,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import BatchError
 from fxpipe.lowering import minibatch_loss
-from fxpipe.lowering.compare_with_eager import (
-    FLOOR,
-    TOLERANCE,
-    Step,
-    SumOfMicrobatches,
-    compare,
-    compare_with_eager,
-    worst_agreement,
-)
+from fxpipe.lowering.agreement import FLOOR, TOLERANCE, Step, compare, worst_agreement
+from fxpipe.lowering.compare_with_eager import SumOfMicrobatches, compare_with_eager
 from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, rounding_text, without_rounding
 
 LIMIT = TOLERANCE[None]

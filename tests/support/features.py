@@ -23,7 +23,8 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.checkpoint.shard import buffer_worker
 from fxpipe.ir.program import Program
-from fxpipe.lowering.compare_with_eager import compare_with_eager, relative_error
+from fxpipe.lowering.agreement import relative_error
+from fxpipe.lowering.compare_with_eager import compare_with_eager
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline
 from fxpipe.task.batch import split

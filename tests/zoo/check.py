@@ -22,7 +22,8 @@ import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import CaptureError
 from fxpipe.ir.program import Program
-from fxpipe.lowering.compare_with_eager import FLOOR, Agreement, Step, compare, compare_with_eager, eager_step
+from fxpipe.lowering.agreement import FLOOR, Agreement, Step, compare
+from fxpipe.lowering.compare_with_eager import compare_with_eager, eager_step
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.cuts import Cuts
 from fxpipe.runtime.process.local import LocalPipeline

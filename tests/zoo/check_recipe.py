@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxpipe
 from fxpipe.build.build import Build
 from fxpipe.errors import FxpipeError
-from fxpipe.lowering.compare_with_eager import relative_error
+from fxpipe.lowering.agreement import relative_error
 from fxpipe.lowering.minibatch_loss import UNPROVED
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.threads import threads
