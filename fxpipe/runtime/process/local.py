@@ -90,8 +90,7 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        throttle = read_throttle(options.throttle, self.plan.workers)
-        self._mailbox = Mailbox(self.plan.all_edges, throttle, self.recipe.demand)
+        self._mailbox = Mailbox(self.plan.all_edges, read_throttle(options.throttle, self.plan.workers))
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
