@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from typing import TypeVar
 
 from fxpipe.codecs.bits import Bits
@@ -47,7 +48,7 @@ def register(kind: _Kind) -> _Kind:
         CodecError: it has no name that can be one in Python, or one that means something to fxpipe.
     """
     name = getattr(kind, "name", "")
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise CodecError(f"{kind.__name__} has no name", hint='name: ClassVar[str] = "…", as a variable may be called')
     if name in _WORDS or (name in CODECS and CODECS[name].__module__.startswith(f"{__name__}.")):
         raise CodecError(f"'{name}' means something else already", hint=f"another name for {kind.__name__}")

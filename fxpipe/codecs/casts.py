@@ -42,10 +42,19 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class Bf16(Cast):
-    """bfloat16: float32's range, 8 bits of precision, |error| ≤ 2⁻⁸·|value|; beyond 3.39e38 it becomes infinite."""
+    """bfloat16: float32's range, 8 bits of precision, |error| ≤ 2⁻⁸·|value|.
+
+    Greater numbers than 3.39e38 become that: a mask's `finfo.min` must not become -∞, which makes NaN of a row that is
+    masked whole. Infinite ones stay so.
+    """
 
     name: ClassVar[str] = "bf16"
     to: ClassVar[str] = "bfloat16"
+
+    def encode(self, value: Tensor, state: EdgeState | None) -> Tensor:
+        flat = value.reshape(-1)
+        most = torch.finfo(torch.bfloat16).max
+        return torch.where(flat.isinf(), flat, flat.clamp(-most, most)).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ def codec_facts(plan: Plan, costs: BuildCosts | None = None) -> dict[str, Any] |
     for edge in packed:
         counts[edge.codec] = counts.get(edge.codec, 0) + 1
     edges = [edge for edge in plan.edges if edge.kind != "token"]
+    readers = {(p.owner, worker) for p in plan.parameters if p.trained for worker, _ in p.readers if worker != p.owner}
     return {
         "edges": counts,
         "of_edges": len(edges),
-        "weights": plan.weights_codec,
+        "weights": plan.weights_codec if readers else "",
         "bytes": plan.microbatches * sum(edge.sent.bytes for edge in edges),
         "plain_bytes": plan.microbatches * sum(edge.tensor.bytes for edge in edges),
         "ways": sorted({f"{edge.kind} {edge.src} → {edge.dst}" for edge in packed}),
