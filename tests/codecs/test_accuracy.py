@@ -47,9 +47,7 @@ def test_auto_takes_what_kept_the_result_within_a_deviation_everywhere() -> None
     found = measured()
     kept = {c for c in STUDIED if all(lost <= std for (name, _), (lost, std) in found.items() if name == c)}
     assert set(HARMLESS) == kept
-    whole = [
-        dataclasses.replace(Encoding.parse(name), weights="none") for name in HARMLESS
-    ]  # replicas were not studied
+    whole = [dataclasses.replace(Encoding.parse(name), weights="none") for name in HARMLESS]  # not studied
     assert Encoding.parse("auto").candidates == tuple(whole)
 
 
