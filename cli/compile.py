@@ -20,8 +20,8 @@ from fxpipe.task.model_options import ModelOptions
 if TYPE_CHECKING:
     from fxpipe.build.build import Build
     from fxpipe.inspection.other_microbatches import Prospect
+    from fxpipe.lowering.agreement import Agreement
     from fxpipe.lowering.codec_effect import CodecEffect
-    from fxpipe.lowering.compare_with_eager import Agreement
     from fxpipe.plan.cost_records import EngineTime, WorkerSummary
     from fxpipe.plan.spec import Plan
     from fxpipe.simulator.result import Simulation

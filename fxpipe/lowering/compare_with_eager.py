@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.build.build import Build
 from fxpipe.codecs import without_codecs
 from fxpipe.errors import CaptureError
+from fxpipe.lowering.agreement import Agreement, Step
 from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
@@ -49,38 +50,6 @@ SMALLEST = 1e-3
 
 CANCELS = 1e5
 """A loss whose terms cancel is rounding: its error is relative to so many last bits of the largest gradient's norm."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Largest relative errors against eager PyTorch.
-
-    Attributes:
-        gradients, buffers: of each parameter's gradient, and of each buffer's new value, by name.
-        not_compared: why nothing is known of loss and gradients, whose errors are then none; '' if they were compared.
-        not_finite: what is infinite or NaN in eager PyTorch itself: there only the places of that were compared.
-            Buffers, such as masks, may be infinite.
-        zero: the parameters whose gradients are zero in eager PyTorch, so that this batch says little of them.
-        metrics: of each metric, against what it is of the whole batch, or what its values on the microbatches make.
-        rounding: the errors that float32's own rounding explains, by gradient, or `THE_LOSS`: above, they are none.
-    """
-
-    loss: float
-    gradients: dict[str, float]
-    buffers: dict[str, float]
-    not_compared: str = ""
-    not_finite: tuple[str, ...] = ()
-    zero: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    rounding: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def worst_gradient(self) -> tuple[str, float]:
-        return max(self.gradients.items(), key=lambda item: item[1], default=("", 0.0))
-
-    @property
-    def largest(self) -> float:
-        return max([self.loss, *self.gradients.values(), *self.buffers.values(), *self.metrics.values()])
 
 
 def compare_with_eager(
@@ -161,19 +130,6 @@ def worst_agreement(agreements: Iterable[Agreement]) -> Agreement:
 
 def _each(*names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for some in names for name in some))
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one minibatch gives: the loss, the mean gradients and the buffers' values after it, by first names.
-
-    `metrics` has those of each batch that was stepped on: one of a whole minibatch, or one of each microbatch.
-    """
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    metrics: tuple[dict[str, float], ...] = ()
 
 
 class SumOfMicrobatches:

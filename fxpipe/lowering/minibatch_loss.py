@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.ir.program import Program, value
-from fxpipe.lowering.compare_with_eager import Agreement, Step, SumOfMicrobatches, compare, metric_errors, run_eagerly
+from fxpipe.lowering.agreement import Agreement, Step
+from fxpipe.lowering.compare_with_eager import SumOfMicrobatches, compare, metric_errors, run_eagerly
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.own_rounding import in_float64, rounding_text, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm

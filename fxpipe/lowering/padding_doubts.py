@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
-from fxpipe.lowering.compare_with_eager import Step, compare, metric_errors, run_eagerly
+from fxpipe.lowering.agreement import Step
+from fxpipe.lowering.compare_with_eager import compare, metric_errors, run_eagerly
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.steady_randomness import SteadyRandomness
 from fxpipe.plan.spec import PadSpec
