@@ -13,7 +13,7 @@ from fxpipe.passes.analysis.microbatches import microbatches_of
 from fxpipe.passes.analysis.share import Lost, Share
 from fxpipe.passes.analysis.whole_call import beside
 from fxpipe.passes.fold import Fold
-from fxpipe.passes.whole_loss import WholeLoss
+from fxpipe.passes.whole_loss import BY_ITSELF, WholeLoss
 from program_text import text
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -472,7 +472,7 @@ def test_batch_norm_is_named() -> None:
     made = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double()
     step = lambda m, b: m(b[0][:, 0]).square().mean()  # noqa: E731
     program = lowered(made, step, batch(), 2)
-    assert (program.batch_norm, program.differs_from_whole, program.warnings) == ("1", "", ())
+    assert (program.batch_norm, program.differs_from_whole, program.warnings) == ("1", "", (BY_ITSELF.format("1"),))
     weighted = lowered(made, step, batch(), 2, weighted=True)
     assert weighted.batch_norm == "1"
     made[1].eval()
