@@ -11,18 +11,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import listed
+from fxpipe.lowering.agreement import Agreement, Step
 from fxpipe.stages.compare import SLACK
 from fxpipe.task.containers import flatten
-
-if TYPE_CHECKING:
-    from fxpipe.lowering.agreement import Agreement, Step
 
 THE_LOSS = "the loss"
 
