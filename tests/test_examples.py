@@ -65,7 +65,9 @@ def test_attention_residuals_learn_on_four_workers(tmp_path: Path) -> None:
     verified = compiled("attention_residuals.py", tmp_path / "build", "-n", "4", "--cost", "analytic")
     assert verified["loss"] < 1e-6
     assert max(verified["gradients"].values()) < 1e-5
-    assert "add:1" in fxpipe("inspect", tmp_path / "build").stdout, "the embedding's edge to the first of its readers"
+    assert "add:1" in fxpipe("inspect", tmp_path / "build", "--edges").out, (
+        "the embedding's edge to the first of its readers"
+    )
     summary = fxpipe("run", tmp_path / "build", "--steps", "300", "--out", tmp_path / "out", "--json").json
     assert summary["evaluation"]["loss"] < 2.6  # 5.55 for a uniform guess, 3.2 for the bytes' frequencies
 

@@ -20,7 +20,7 @@ from fxpipe.checkpoint.tensor_file import write_bytes, write_tensors
 from fxpipe.errors import NotFiniteError, WorkerLost
 from fxpipe.observe.pulse import Pulse, Signs
 from fxpipe.runtime.options import RunOptions
-from fxpipe.runtime.process import last_saved
+from fxpipe.runtime.process import checkpoints, last_saved
 from fxpipe.runtime.process.last_saved import finish_writing, last_checkpoint, name_checkpoint, shown_alive
 from fxpipe.runtime.process.stall import waited_for_disk
 
@@ -206,8 +206,11 @@ HARMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.multiproc)], ids=["local", "processes"])
 @pytest.mark.parametrize("harm", HARMS)
-def test_the_error_names_what_was_still_written(harm: str, local: bool, tmp_path: Path) -> None:
+def test_the_error_names_what_was_still_written(
+    harm: str, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint of step 10 is written when the run ends by step 15."""
+    monkeypatch.setattr(checkpoints, "write_shard", checkpoints.write_shard)  # the model file makes it slow, here too
     if local and harm in ("standing still", "killed"):
         pytest.skip("one process has nobody who would see it")
     code, message = HARMS[harm]
