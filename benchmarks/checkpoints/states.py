@@ -82,7 +82,7 @@ class Ours:
         self.writer.ended = lambda step, path: self.whole.set()
 
     def save(self) -> Row:
-        captures = [Captures(executor, lambda step: True, {}) for executor in self.pipeline.executors]
+        captures = [Captures(executor, lambda step: True, {}, {}) for executor in self.pipeline.executors]
         self.pipeline.step(self.batch)
         self.whole.clear()
         begin = perf_counter()
