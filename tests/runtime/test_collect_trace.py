@@ -137,7 +137,8 @@ def test_a_trace_that_cannot_be_written_costs_nothing_else(toy: Any, tmp_path: P
     assert summary["trace"] is None
     assert json.loads((tmp_path / "out" / "run.json").read_text())["trace"] is None
     assert (tmp_path / "out" / "model.safetensors").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["build", "file", "model.py", "out"]
+    left = {p.name for p in tmp_path.iterdir()} - {"__pycache__"}  # of the model file, where Python writes it
+    assert left == {"build", "file", "model.py", "out"}
 
 
 @pytest.mark.slow
