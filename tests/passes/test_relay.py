@@ -10,7 +10,7 @@ import torch
 from boundary_bytes import least, sent
 from by_path import module_at
 from cached import captured
-from fxpipe.passes import back_passes, default_passes
+from fxpipe.passes import default_passes, wiring_passes
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.rematerialize import Rematerialize
@@ -37,7 +37,7 @@ def until_comm(passes: list[Pass]) -> list[Pass]:
 
 def crossings(program: Program, cuts: Cuts) -> tuple[dict[tuple[int, bool], int], dict[tuple[int, bool], int]]:
     """Bytes over each boundary as sent, and the lower bound, of a program with units and costs."""
-    before = run_passes(program, until_comm(back_passes(cuts)))
+    before = run_passes(program, wiring_passes(cuts)[:-1])
     return sent(Comm()(before).edges), least(before)
 
 
