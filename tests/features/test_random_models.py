@@ -266,6 +266,7 @@ class Random(nn.Module):
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__()
         self.rows = rows
+        self.enter = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList()
         for kind, _, _, tied in rows:
             earlier = self.blocks[-1] if self.blocks and (tied or kind == "tied") else None
@@ -273,7 +274,9 @@ class Random(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        values = [x]
+        # Blocks read values of weights alone: what a model sums over the batch itself, fxpipe sums over the whole
+        # batch (passes/whole_loss.py), and the eager step that these models are held to has microbatches.
+        values = [self.enter(x)]
         for block, (_, a, b, _) in zip(self.blocks, self.rows, strict=True):
             values.append(block(values[-1 - a % len(values)], values[-1 - b % len(values)]))
         return values[-1]
