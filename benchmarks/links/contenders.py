@@ -36,6 +36,7 @@ class Contender:
 
 ALONE = Contender("alone", "alone")
 ASYNC = Contender("fxpipe async", "fxpipe")
+AUTO = f"{ASYNC.name}, auto"
 DDP = Contender("DDP", "ddp")
 PIPELINING = "torch 1F1B"
 
@@ -61,9 +62,12 @@ def contenders(codecs: Sequence[str], microbatches: Sequence[int], data_parallel
         data_parallel: with DDP.
     """
     coded = [Contender(f"fxpipe async, {codec}", "fxpipe", compile=("--codec", codec)) for codec in codecs]
-    synchronous = Contender("fxpipe 1f1b", "fxpipe", compile=("--schedule", "1f1b"))
+    flushed = ("--schedule", "1f1b")
+    synchronous = [Contender("fxpipe 1f1b", "fxpipe", compile=flushed)]
+    if "int8" in codecs:
+        synchronous.append(Contender("fxpipe 1f1b, int8", "fxpipe", compile=(*flushed, "--codec", "int8")))
     torchs = [
         Contender(f"{PIPELINING}, {count}", "pipelining", {"microbatches": count}, group=PIPELINING)
         for count in microbatches
     ]
-    return [ASYNC, *coded, synchronous, *torchs, *((DDP, *TUNED_DDP) if data_parallel else ()), ALONE]
+    return [ASYNC, *coded, *synchronous, *torchs, *((DDP, *TUNED_DDP) if data_parallel else ()), ALONE]

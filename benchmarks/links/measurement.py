@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from commands import run_fxpipe
 
 HERE = Path(__file__).resolve().parent
 FAST = "10Gbit"
+LOSS_OF = 60
+"""Minibatches of synchronous training, if nothing else is said of a model."""
+
 LONGER = 2
 """By how many times more minibatches than synchronous training a contender may take to its loss."""
 
@@ -30,16 +33,16 @@ class Effort:
         links: of each model.
         microbatches: the counts that torch's pipelining tries.
         rounds, seconds: of timing, and of each contender in a round.
-        loss_of, smoothed: the loss to be reached is synchronous training's after so many minibatches, the mean of the
-            last so many.
+        loss_of, smoothed: the loss to be reached is synchronous training's after so many minibatches, by the model,
+            the mean of the last so many.
     """
 
     links: dict[str, tuple[str, ...]]
     microbatches: tuple[int, ...] = (2, 4, 8)
     rounds: int = 3
     seconds: float = 0.6
-    loss_of: int = 60
-    smoothed: int = 12
+    loss_of: Mapping[str, int] = field(default_factory=dict)
+    smoothed: int = 24
 
     def slowest(self, model: str) -> Link:
         """Of the links of a model."""
@@ -81,21 +84,22 @@ def trained(model: str, sides: Sequence[Contender], builds: Builds, effort: Effo
         for rate in side.rates
     }
     told = [_told(side, model, builds, effort.slowest(model), effort) for side in tried.values()]
-    orders = _orders(model, told, effort, rounds=0, losses=LONGER * effort.loss_of)
+    count = effort.loss_of.get(model, LOSS_OF)
+    orders = _orders(model, told, effort, rounds=0, losses=LONGER * count)
     with hosts_of(Link.of(FAST), real) as hosts:
         answer = train(hosts, orders, builds.folder)
     curves = {key: answer["losses"][side.name] for key, side in tried.items()}
     synchronous = next(name for name in (DDP.name, PIPELINING, "fxpipe 1f1b") if name in first)
-    goal = smoothed(curves[synchronous, 1.0], effort.smoothed)[effort.loss_of - 1]
+    goal = smoothed(curves[synchronous, 1.0], effort.smoothed)[count - 1]
     reached: dict[str, int | None] = {}
     for (name, _), losses in curves.items():
         counts = [reached.get(name), minibatches_to(goal, losses, effort.smoothed)]
         reached[name] = min((count for count in counts if count is not None), default=None)
     return {
         "goal": goal,
-        "of": effort.loss_of,
+        "of": count,
         "smoothed": effort.smoothed,
-        "longest": LONGER * effort.loss_of,
+        "longest": LONGER * count,
         "reached": reached,
         "curves": {tried[key].name: losses for key, losses in curves.items()},
         "split": answer["split"],

@@ -10,7 +10,7 @@ from typing import Any
 
 BEGIN, END = "<!-- tables: written by main.py -->", "<!-- end of tables -->"
 WORKERS = 2
-ALONE, ASYNC, DDP, PIPELINING = "alone", "fxpipe async", "DDP", "torch 1F1B"
+ALONE, ASYNC, AUTO, DDP, PIPELINING = "alone", "fxpipe async", "fxpipe async, auto", "DDP", "torch 1F1B"
 
 
 def text(result: dict[str, Any]) -> str:
@@ -53,6 +53,18 @@ def predicted(row: dict[str, Any]) -> float:
 def times_as_fast(row: dict[str, Any], against: str) -> float:
     """By how many times more samples/s fxpipe trains, with the contender of its that is fastest here."""
     return statistics.median(row["seconds"][against]) / _fastest(row, "fxpipe")
+
+
+def times_as_soon(row: dict[str, Any], against: str) -> float | None:
+    """By how many times fewer seconds the first of fxpipe takes to the loss; None if one of the two never has it."""
+    slow, fast = seconds_to_loss(row, against), _first(row, "fxpipe")
+    return None if slow is None or fast is None else slow / fast
+
+
+def gain_of_auto(row: dict[str, Any], against: str) -> float | None:
+    """Samples/s with the codec that fxpipe chooses, over those without; None if it was not measured."""
+    auto = _median(row, AUTO)
+    return None if auto is None else statistics.median(row["seconds"][against]) / auto
 
 
 def seconds_to_loss(row: dict[str, Any], name: str) -> float | None:
@@ -145,7 +157,7 @@ def _verdict(result: dict[str, Any]) -> str:
 
 
 def _goal(goal: dict[str, Any]) -> str:
-    return f"{goal['times']:.2f} times {goal['against']} at best ({goal['where']}; goal {goal['goal']})"
+    return f"{goal['times']:.2f} times {goal['what']} ({goal['where']}; goal {goal['goal']})"
 
 
 def _median(row: dict[str, Any], name: str) -> float | None:
