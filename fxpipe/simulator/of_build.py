@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import PHASES, Demand
 from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
@@ -44,7 +45,11 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     return Scenario(
         workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
         messages=tuple(
-            Message(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes, *points.get(e.name, (1.0, 0.0)))
+            Message(
+                *(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes),
+                *points.get(e.name, (1.0, 0.0)),
+                turn_of(e.kind, e.sent.bytes),
+            )
             for e in plan.edges
         ),
         replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, sizes, owner)),
@@ -65,6 +70,7 @@ def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Re
     """What an owner sends after an update: one message for each reader and prediction distance."""
     version, filling = STEADY, Filling()
     for reader in demand.readers(owner):
+        turn = demand.turn(owner, reader)
         reads: dict[int, dict[tuple[Phase, int], None]] = {}
         for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
             for microbatch, lag in enumerate(reading.lags):
@@ -73,4 +79,4 @@ def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Re
                 reads.setdefault(ahead, {})[reading.phase, max(reading.lags)] = None
         for message in demand.messages(owner, reader, version, 0, None):
             pack = sizes.pack(owner, reader, version, message.ahead, filling)
-            yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes)
+            yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes, turn)

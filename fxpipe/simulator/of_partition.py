@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from fxpipe.plan.spec import Phase
+from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
@@ -66,7 +67,8 @@ class _Messages:
 
     def _messages(self) -> Iterator[Message]:
         for (way, _), (size, made, needed) in sorted(self.found.items()):
-            yield Message(*way, size, made, needed)
+            kind = "saved" if (way[1], way[3]) == ("F", "B") else ""
+            yield Message(*way, size, made, needed, turn_of(kind, size))
 
     def _worker(self, unit: int, chain: str) -> int:
         return bisect_right(self.cuts[chain], unit) - 1
@@ -150,7 +152,11 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule, ratio:
     versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
         lags = _lags(versions, owner, reader, sorted(phases[owner, reader]))
+<<<<<<< HEAD
         yield Replica(owner, reader, tuple(lags), ratio * size)
+=======
+        yield Replica(owner, reader, tuple(lags), size, turn_of("weights", size))
+>>>>>>> parent of 61f05f0 (Take back sending by urgency: forecasts do not agree with its runs)
 
 
 def _lags(versions: Versions, owner: int, reader: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:

@@ -9,6 +9,7 @@ from math import isfinite
 
 from fxpipe.errors import ProfileError
 from fxpipe.plan.spec import Phase
+from fxpipe.plan.urgency import URGENT
 from fxpipe.planner.links import Links
 
 
@@ -39,6 +40,7 @@ class Message:
     Attributes:
         made: after which share of the source action's own compute it is sent.
         needed: after which share of the destination action's own compute it is waited for.
+        turn: whether it goes at once or waits its turn on the link (see `fxpipe.plan.urgency`).
     """
 
     src: int
@@ -48,6 +50,7 @@ class Message:
     bytes: float
     made: float = 1.0
     needed: float = 0.0
+    turn: int = URGENT
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,14 @@ class Replica:
     Attributes:
         reads: (phase, lag) pairs: that phase of minibatch m begins once the reader has version max(0, m − lag). Version
             v is the weights after v updates; every worker has version 0 from the start.
+        turn: as that of a `Message`.
     """
 
     owner: int
     reader: int
     reads: tuple[tuple[Phase, int], ...]
     bytes: float
+    turn: int = URGENT
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fxpipe.plan.spec import Phase
-from fxpipe.planner.links import Links
 from fxpipe.simulator.channel import Channel, Direction
 from fxpipe.simulator.scenario import Message, Scenario
 
@@ -41,6 +40,13 @@ class Script:
     update: float
     outgoing: tuple[Outgoing, ...]
 
+    @property
+    def channels(self) -> Iterator[Channel]:
+        """All that the worker sends on."""
+        points = (*self.forward, *self.backward)
+        yield from (point.channel for point in points if point.sends and point.channel is not None)
+        yield from (weights.channel for weights in self.outgoing)
+
 
 def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Script]:
     """Every worker's script for one run, with channels in which nothing has been sent."""
@@ -48,17 +54,18 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
     steps: dict[tuple[int, Phase], list[_ScriptStep]] = {}
     outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
 
-    def channel(src: int, dst: int, size: float, links: Links, count: int) -> Channel:
-        return Channel(src, dst, size, links, directions.setdefault((src, dst), Direction()), count)
+    def channel(src: int, dst: int, size: float, count: int, turn: int) -> Channel:
+        direction = directions.setdefault((src, dst), Direction())
+        return Channel(src, dst, size, scenario.links, direction, count, turn)
 
     for replica in scenario.replicas:
-        weights = channel(replica.owner, replica.reader, replica.bytes, scenario.links, minibatches)
+        weights = channel(replica.owner, replica.reader, replica.bytes, minibatches, replica.turn)
         weights.ready[0], weights.copied[0] = 0.0, True
         outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - min(lag for _, lag in replica.reads)))
         for phase, lag in replica.reads:
             steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, Point(0.0, weights, False, lag)))
     for m in (*scenario.messages, *tokens(scenario)):
-        value = channel(m.src, m.dst, m.bytes, scenario.links, microbatches * minibatches)
+        value = channel(m.src, m.dst, m.bytes, microbatches * minibatches, m.turn)
         steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, Point(0.0, value)))
         steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, Point(0.0, value, True)))
     return [
