@@ -11,7 +11,7 @@ from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import PHASES, Demand
 from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
 from fxpipe.schedule.action import Action
-from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Message, Replica, Scenario, WorkerCost
 
 _AGAIN = "compile the model again"
 
@@ -71,12 +71,15 @@ def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Re
     version, filling = STEADY, Filling()
     for reader in demand.readers(owner):
         turn = demand.turn(owner, reader)
-        reads: dict[int, dict[tuple[Phase, int], None]] = {}
+        reads: dict[int, list[tuple[Phase, tuple[int, ...]]]] = {}
         for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
-            for microbatch, lag in enumerate(reading.lags):
-                ahead = demand.ahead(reading, Action(reading.phase, version + lag, microbatch), version)
-                # Microbatches of one minibatch may read different versions; the simulator waits for the oldest one.
-                reads.setdefault(ahead, {})[reading.phase, max(reading.lags)] = None
+            distances = [
+                demand.ahead(reading, Action(reading.phase, version + lag, microbatch), version)
+                for microbatch, lag in enumerate(reading.lags)
+            ]
+            for ahead in dict.fromkeys(distances):
+                of_message = (lag if of == ahead else NEVER for of, lag in zip(distances, reading.lags, strict=True))
+                reads.setdefault(ahead, []).append((reading.phase, tuple(of_message)))
         for message in demand.messages(owner, reader, version, 0, None):
             pack = sizes.pack(owner, reader, version, message.ahead, filling)
             yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes, turn)

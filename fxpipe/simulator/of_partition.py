@@ -151,17 +151,15 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule, ratio:
         return
     versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
-        lags = _lags(versions, owner, reader, sorted(phases[owner, reader]))
-<<<<<<< HEAD
-        yield Replica(owner, reader, tuple(lags), ratio * size)
-=======
-        yield Replica(owner, reader, tuple(lags), size, turn_of("weights", size))
->>>>>>> parent of 61f05f0 (Take back sending by urgency: forecasts do not agree with its runs)
+        lags = _lags(versions, owner, reader, sorted(phases[owner, reader]), range(schedule.microbatches))
+        yield Replica(owner, reader, tuple(lags), ratio * size, turn_of("weights", size))
 
 
-def _lags(versions: Versions, owner: int, reader: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
+def _lags(
+    versions: Versions, owner: int, reader: int, phases: Iterable[Phase], microbatches: Iterable[int]
+) -> Iterator[tuple[Phase, tuple[int, ...]]]:
     for phase in phases:
-        yield phase, versions.lag(phase, reader, owner)  # of the first microbatch: the greatest
+        yield phase, tuple(versions.lag(phase, reader, owner, microbatch) for microbatch in microbatches)
 
 
 def _at(cuts: Sequence[int], unit: int) -> int:

@@ -53,19 +53,24 @@ class Message:
     turn: int = URGENT
 
 
+NEVER = -1
+"""In place of a lag: the microbatch does not read these weights."""
+
+
 @dataclass(frozen=True)
 class Replica:
     """Weights that their owner sends to one reader after each of its updates, as one message.
 
     Attributes:
-        reads: (phase, lag) pairs: that phase of minibatch m begins once the reader has version max(0, m − lag). Version
-            v is the weights after v updates; every worker has version 0 from the start.
+        reads: phases with their lags by microbatch: that phase of a microbatch of minibatch m begins once the reader
+            has version max(0, m − lag). `NEVER` stands for a microbatch that reads none of these messages. Version v is
+            the weights after v updates; every worker has version 0 from the start.
         turn: as that of a `Message`.
     """
 
     owner: int
     reader: int
-    reads: tuple[tuple[Phase, int], ...]
+    reads: tuple[tuple[Phase, tuple[int, ...]], ...]
     bytes: float
     turn: int = URGENT
 
@@ -123,7 +128,7 @@ class Scenario:
         for r in self.replicas:
             if not self._two_workers(r.owner, r.reader):
                 yield f"{r} names a worker that is not there, or one twice"
-            elif not (_possible(r.bytes) and r.reads and all(lag >= 0 for _, lag in r.reads)):
+            elif not (_possible(r.bytes) and r.reads and all(_readable(lags) for _, lags in r.reads)):
                 yield f"{r} has no bytes above zero, no reader, or a lag below zero"
 
     def _of_links(self) -> Iterator[str]:
@@ -140,6 +145,11 @@ class Scenario:
     def _two_workers(self, a: int, b: int) -> bool:
         count = len(self.workers)
         return 0 <= a < count and 0 <= b < count and a != b
+
+
+def _readable(lags: tuple[int, ...]) -> bool:
+    """Whether some microbatch reads these weights, and none before they are made."""
+    return min(lags, default=NEVER) >= NEVER and max(lags, default=NEVER) > NEVER
 
 
 def _possible(value: float) -> bool:

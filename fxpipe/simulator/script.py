@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from fxpipe.plan.spec import Phase
 from fxpipe.simulator.channel import Channel, Direction
-from fxpipe.simulator.scenario import Message, Scenario
+from fxpipe.simulator.scenario import NEVER, Message, Scenario
 
 
 class Point(NamedTuple):  # a tuple: read millions of times
     """`seconds` of compute, then a message to send or to wait for, or the end of the action.
 
-    `lag` is that of a replica, −1 for a message of the microbatch itself.
+    `lags` are those of a replica, by microbatch; None for a message of the microbatch itself.
     """
 
     seconds: float
     channel: Channel | None = None
     sends: bool = False
-    lag: int = -1
+    lags: tuple[int, ...] | None = None
 
 
 class Outgoing(NamedTuple):
@@ -61,9 +61,10 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
     for replica in scenario.replicas:
         weights = channel(replica.owner, replica.reader, replica.bytes, minibatches, replica.turn)
         weights.ready[0], weights.copied[0] = 0.0, True
-        outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - min(lag for _, lag in replica.reads)))
-        for phase, lag in replica.reads:
-            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, Point(0.0, weights, False, lag)))
+        newest = min(lag for _, lags in replica.reads for lag in lags if lag != NEVER)
+        outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - newest))
+        for phase, lags in replica.reads:
+            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, Point(0.0, weights, False, lags)))
     for m in (*scenario.messages, *tokens(scenario)):
         value = channel(m.src, m.dst, m.bytes, microbatches * minibatches, m.turn)
         steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, Point(0.0, value)))

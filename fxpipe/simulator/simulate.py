@@ -23,7 +23,7 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, play, read
 from fxpipe.simulator.channel import Channel, Stretch
 from fxpipe.simulator.result import Simulation, Span, Transfer
-from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.scenario import NEVER, Scenario
 from fxpipe.simulator.script import Script, scripts
 
 
@@ -126,14 +126,18 @@ class _Simulator:
         for action in row:
             number = action.minibatch * self.microbatches + action.microbatch
             begin = clock
-            for seconds, channel, sends, lag in part.forward if action.phase == "F" else part.backward:
+            for seconds, channel, sends, lags in part.forward if action.phase == "F" else part.backward:
                 clock += seconds
                 if channel is None:
                     continue
                 if sends:
                     clock = self._send(channel, number, clock, action)
                     continue
-                wanted = number if lag < 0 else max(0, action.minibatch - lag)
+                wanted = number
+                if lags is not None:
+                    if (lag := lags[action.microbatch]) == NEVER:
+                        continue
+                    wanted = max(0, action.minibatch - lag)
                 if channel.ready[wanted] is None:
                     channel.asleep = wanted
                     yield
@@ -199,8 +203,9 @@ def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) 
         if (m.dst, m.dst_phase) == (worker, action.phase):
             yield m.src, Action(m.src_phase, action.minibatch, action.microbatch)
     for replica in scenario.replicas:
-        for phase, lag in replica.reads:
-            if (replica.reader, phase) == (worker, action.phase) and action.minibatch > lag:
+        for phase, lags in replica.reads:
+            lag = lags[action.microbatch]
+            if (replica.reader, phase) == (worker, action.phase) and lag != NEVER and action.minibatch > lag:
                 yield replica.owner, Action("B", action.minibatch - lag - 1, schedule.microbatches - 1)
 
 

@@ -143,8 +143,8 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
     demand = choose(build.plan).demand
     made = scenario(build)
     for worker in range(3):
-        wanted = {(r.owner, ph, *r.lags) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
-        found = {(r.owner, ph, lag) for r in made.replicas if r.reader == worker for ph, lag in r.reads}
+        wanted = {(r.owner, ph, r.lags) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
+        found = {(r.owner, *read) for r in made.replicas if r.reader == worker for read in r.reads}
         assert found == wanted
     assert any(len(replica.reads) > 1 for replica in made.replicas) or policy == "latest"
 

@@ -20,7 +20,7 @@ from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
 from fxpipe.schedule import Action, Schedule, make
 from fxpipe.schedule.order import read
-from fxpipe.simulator import Message, Replica, Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import NEVER, Message, Replica, Scenario, Simulation, WorkerCost, simulate
 
 Key = tuple[Any, ...]
 KINDS: list[tuple[Phase, Phase, bool]] = [("F", "F", True), ("B", "B", False), ("F", "B", True), ("F", "B", False)]
@@ -136,8 +136,9 @@ class Events:
         for action in row:
             self.begun[worker, action] = self.now
             for i, r in enumerate(self.scenario.replicas):
-                for phase, lag in r.reads:
-                    if (worker, action.phase) == (r.reader, phase) and action.minibatch > lag:
+                for phase, lags in r.reads:
+                    lag = lags[action.microbatch]
+                    if (worker, action.phase) == (r.reader, phase) and lag != NEVER and action.minibatch > lag:
                         yield from self.receive(("weights", i, action.minibatch - lag), r.bytes)
             seconds = cost.forward if action.phase == "F" else cost.backward
             events: list[tuple[float, int, int]] = []
@@ -158,7 +159,9 @@ class Events:
                 yield float(cost.update)
                 for i, r in enumerate(self.scenario.replicas):
                     version = action.minibatch + 1
-                    if r.owner == worker and any(version + lag < self.minibatches for _, lag in r.reads):
+                    if r.owner == worker and any(
+                        version + lag < self.minibatches for _, lags in r.reads for lag in lags if lag != NEVER
+                    ):
                         yield from self.send(r.owner, r.reader, ("weights", i, version), r.bytes, r.turn)
             self.ended[worker, action] = self.now
 
@@ -173,7 +176,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     """Costs in quarters, so that all sums are exact; every lag is one that the schedule can have."""
     workers = draw(st.integers(1, 4))
     name = draw(st.sampled_from(["gpipe", "1f1b", "async"]))
-    microbatches = draw(st.integers(1, 3)) if name != "async" else 1
+    microbatches = draw(st.integers(1, 3))
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)
     costs = draw(st.lists(st.builds(WorkerCost, small, small, small), min_size=workers, max_size=workers))
@@ -184,11 +187,9 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
             source, target, down = draw(st.sampled_from(KINDS))
             src, dst = (low, high) if down else (high, low)
             messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share)))
-        reads = st.lists(
-            st.tuples(st.sampled_from(["F", "B"]), st.integers(0 if name != "async" else workers - 1, 4)),
-            min_size=1,
-            max_size=2,
-        )
+        lag = st.sampled_from([NEVER, *range(0 if name != "async" else workers - 1, 5)])
+        lags = st.tuples(*[lag] * microbatches).filter(lambda lags: max(lags) != NEVER)
+        reads = st.lists(st.tuples(st.sampled_from(["F", "B"]), lags), min_size=1, max_size=2)
         for low, high in draw(st.lists(pair, max_size=3)):
             owner, reader = (low, high) if draw(st.booleans()) else (high, low)
             replicas.append(Replica(owner, reader, tuple(draw(reads)), draw(small)))  # type: ignore[arg-type]
