@@ -41,14 +41,14 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
         what = f"there are times of {len(costs.times)} workers, the build has {plan.workers}"
         raise BuildError(what, hint=_AGAIN)
     sizes = ReplicaMessages(demand)
-    points = {timing.name: (timing.made, timing.needed) for timing in costs.timings}
+    points = {timing.name: (timing.made, timing.needed, timing.places) for timing in costs.timings}
     return Scenario(
         workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
         messages=tuple(
             Message(
                 *(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes),
-                *points.get(e.name, (1.0, 0.0)),
-                turn_of(e.kind, e.sent.bytes),
+                *points.get(e.name, ()),
+                turn=turn_of(e.kind, e.sent.bytes),
             )
             for e in plan.edges
         ),

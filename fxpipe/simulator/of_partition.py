@@ -68,7 +68,7 @@ class _Messages:
     def _messages(self) -> Iterator[Message]:
         for (way, _), (size, made, needed) in sorted(self.found.items()):
             kind = "saved" if (way[1], way[3]) == ("F", "B") else ""
-            yield Message(*way, size, made, needed, turn_of(kind, size))
+            yield Message(*way, size, made, needed, turn=turn_of(kind, size))
 
     def _worker(self, unit: int, chain: str) -> int:
         return bisect_right(self.cuts[chain], unit) - 1

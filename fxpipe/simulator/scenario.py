@@ -40,6 +40,8 @@ class Message:
     Attributes:
         made: after which share of the source action's own compute it is sent.
         needed: after which share of the destination action's own compute it is waited for.
+        places: which sends and waits of the source action, and of the destination action, at the same share come before
+            this one: those of smaller places. Without any, waits come first.
         turn: whether it goes at once or waits its turn on the link (see `fxpipe.plan.urgency`).
     """
 
@@ -50,6 +52,7 @@ class Message:
     bytes: float
     made: float = 1.0
     needed: float = 0.0
+    places: tuple[int, int] = (1, 0)
     turn: int = URGENT
 
 
@@ -79,7 +82,7 @@ class Replica:
 class Scenario:
     """Workers, what they send each other, and the links between them.
 
-    Messages that are sent, or awaited, at the same point of an action keep the order given here.
+    Messages that are sent, or awaited, at the same point and place of an action keep the order given here.
 
     Raises:
         ProfileError: costs below zero, workers that do not exist, messages against the pipeline's direction, links that

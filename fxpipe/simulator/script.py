@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from fxpipe.plan.spec import Phase
 from fxpipe.simulator.channel import Channel, Direction
 from fxpipe.simulator.scenario import NEVER, Message, Scenario
+
+
+BEFORE_ALL = -1
+"""The place of weights that an action reads: it waits for them when it begins."""
 
 
 class Point(NamedTuple):  # a tuple: read millions of times
@@ -64,11 +69,11 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
         newest = min(lag for _, lags in replica.reads for lag in lags if lag != NEVER)
         outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - newest))
         for phase, lags in replica.reads:
-            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, Point(0.0, weights, False, lags)))
+            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags)))
     for m in (*scenario.messages, *tokens(scenario)):
         value = channel(m.src, m.dst, m.bytes, microbatches * minibatches, m.turn)
-        steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, Point(0.0, value)))
-        steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, Point(0.0, value, True)))
+        steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, m.places[1], Point(0.0, value)))
+        steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, m.places[0], Point(0.0, value, True)))
     return [
         Script(
             tuple(_walk(steps.get((worker, "F"), []), cost.forward)),
@@ -92,13 +97,14 @@ def tokens(scenario: Scenario) -> Iterator[Message]:
 
 class _ScriptStep(NamedTuple):
     share: float
+    place: int
     point: Point
 
 
 def _walk(steps: list[_ScriptStep], seconds: float) -> Iterator[Point]:
-    """The points in order; at the same share, waiting comes before sending, because one may be made from the other."""
+    """The points in order; at the same share, by their places."""
     done = 0.0
-    for share, point in sorted(steps, key=lambda step: (step.share, step.point.sends)):
+    for share, _, point in sorted(steps, key=itemgetter(0, 1)):
         yield point._replace(seconds=(share - done) * seconds)
         done = share
     yield Point((1 - done) * seconds)

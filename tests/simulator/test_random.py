@@ -141,14 +141,14 @@ class Events:
                     if (worker, action.phase) == (r.reader, phase) and lag != NEVER and action.minibatch > lag:
                         yield from self.receive(("weights", i, action.minibatch - lag), r.bytes)
             seconds = cost.forward if action.phase == "F" else cost.backward
-            events: list[tuple[float, int, int]] = []
+            events: list[tuple[float, int, int, bool]] = []
             for i, m in enumerate(self.messages):
                 if (worker, action.phase) == (m.dst, m.dst_phase):
-                    events.append((m.needed, 0, i))
+                    events.append((m.needed, m.places[1], i, False))
                 if (worker, action.phase) == (m.src, m.src_phase):
-                    events.append((m.made, 1, i))
+                    events.append((m.made, m.places[0], i, True))
             done = 0.0
-            for share, sends, i in sorted(events):
+            for share, _, i, sends in sorted(events):
                 yield float((share - done) * seconds)
                 done = share
                 m = self.messages[i]
@@ -186,7 +186,8 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
         for low, high in draw(st.lists(pair, max_size=8)):
             source, target, down = draw(st.sampled_from(KINDS))
             src, dst = (low, high) if down else (high, low)
-            messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share)))
+            places = draw(st.sampled_from([(1, 0), (0, 1), (0, 0), (2, 2)]))
+            messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share), places))
         lag = st.sampled_from([NEVER, *range(0 if name != "async" else workers - 1, 5)])
         lags = st.tuples(*[lag] * microbatches).filter(lambda lags: max(lags) != NEVER)
         reads = st.lists(st.tuples(st.sampled_from(["F", "B"]), lags), min_size=1, max_size=2)
