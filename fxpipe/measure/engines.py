@@ -152,7 +152,7 @@ def _as_whole(plan: Plan, timings: Sequence[EdgeTiming]) -> Iterator[EdgeTiming]
         edge = edges[timing.name]
         made = 1.0 if on_engine(edge.src, edge.src_phase) else timing.made
         needed = 0.0 if on_engine(edge.dst, edge.dst_phase) else timing.needed
-        yield EdgeTiming(timing.name, made, needed)
+        yield dataclasses.replace(timing, made=made, needed=needed)
 
 
 def _chosen(files: Mapping[str, bytes], names: set[str | None]) -> dict[str, bytes]:

@@ -111,11 +111,14 @@ class EdgeTiming:
     Attributes:
         made: the share of its source's F or B, by time, that is over when the value is sent.
         needed: the share of its destination's F or B that is over when the value is waited for.
+        places: of its send, and of its wait, among all sends and waits of the F or B, from 0: those at the same share
+            come in that order.
     """
 
     name: str
     made: float
     needed: float
+    places: tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fxpipe.planner.profile import MOST
 from fxpipe.planner.setting import MOMENTUM
 from fxpipe.typed_json import Malformed, convert, explained, parse
 
-FORMAT = 2
-"""The first had milliseconds, and no `format`."""
+FORMAT = 3
+"""The first had milliseconds, and no `format`; the second no `places` of timings."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import PolicyError
 from fxpipe.plan.spec import ParameterSpec, Phase, Plan
+from fxpipe.plan.urgency import turn_of
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
@@ -103,6 +104,15 @@ class Demand:
             for worker in range(self.plan.workers)
             if worker != owner and any(r.owner == owner for ph in PHASES for r in self.readings(worker, ph))
         )
+
+    def turn(self, owner: int, reader: int) -> int:
+        """The turn of the messages from an owner to a reader: one for all of them, so that they stay in order.
+
+        It follows from what they are at most: all that the reader reads of the owner, whole.
+        """
+        readings = (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner)
+        names = {self.parameters[name].name for reading in readings for name in reading.names}
+        return turn_of("weights", sum(self.parameters[name].tensor.bytes for name in names))
 
     def delays(self, owner: int) -> dict[str, int]:
         """How many updates old the gradients of `owner`'s parameters are in steady state; for each, the largest

@@ -1,17 +1,123 @@
-"""One kind of message on its way, and when each message arrives."""
+"""One kind of message on its way, when each message arrives, and what of it waits its turn on a link.
+
+Which messages wait, and how, `fxpipe.plan.urgency` says.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import NamedTuple
 
+from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
+from fxpipe.schedule.action import Action
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A message that waits its turn.
+
+    Attributes:
+        action: that sent it.
+        left: its bytes that have not been carried.
+        begins: when the first of them was; None before.
+    """
+
+    channel: Channel
+    number: int
+    action: Action
+    left: float
+    begins: float | None = None
+
+    @property
+    def chunks(self) -> int:
+        """In how many chunks the rest will go."""
+        return max(1, ceil(self.left / CHUNK))
+
+
+class Stretch(NamedTuple):
+    """Bytes of a message that waits its turn, carried without a break; `last` if nothing of it is left."""
+
+    message: Waiting
+    bytes: float
+    start: float
+    end: float
+    last: bool
 
 
 @dataclass(slots=True)
 class Direction:
-    """One direction of a link, and when it is free for the next message, in seconds."""
+    """One direction of a link, and when it is free for the next message, in seconds.
+
+    Who sends at a time must first let it carry all that begins earlier: `carry(time)`.
+    """
 
     free: float = 0.0
+    _queues: dict[int, deque[Waiting]] = field(default_factory=lambda: {SAVED: deque(), WEIGHTS: deque()})
+    _stretch: Stretch | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether any message waits its turn."""
+        return any(self._queues.values())
+
+    def put(self, message: Waiting, time: float) -> None:
+        """A message is sent at `time`, and waits its turn."""
+        self.free = max(self.free, time)
+        self._queues[message.channel.turn].append(message)
+
+    def interrupt(self) -> Iterator[Stretch]:
+        """Something else is carried next: the stretch that ends with it, if there is one."""
+        if self._stretch is not None:
+            yield self._stretch
+            self._stretch = None
+
+    def carry(self, until: float) -> Iterator[Stretch]:
+        """Carry all chunks that begin before `until`; what was carried, up to each break."""
+        while self.free < until and (message := self._first()) is not None:
+            yield from self._carry(message, until)
+
+    def carry_all(self, wanted: Waiting) -> Iterator[Stretch]:
+        """Carry the rest of a message, and what goes before it; nothing urgent is sent before its last chunk begins."""
+        while (message := self._first()) is not None:
+            yield from self._carry(message, inf)
+            if message is wanted:
+                return
+
+    def expected(self) -> Iterator[tuple[float, Waiting]]:
+        """When each message that waits would arrive if no other were sent."""
+        time = self.free
+        for queue in self._queues.values():
+            for message in queue:
+                begins = time if message.begins is None else message.begins
+                time += message.channel.seconds(message.left)
+                yield message.channel.arrives(begins, time), message
+
+    def _first(self) -> Waiting | None:
+        return next((queue[0] for queue in self._queues.values() if queue), None)
+
+    def _carry(self, message: Waiting, until: float) -> Iterator[Stretch]:
+        """Carry those chunks of the first message that begin before `until`: at least one does."""
+        if self._stretch is not None and self._stretch.message is not message:
+            yield from self.interrupt()
+        start, chunk, chunks = self.free, message.channel.seconds(CHUNK), message.chunks
+        message.begins = start if message.begins is None else message.begins
+        last = start + (chunks - 1) * chunk < until
+        carried = message.left
+        if not last:
+            chunks = min(chunks - 1, ceil((until - start) / chunk))
+            carried = float(chunks * CHUNK)
+        self.free = start + (message.channel.seconds(carried) if last else chunks * chunk)
+        message.left -= carried
+        before = self._stretch or Stretch(message, 0.0, start, start, False)
+        self._stretch = Stretch(message, before.bytes + carried, before.start, self.free, last)
+        if last:
+            message.channel.ready[message.number] = message.channel.arrives(message.begins, self.free)
+            self._queues[message.channel.turn].popleft()
+            yield from self.interrupt()
 
 
 class Channel:
@@ -20,33 +126,55 @@ class Channel:
     Args:
         direction: shared with the other channels from `src` to `dst`.
         count: how many messages there are.
+        turn: whether they are urgent or wait their turn (see `fxpipe.plan.urgency`).
 
     Attributes:
         copy: seconds that the processor of each end is busy with one message.
-        ready: by number, when an otherwise idle receiver has the message; None before it is sent.
+        ready: by number, when an otherwise idle receiver has the message; None before that is known: it was not sent,
+            or waits its turn.
         copied: by number, whether the receiver has spent its `copy`.
         asleep: the number that the receiver waits for, −1 if it does not wait.
     """
 
-    __slots__ = ("_direction", "_occupies", "_travels", "asleep", "bytes", "copied", "copy", "dst", "ready", "src")
+    __slots__ = (
+        *("_bandwidth", "_latency", "_occupies", "_travels"),
+        *("asleep", "bytes", "copied", "copy", "direction", "dst", "ready", "src", "turn"),
+    )
 
-    def __init__(self, src: int, dst: int, size: float, links: Links, direction: Direction, count: int) -> None:
+    def __init__(
+        self, src: int, dst: int, size: float, links: Links, direction: Direction, count: int, turn: int = URGENT
+    ) -> None:
         self.src = src
         self.dst = dst
         self.bytes = size
+        self.turn = turn
+        self.direction = direction
         self.copy = links.copy * size
         self.ready: list[float | None] = [None] * count
         self.copied = bytearray(count)
         self.asleep = -1
-        self._direction = direction
+        self._bandwidth = links.bandwidth_of(src, dst)
         self._occupies = links.seconds(src, dst, size)
+        self._latency = links.latency_of(src, dst)
         # Both ends copy while the message is on its way: it has arrived when both link and copying are done.
-        self._travels = max(self._occupies, self.copy) + links.latency_of(src, dst)
+        self._travels = max(self._occupies, self.copy) + self._latency
 
     def send(self, number: int, time: float) -> tuple[float, float]:
         """Send a message at `time` or as soon as the direction is free; returns when it begins and ends to occupy
         it."""
-        start = max(time, self._direction.free)
-        end = self._direction.free = start + self._occupies
+        start = max(time, self.direction.free)
+        end = self.direction.free = start + self._occupies
         self.ready[number] = start + self._travels
         return start, end
+
+    def wait(self, number: int, time: float, action: Action) -> None:
+        """Send a message at `time` that waits its turn; it is `ready` once the direction has carried it."""
+        self.direction.put(Waiting(self, number, action, self.bytes), time)
+
+    def arrives(self, begins: float, ends: float) -> float:
+        """When an otherwise idle receiver has a message of which the direction carries the first and the last then."""
+        return max(ends, begins + self.copy) + self._latency
+
+    def seconds(self, size: float) -> float:
+        """How long so many bytes of a message occupy the direction."""
+        return size / self._bandwidth

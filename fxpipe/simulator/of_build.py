@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import PHASES, Demand
 from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
 from fxpipe.schedule.action import Action
-from fxpipe.simulator.scenario import Message, Replica, Scenario, WorkerCost
+from fxpipe.simulator.scenario import NEVER, Message, Replica, Scenario, WorkerCost
 
 _AGAIN = "compile the model again"
 
@@ -40,11 +41,15 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
         what = f"there are times of {len(costs.times)} workers, the build has {plan.workers}"
         raise BuildError(what, hint=_AGAIN)
     sizes = ReplicaMessages(demand)
-    points = {timing.name: (timing.made, timing.needed) for timing in costs.timings}
+    points = {timing.name: (timing.made, timing.needed, timing.places) for timing in costs.timings}
     return Scenario(
         workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
         messages=tuple(
-            Message(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes, *points.get(e.name, (1.0, 0.0)))
+            Message(
+                *(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes),
+                *points.get(e.name, ()),
+                turn=turn_of(e.kind, e.sent.bytes),
+            )
             for e in plan.edges
         ),
         replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, sizes, owner)),
@@ -65,12 +70,16 @@ def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Re
     """What an owner sends after an update: one message for each reader and prediction distance."""
     version, filling = STEADY, Filling()
     for reader in demand.readers(owner):
-        reads: dict[int, dict[tuple[Phase, int], None]] = {}
+        turn = demand.turn(owner, reader)
+        reads: dict[int, list[tuple[Phase, tuple[int, ...]]]] = {}
         for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
-            for microbatch, lag in enumerate(reading.lags):
-                ahead = demand.ahead(reading, Action(reading.phase, version + lag, microbatch), version)
-                # Microbatches of one minibatch may read different versions; the simulator waits for the oldest one.
-                reads.setdefault(ahead, {})[reading.phase, max(reading.lags)] = None
+            distances = [
+                demand.ahead(reading, Action(reading.phase, version + lag, microbatch), version)
+                for microbatch, lag in enumerate(reading.lags)
+            ]
+            for ahead in dict.fromkeys(distances):
+                of_message = (lag if of == ahead else NEVER for of, lag in zip(distances, reading.lags, strict=True))
+                reads.setdefault(ahead, []).append((reading.phase, tuple(of_message)))
         for message in demand.messages(owner, reader, version, 0, None):
             pack = sizes.pack(owner, reader, version, message.ahead, filling)
-            yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes)
+            yield Replica(owner, reader, tuple(reads[message.ahead]), pack.bytes, turn)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from fxpipe.plan.spec import Phase
+from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile, Value
 from fxpipe.planner.workers import Ratios, Workers
@@ -66,7 +67,8 @@ class _Messages:
 
     def _messages(self) -> Iterator[Message]:
         for (way, _), (size, made, needed) in sorted(self.found.items()):
-            yield Message(*way, size, made, needed)
+            kind = "saved" if (way[1], way[3]) == ("F", "B") else ""
+            yield Message(*way, size, made, needed, turn=turn_of(kind, size))
 
     def _worker(self, unit: int, chain: str) -> int:
         return bisect_right(self.cuts[chain], unit) - 1
@@ -149,13 +151,15 @@ def _replicas(profile: Profile, partition: Partition, schedule: Schedule, ratio:
         return
     versions = versions_of(schedule)
     for (owner, reader), size in sorted(sizes.items()):
-        lags = _lags(versions, owner, reader, sorted(phases[owner, reader]))
-        yield Replica(owner, reader, tuple(lags), ratio * size)
+        lags = _lags(versions, owner, reader, sorted(phases[owner, reader]), range(schedule.microbatches))
+        yield Replica(owner, reader, tuple(lags), ratio * size, turn_of("weights", size))
 
 
-def _lags(versions: Versions, owner: int, reader: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
+def _lags(
+    versions: Versions, owner: int, reader: int, phases: Iterable[Phase], microbatches: Iterable[int]
+) -> Iterator[tuple[Phase, tuple[int, ...]]]:
     for phase in phases:
-        yield phase, versions.lag(phase, reader, owner)  # of the first microbatch: the greatest
+        yield phase, tuple(versions.lag(phase, reader, owner, microbatch) for microbatch in microbatches)
 
 
 def _at(cuts: Sequence[int], unit: int) -> int:

@@ -25,6 +25,7 @@ class Span(NamedTuple):  # a tuple: a run has tens of thousands
 class Transfer(NamedTuple):
     """A message that occupies its direction of a link; it arrives the link's latency after `end`.
 
+    Of a message that waits its turn, there is one for every stretch in which nothing else was carried.
     `action` is the one that sent it. Weights are sent by the backward that ends with their update.
     """
 
@@ -42,7 +43,7 @@ class Simulation:
 
     Attributes:
         spans: by worker, in order. Between them, and before the first, the worker waits.
-        transfers: every message, in order within each direction of a link.
+        transfers: every message, or stretch of one, in order within each direction of a link.
         finished: when worker 0 ended each minibatch.
         seconds: the whole run.
         seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, or

@@ -9,6 +9,7 @@ from math import isfinite
 
 from fxpipe.errors import ProfileError
 from fxpipe.plan.spec import Phase
+from fxpipe.plan.urgency import URGENT
 from fxpipe.planner.links import Links
 
 
@@ -39,6 +40,9 @@ class Message:
     Attributes:
         made: after which share of the source action's own compute it is sent.
         needed: after which share of the destination action's own compute it is waited for.
+        places: which sends and waits of the source action, and of the destination action, at the same share come before
+            this one: those of smaller places. Without any, waits come first.
+        turn: whether it goes at once or waits its turn on the link (see `fxpipe.plan.urgency`).
     """
 
     src: int
@@ -48,6 +52,12 @@ class Message:
     bytes: float
     made: float = 1.0
     needed: float = 0.0
+    places: tuple[int, int] = (1, 0)
+    turn: int = URGENT
+
+
+NEVER = -1
+"""In place of a lag: the microbatch does not read these weights."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +65,24 @@ class Replica:
     """Weights that their owner sends to one reader after each of its updates, as one message.
 
     Attributes:
-        reads: (phase, lag) pairs: that phase of minibatch m begins once the reader has version max(0, m − lag). Version
-            v is the weights after v updates; every worker has version 0 from the start.
+        reads: phases with their lags by microbatch: that phase of a microbatch of minibatch m begins once the reader
+            has version max(0, m − lag). `NEVER` stands for a microbatch that reads none of these messages. Version v is
+            the weights after v updates; every worker has version 0 from the start.
+        turn: as that of a `Message`.
     """
 
     owner: int
     reader: int
-    reads: tuple[tuple[Phase, int], ...]
+    reads: tuple[tuple[Phase, tuple[int, ...]], ...]
     bytes: float
+    turn: int = URGENT
 
 
 @dataclass(frozen=True)
 class Scenario:
     """Workers, what they send each other, and the links between them.
 
-    Messages that are sent, or awaited, at the same point of an action keep the order given here.
+    Messages that are sent, or awaited, at the same point and place of an action keep the order given here.
 
     Raises:
         ProfileError: costs below zero, workers that do not exist, messages against the pipeline's direction, links that
@@ -118,7 +131,7 @@ class Scenario:
         for r in self.replicas:
             if not self._two_workers(r.owner, r.reader):
                 yield f"{r} names a worker that is not there, or one twice"
-            elif not (_possible(r.bytes) and r.reads and all(lag >= 0 for _, lag in r.reads)):
+            elif not (_possible(r.bytes) and r.reads and all(_readable(lags) for _, lags in r.reads)):
                 yield f"{r} has no bytes above zero, no reader, or a lag below zero"
 
     def _of_links(self) -> Iterator[str]:
@@ -135,6 +148,11 @@ class Scenario:
     def _two_workers(self, a: int, b: int) -> bool:
         count = len(self.workers)
         return 0 <= a < count and 0 <= b < count and a != b
+
+
+def _readable(lags: tuple[int, ...]) -> bool:
+    """Whether some microbatch reads these weights, and none before they are made."""
+    return min(lags, default=NEVER) >= NEVER and max(lags, default=NEVER) > NEVER
 
 
 def _possible(value: float) -> bool:

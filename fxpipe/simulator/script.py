@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from fxpipe.plan.spec import Phase
-from fxpipe.planner.links import Links
 from fxpipe.simulator.channel import Channel, Direction
-from fxpipe.simulator.scenario import Message, Scenario
+from fxpipe.simulator.scenario import NEVER, Message, Scenario
+
+
+BEFORE_ALL = -1
+"""The place of weights that an action reads: it waits for them when it begins."""
 
 
 class Point(NamedTuple):  # a tuple: read millions of times
     """`seconds` of compute, then a message to send or to wait for, or the end of the action.
 
-    `lag` is that of a replica, −1 for a message of the microbatch itself.
+    `lags` are those of a replica, by microbatch; None for a message of the microbatch itself.
     """
 
     seconds: float
     channel: Channel | None = None
     sends: bool = False
-    lag: int = -1
+    lags: tuple[int, ...] | None = None
 
 
 class Outgoing(NamedTuple):
@@ -41,6 +45,13 @@ class Script:
     update: float
     outgoing: tuple[Outgoing, ...]
 
+    @property
+    def channels(self) -> Iterator[Channel]:
+        """All that the worker sends on."""
+        points = (*self.forward, *self.backward)
+        yield from (point.channel for point in points if point.sends and point.channel is not None)
+        yield from (weights.channel for weights in self.outgoing)
+
 
 def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Script]:
     """Every worker's script for one run, with channels in which nothing has been sent."""
@@ -48,19 +59,21 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
     steps: dict[tuple[int, Phase], list[_ScriptStep]] = {}
     outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
 
-    def channel(src: int, dst: int, size: float, links: Links, count: int) -> Channel:
-        return Channel(src, dst, size, links, directions.setdefault((src, dst), Direction()), count)
+    def channel(src: int, dst: int, size: float, count: int, turn: int) -> Channel:
+        direction = directions.setdefault((src, dst), Direction())
+        return Channel(src, dst, size, scenario.links, direction, count, turn)
 
     for replica in scenario.replicas:
-        weights = channel(replica.owner, replica.reader, replica.bytes, scenario.links, minibatches)
+        weights = channel(replica.owner, replica.reader, replica.bytes, minibatches, replica.turn)
         weights.ready[0], weights.copied[0] = 0.0, True
-        outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - min(lag for _, lag in replica.reads)))
-        for phase, lag in replica.reads:
-            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, Point(0.0, weights, False, lag)))
+        newest = min(lag for _, lags in replica.reads for lag in lags if lag != NEVER)
+        outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - newest))
+        for phase, lags in replica.reads:
+            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags)))
     for m in (*scenario.messages, *tokens(scenario)):
-        value = channel(m.src, m.dst, m.bytes, scenario.links, microbatches * minibatches)
-        steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, Point(0.0, value)))
-        steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, Point(0.0, value, True)))
+        value = channel(m.src, m.dst, m.bytes, microbatches * minibatches, m.turn)
+        steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, m.places[1], Point(0.0, value)))
+        steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, m.places[0], Point(0.0, value, True)))
     return [
         Script(
             tuple(_walk(steps.get((worker, "F"), []), cost.forward)),
@@ -84,13 +97,14 @@ def tokens(scenario: Scenario) -> Iterator[Message]:
 
 class _ScriptStep(NamedTuple):
     share: float
+    place: int
     point: Point
 
 
 def _walk(steps: list[_ScriptStep], seconds: float) -> Iterator[Point]:
-    """The points in order; at the same share, waiting comes before sending, because one may be made from the other."""
+    """The points in order; at the same share, by their places."""
     done = 0.0
-    for share, point in sorted(steps, key=lambda step: (step.share, step.point.sends)):
+    for share, _, point in sorted(steps, key=itemgetter(0, 1)):
         yield point._replace(seconds=(share - done) * seconds)
         done = share
     yield Point((1 - done) * seconds)

@@ -3,6 +3,10 @@
 What a worker does depends on others only through the arrival of messages, and each direction of a link carries the
 messages of one worker in that worker's own order. So no clock is shared and no event queue is needed: a worker runs
 until it needs what has not been sent yet, and continues once that is sent, as in `schedule.order.play`.
+
+When a message arrives that waits its turn depends also on what its sender sends later. Whenever it sends, all is known
+that its link has carried before. Once no worker can go on, nothing happens before the first of these messages arrives
+for which a worker waits, so that its time is known, too; that worker goes on.
 """
 
 from __future__ import annotations
@@ -10,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import ceil, isclose
+from operator import itemgetter
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.urgency import URGENT
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, play, read
-from fxpipe.simulator.channel import Channel
+from fxpipe.simulator.channel import Channel, Stretch
 from fxpipe.simulator.result import Simulation, Span, Transfer
-from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.scenario import NEVER, Scenario
 from fxpipe.simulator.script import Script, scripts
 
 
@@ -28,7 +34,8 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     it, goes on computing, and sends what it makes without waiting. A message leaves once its direction of the link is
     free, occupies it for bytes ÷ bandwidth, and arrives the latency later. The processor of each end is busy copying
     it: the sender's when it is sent; the receiver's when it is needed or, if the receiver waits, in the last part of
-    that wait, while the message is on its way. An action waits for weights when it begins.
+    that wait, while the message is on its way. An action waits for weights when it begins. A message that waits its
+    turn leaves in chunks, each when its direction is free and nothing urgent has been sent (`fxpipe.plan.urgency`).
 
     If no message goes from a worker's forward to its neighbour's, or from a backward to the previous worker's, an empty
     message keeps the pipeline's order.
@@ -89,12 +96,28 @@ class _Simulator:
         self.waited = [0.0 for _ in parts]
         self.ends: dict[int, float] = {}
         self._awake = list(reversed(range(len(parts))))
+        waiting = (channel for part in parts for channel in part.channels if channel.turn != URGENT)
+        self._directions = list({id(channel.direction): channel.direction for channel in waiting}.values())
 
     def run(self, rows: Sequence[Sequence[Action]]) -> None:
         """Run every worker until all have ended or none can go on."""
         walks = [self._walk(worker, row) for worker, row in enumerate(rows)]
-        while self._awake:
+        while self._awake or self._arrive():
             next(walks[self._awake.pop()], None)
+
+    def _arrive(self) -> bool:
+        """Let the first message arrive that waits its turn and that a worker waits for; False if there is none."""
+        awaited = [
+            (time, place, message)
+            for place, direction in enumerate(self._directions)
+            for time, message in direction.expected()
+            if message.channel.asleep == message.number
+        ]
+        if not awaited:
+            return False
+        _, place, message = min(awaited, key=itemgetter(0))
+        self._carried(self._directions[place].carry_all(message))
+        return True
 
     def _walk(self, worker: int, row: Sequence[Action]) -> Iterator[None]:
         """A worker's way through its row; pauses where it waits for what has not been sent."""
@@ -103,14 +126,18 @@ class _Simulator:
         for action in row:
             number = action.minibatch * self.microbatches + action.microbatch
             begin = clock
-            for seconds, channel, sends, lag in part.forward if action.phase == "F" else part.backward:
+            for seconds, channel, sends, lags in part.forward if action.phase == "F" else part.backward:
                 clock += seconds
                 if channel is None:
                     continue
                 if sends:
                     clock = self._send(channel, number, clock, action)
                     continue
-                wanted = number if lag < 0 else max(0, action.minibatch - lag)
+                wanted = number
+                if lags is not None:
+                    if (lag := lags[action.microbatch]) == NEVER:
+                        continue
+                    wanted = max(0, action.minibatch - lag)
                 if channel.ready[wanted] is None:
                     channel.asleep = wanted
                     yield
@@ -141,14 +168,33 @@ class _Simulator:
         return clock
 
     def _send(self, channel: Channel, number: int, clock: float, action: Action) -> float:
-        """Send a message and wake its receiver; returns when the sender can go on."""
+        """Send a message, and wake its receiver if it is urgent; returns when the sender can go on."""
+        direction = channel.direction
+        if direction.waits:
+            self._carried(direction.carry(clock))
+        if channel.turn != URGENT:
+            channel.wait(number, clock, action)
+            return clock + channel.copy
         start, end = channel.send(number, clock)
+        if end > start:
+            self._carried(direction.interrupt())
         if channel.bytes:
             self.transfers.append(Transfer(channel.src, channel.dst, channel.bytes, start, end, action))
+        self._wake(channel, number)
+        return clock + channel.copy
+
+    def _carried(self, stretches: Iterable[Stretch]) -> None:
+        for message, size, start, end, last in stretches:
+            channel = message.channel
+            if size:
+                self.transfers.append(Transfer(channel.src, channel.dst, size, start, end, message.action))
+            if last:
+                self._wake(channel, message.number)
+
+    def _wake(self, channel: Channel, number: int) -> None:
         if channel.asleep == number:
             channel.asleep = -1
             self._awake.append(channel.dst)
-        return clock + channel.copy
 
 
 def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) -> Iterator[Event]:
@@ -157,8 +203,9 @@ def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) 
         if (m.dst, m.dst_phase) == (worker, action.phase):
             yield m.src, Action(m.src_phase, action.minibatch, action.microbatch)
     for replica in scenario.replicas:
-        for phase, lag in replica.reads:
-            if (replica.reader, phase) == (worker, action.phase) and action.minibatch > lag:
+        for phase, lags in replica.reads:
+            lag = lags[action.microbatch]
+            if (replica.reader, phase) == (worker, action.phase) and lag != NEVER and action.minibatch > lag:
                 yield replica.owner, Action("B", action.minibatch - lag - 1, schedule.microbatches - 1)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fxpipe.ir.program import Program, info
 from fxpipe.ir.wire import is_recv, is_send
 from fxpipe.plan.cost_records import EdgeTiming
 from fxpipe.plan.spec import Phase
+
+_Action = tuple[int | None, Phase]
 
 
 def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
@@ -13,19 +17,32 @@ def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
 
     Linear in nodes. If an action takes no time at all, its values are made at its end and needed at its start.
     """
-    spent: dict[tuple[int | None, Phase], float] = {}
-    sent: dict[str, tuple[tuple[int | None, Phase], float]] = {}
-    awaited: dict[str, tuple[tuple[int | None, Phase], float]] = {}
+    spent: dict[_Action, float] = {}
+    count: dict[_Action, int] = {}
+    sent: dict[str, _Wire] = {}
+    awaited: dict[str, _Wire] = {}
     for node in program:
         record = info(node)
-        place = (record.worker, record.phase)
-        now = spent.setdefault(place, 0.0)
+        action = (record.worker, record.phase)
+        now = spent.setdefault(action, 0.0)
         if is_send(node) or is_recv(node):
-            (sent if is_send(node) else awaited)[program.wires[node.name].name] = (place, now)
-        spent[place] = now + (record.seconds or 0.0)
+            place = count[action] = count.get(action, -1) + 1
+            (sent if is_send(node) else awaited)[program.wires[node.name].name] = _Wire(action, now, place)
+        spent[action] = now + (record.seconds or 0.0)
 
-    def share(at: tuple[tuple[int | None, Phase], float], otherwise: float) -> float:
-        place, now = at
-        return now / spent[place] if spent[place] else otherwise
+    def share(wire: _Wire, otherwise: float) -> float:
+        whole = spent[wire.action]
+        return wire.seconds / whole if whole else otherwise
 
-    return tuple(EdgeTiming(name, share(sent[name], 1.0), share(awaited[name], 0.0)) for name in sent)
+    return tuple(
+        EdgeTiming(name, share(wire, 1.0), share(awaited[name], 0.0), (wire.place, awaited[name].place))
+        for name, wire in sent.items()
+    )
+
+
+class _Wire(NamedTuple):
+    """A send or a wait: so many seconds of its action come before it, and so many sends and waits."""
+
+    action: _Action
+    seconds: float
+    place: int

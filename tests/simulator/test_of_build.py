@@ -68,12 +68,13 @@ def test_measured_times_take_the_place_of_the_tables() -> None:
 def test_edges_become_messages_at_their_points() -> None:
     build = shifted()
     known = build.plan.edges[1]
-    made = scenario(build, timings=(EdgeTiming(known.name, 0.25, 0.75),))
+    made = scenario(build, timings=(EdgeTiming(known.name, 0.25, 0.75, (3, 4)),))
     for edge, message in zip(build.plan.edges, made.messages, strict=True):
         assert (message.src, message.src_phase) == (edge.src, edge.src_phase)
         assert (message.dst, message.dst_phase) == (edge.dst, edge.dst_phase)
         assert message.bytes == edge.tensor.bytes > 0
-        assert (message.made, message.needed) == ((0.25, 0.75) if edge is known else (1, 0))
+        found = (message.made, message.needed, message.places)
+        assert found == ((0.25, 0.75, (3, 4)) if edge is known else (1, 0, (1, 0)))
 
 
 def test_a_build_without_costs_is_refused() -> None:
@@ -143,8 +144,8 @@ def test_versions_are_those_of_the_demand(policy: str) -> None:
     demand = choose(build.plan).demand
     made = scenario(build)
     for worker in range(3):
-        wanted = {(r.owner, ph, *r.lags) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
-        found = {(r.owner, ph, lag) for r in made.replicas if r.reader == worker for ph, lag in r.reads}
+        wanted = {(r.owner, ph, r.lags) for ph in ("F", "B") for r in demand.readings(worker, ph) if r.owner != worker}
+        found = {(r.owner, *read) for r in made.replicas if r.reader == worker for read in r.reads}
         assert found == wanted
     assert any(len(replica.reads) > 1 for replica in made.replicas) or policy == "latest"
 

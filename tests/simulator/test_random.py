@@ -6,8 +6,9 @@ import heapq
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
+from math import ceil
 from typing import Any
 
 import pytest
@@ -15,13 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.plan.spec import Phase
+from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
 from fxpipe.schedule import Action, Schedule, make
 from fxpipe.schedule.order import read
-from fxpipe.simulator import Message, Replica, Scenario, Simulation, WorkerCost, simulate
+from fxpipe.simulator import NEVER, Message, Replica, Scenario, Simulation, WorkerCost, simulate
 
 Key = tuple[Any, ...]
 KINDS: list[tuple[Phase, Phase, bool]] = [("F", "F", True), ("B", "B", False), ("F", "B", True), ("F", "B", False)]
+
+
+_LAST = object()
+
+
+@dataclass
+class _Posted:
+    """A message that was sent, what of it is left, and in how many chunks that will go."""
+
+    key: Key
+    size: float
+    turn: int
+    chunks: int
 
 
 class Events:
@@ -32,9 +47,9 @@ class Events:
         self.now = 0.0
         self.happened: set[Key] = set()
         self.sleepers: dict[Key, list[Iterator[Any]]] = defaultdict(list)
-        self.queue: list[tuple[float, int, Iterator[Any]]] = []
+        self.queue: list[tuple[float, int, int, Iterator[Any]]] = []
         self.ties = count()
-        self.posted: dict[tuple[int, int], deque[tuple[Key, float]]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
         self.begun: dict[tuple[int, Action], float] = {}
         self.ended: dict[tuple[int, Action], float] = {}
         self.copied: set[Key] = set()
@@ -52,17 +67,20 @@ class Events:
             for dst in range(schedule.workers):
                 self.start(self.carry(src, dst))
         while self.queue:
-            self.now, _, process = heapq.heappop(self.queue)
+            self.now, _, _, process = heapq.heappop(self.queue)
             self.resume(process)
         assert set(self.ended) == {(w, a) for w, row in enumerate(rows) for a in row}
 
     def start(self, process: Iterator[Any]) -> None:
-        heapq.heappush(self.queue, (self.now, next(self.ties), process))
+        heapq.heappush(self.queue, (self.now, 0, next(self.ties), process))
 
     def resume(self, process: Iterator[Any]) -> None:
         for wish in process:
             if isinstance(wish, float):
-                heapq.heappush(self.queue, (self.now + wish, next(self.ties), process))
+                heapq.heappush(self.queue, (self.now + wish, 0, next(self.ties), process))
+                return
+            if wish is _LAST:
+                heapq.heappush(self.queue, (self.now, 1, next(self.ties), process))
                 return
             if wish not in self.happened:
                 self.sleepers[wish].append(process)
@@ -74,20 +92,34 @@ class Events:
             self.start(process)
 
     def carry(self, src: int, dst: int) -> Iterator[Any]:
+        """Chunk by chunk: at each time, all that is sent then is there before the next chunk is chosen."""
         links, posted = self.scenario.links, self.posted[src, dst]
+        begun = set()
         for number in count():
             yield ("posted", src, dst, number)
-            key, size = posted.popleft()
-            self.start(self.later(links.latency_of(src, dst), ("first byte", key)))
-            yield float(size / links.bandwidth_of(src, dst))
-            self.start(self.later(links.latency_of(src, dst), ("arrived", key)))
+            while posted:
+                if not any(message.turn == URGENT for message in posted):
+                    yield _LAST  # what else happens at this time may send something urgent
+                message = min(posted, key=lambda message: message.turn)  # the first of those
+                if message.key not in begun:
+                    begun.add(message.key)
+                    self.start(self.later(links.latency_of(src, dst), ("first byte", message.key)))
+                size = message.size if message.turn == URGENT else min(CHUNK, message.size)
+                message.size -= size
+                message.chunks -= 1
+                if not message.chunks:
+                    posted.remove(message)
+                yield float(size / links.bandwidth_of(src, dst))
+                if not message.chunks:
+                    self.start(self.later(links.latency_of(src, dst), ("arrived", message.key)))
 
     def later(self, seconds: float, key: Key) -> Iterator[Any]:
         yield float(seconds)
         self.happen(key)
 
-    def send(self, src: int, dst: int, key: Key, size: float) -> Iterator[Any]:
-        self.posted[src, dst].append((key, size))
+    def send(self, src: int, dst: int, key: Key, size: float, turn: int) -> Iterator[Any]:
+        chunks = 1 if turn == URGENT else max(1, ceil(size / CHUNK))
+        self.posted[src, dst].append(_Posted(key, size, turn, chunks))
         done = sum(1 for k in self.happened if k[:3] == ("posted", src, dst))
         self.happen(("posted", src, dst, done))
         yield float(self.scenario.links.copy * size)
@@ -104,30 +136,33 @@ class Events:
         for action in row:
             self.begun[worker, action] = self.now
             for i, r in enumerate(self.scenario.replicas):
-                for phase, lag in r.reads:
-                    if (worker, action.phase) == (r.reader, phase) and action.minibatch > lag:
+                for phase, lags in r.reads:
+                    lag = lags[action.microbatch]
+                    if (worker, action.phase) == (r.reader, phase) and lag != NEVER and action.minibatch > lag:
                         yield from self.receive(("weights", i, action.minibatch - lag), r.bytes)
             seconds = cost.forward if action.phase == "F" else cost.backward
-            events: list[tuple[float, int, int]] = []
+            events: list[tuple[float, int, int, bool]] = []
             for i, m in enumerate(self.messages):
                 if (worker, action.phase) == (m.dst, m.dst_phase):
-                    events.append((m.needed, 0, i))
+                    events.append((m.needed, m.places[1], i, False))
                 if (worker, action.phase) == (m.src, m.src_phase):
-                    events.append((m.made, 1, i))
+                    events.append((m.made, m.places[0], i, True))
             done = 0.0
-            for share, sends, i in sorted(events):
+            for share, _, i, sends in sorted(events):
                 yield float((share - done) * seconds)
                 done = share
                 m = self.messages[i]
                 key = (i, action.minibatch, action.microbatch)
-                yield from self.send(m.src, m.dst, key, m.bytes) if sends else self.receive(key, m.bytes)
+                yield from self.send(m.src, m.dst, key, m.bytes, m.turn) if sends else self.receive(key, m.bytes)
             yield float((1 - done) * seconds)
             if action.phase == "B" and action.microbatch == last:
                 yield float(cost.update)
                 for i, r in enumerate(self.scenario.replicas):
                     version = action.minibatch + 1
-                    if r.owner == worker and any(version + lag < self.minibatches for _, lag in r.reads):
-                        yield from self.send(r.owner, r.reader, ("weights", i, version), r.bytes)
+                    if r.owner == worker and any(
+                        version + lag < self.minibatches for _, lags in r.reads for lag in lags if lag != NEVER
+                    ):
+                        yield from self.send(r.owner, r.reader, ("weights", i, version), r.bytes, r.turn)
             self.ended[worker, action] = self.now
 
 
@@ -141,7 +176,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     """Costs in quarters, so that all sums are exact; every lag is one that the schedule can have."""
     workers = draw(st.integers(1, 4))
     name = draw(st.sampled_from(["gpipe", "1f1b", "async"]))
-    microbatches = draw(st.integers(1, 3)) if name != "async" else 1
+    microbatches = draw(st.integers(1, 3))
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)
     costs = draw(st.lists(st.builds(WorkerCost, small, small, small), min_size=workers, max_size=workers))
@@ -151,12 +186,11 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
         for low, high in draw(st.lists(pair, max_size=8)):
             source, target, down = draw(st.sampled_from(KINDS))
             src, dst = (low, high) if down else (high, low)
-            messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share)))
-        reads = st.lists(
-            st.tuples(st.sampled_from(["F", "B"]), st.integers(0 if name != "async" else workers - 1, 4)),
-            min_size=1,
-            max_size=2,
-        )
+            places = draw(st.sampled_from([(1, 0), (0, 1), (0, 0), (2, 2)]))
+            messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share), places))
+        lag = st.sampled_from([NEVER, *range(0 if name != "async" else workers - 1, 5)])
+        lags = st.tuples(*[lag] * microbatches).filter(lambda lags: max(lags) != NEVER)
+        reads = st.lists(st.tuples(st.sampled_from(["F", "B"]), lags), min_size=1, max_size=2)
         for low, high in draw(st.lists(pair, max_size=3)):
             owner, reader = (low, high) if draw(st.booleans()) else (high, low)
             replicas.append(Replica(owner, reader, tuple(draw(reads)), draw(small)))  # type: ignore[arg-type]
@@ -164,6 +198,59 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     links = Links(draw(st.sampled_from([0.5, 2.0, float("inf")])), latency, draw(st.sampled_from([0.0, 0.25, 1.0])))
     scenario = Scenario(tuple(costs), tuple(messages), tuple(replicas), links)
     return make(name, workers, microbatches), scenario, draw(st.integers(1, 5))
+
+
+@st.composite
+def waiting(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
+    """The same with a chunk for each byte; any message may wait its turn, also one of which a forward is made."""
+    schedule, scenario, minibatches = draw(runs())
+    turn = st.sampled_from([URGENT, URGENT, SAVED, WEIGHTS])
+    links = scenario.links
+    assert isinstance(links.bandwidth, float)
+    scenario = replace(
+        scenario,
+        messages=tuple(replace(m, bytes=m.bytes * CHUNK, turn=draw(turn)) for m in scenario.messages),
+        replicas=tuple(replace(r, bytes=r.bytes * CHUNK, turn=draw(turn)) for r in scenario.replicas),
+        links=replace(links, bandwidth=links.bandwidth * CHUNK, copy=links.copy / CHUNK),
+    )
+    return schedule, scenario, minibatches
+
+
+@settings(max_examples=300, deadline=None)
+@given(waiting())
+def test_what_waits_its_turn_equals_the_event_queue(run: tuple[Schedule, Scenario, int]) -> None:
+    assert ends(simulate(*run)) == Events(*run).ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(waiting())
+def test_stretches_are_the_messages(run: tuple[Schedule, Scenario, int]) -> None:
+    """No two stretches overlap, neighbours are of different messages, and together they have all bytes once."""
+    _, scenario, _ = run
+    urgent = simulate(run[0], _all_urgent(scenario), run[2])
+    found = simulate(*run)
+    assert _carried_bytes(found) == _carried_bytes(urgent)
+    for src in range(found.workers):
+        for dst in range(found.workers):
+            carried = [t for t in found.transfers if (t.src, t.dst) == (src, dst)]
+            assert all(a.end <= b.start for a, b in pairwise(carried))
+            rate = scenario.links.bandwidth_of(src, dst)
+            assert all(t.end - t.start == t.bytes / rate for t in carried)
+
+
+def _all_urgent(scenario: Scenario) -> Scenario:
+    return replace(
+        scenario,
+        messages=tuple(replace(m, turn=URGENT) for m in scenario.messages),
+        replicas=tuple(replace(r, turn=URGENT) for r in scenario.replicas),
+    )
+
+
+def _carried_bytes(simulation: Simulation) -> dict[tuple[int, int, Action], float]:
+    found: dict[tuple[int, int, Action], float] = defaultdict(float)
+    for t in simulation.transfers:
+        found[t.src, t.dst, t.action] += t.bytes
+    return found
 
 
 @settings(max_examples=100, deadline=None)

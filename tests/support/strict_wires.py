@@ -70,11 +70,13 @@ class StrictWires:
     def __init__(self, hub: Hub, worker: int, by_channel: bool) -> None:
         self.hub, self.worker, self.ordered = hub, worker, by_channel
 
-    def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None) -> Message:
+    def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0) -> Message:
         time.sleep(random.random() * 2e-4)
         return self.hub.put(self.hub.sends, self.key(self.worker, to, channel, tag), flat)
 
-    def irecv(self, count: int, dtype: torch.dtype, source: int, channel: Any, tag: int | None = None) -> Message:
+    def irecv(
+        self, count: int, dtype: torch.dtype, source: int, channel: Any, tag: int | None = None, turn: int = 0
+    ) -> Message:
         key = self.key(source, self.worker, channel, tag)
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 

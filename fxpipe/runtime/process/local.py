@@ -90,7 +90,8 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._mailbox = Mailbox(self.plan.all_edges, read_throttle(options.throttle, self.plan.workers))
+        throttle = read_throttle(options.throttle, self.plan.workers)
+        self._mailbox = Mailbox(self.plan.all_edges, throttle, self.recipe.demand)
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch

@@ -32,6 +32,7 @@ class Addresses:
         weights = [("weights", o, r) for o in range(plan.workers) for r in demand.readers(o)]
         loss = [("loss", plan.loss_worker, 0)] if plan.loss_worker else []
         evaluations = [("evaluate", *pair) for pair in sorted(pairs)]
+        self._turns = {(o, r): demand.turn(o, r) for _, o, r in weights}
         self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *loss, *evaluations]
         # All that one worker sends another for evaluations is in one channel: moved tensors, then batch after batch.
         self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
@@ -59,6 +60,10 @@ class Addresses:
     def tag(self, edge: EdgeSpec) -> int:
         """The tag of an edge's values; nothing else has the same."""
         return self._tags[edge.name]
+
+    def turn_of_weights(self, owner: int, reader: int) -> int:
+        """The turn of all weights that an owner sends a reader (see `fxpipe.plan.urgency`)."""
+        return self._turns[owner, reader]
 
     def tag_of_note(self, kind: str) -> int:
         """The tag of a kind of notes; nothing else has the same."""

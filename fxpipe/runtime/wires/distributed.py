@@ -6,12 +6,15 @@ end) has a communicator of its own, in which both ends keep the plan's order.
 
 A worker waits for its sends only once the schedule says that the receiver has taken them, so that the wait takes no
 time: gloo's `is_completed` says nothing before `wait`.
+
+Over gloo, what waits its turn (`fxpipe.plan.urgency`) goes through an outbox; over NCCL all goes at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +25,11 @@ from fxpipe.errors import RunError
 from fxpipe.observe.watch import Cause
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.meter import Meter
+from fxpipe.runtime.wires.meter import Letter, Meter
+from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
 from fxpipe.runtime.wires.transport import Note, Transport
 from fxpipe.schedule import check
 from fxpipe.schedule.base import Schedule
@@ -53,11 +58,20 @@ class Wires:
         self.staged = backend == "gloo" and device.type != "cpu"
         self._tags = {channel: 1 + i for i, channel in enumerate(channels)}
         self._groups: dict[Channel, Any] = {}
+        self._outboxes: dict[int, Outbox] = {}
         if backend == "nccl":
             self._connect(channels)
 
-    def isend(self, flat: Tensor, to: int, channel: Channel, tag: int | None = None) -> tuple[Work, Tensor]:
-        """Begin to send; the caller keeps the pair until it has waited for the work."""
+    def isend(
+        self, flat: Tensor, to: int, channel: Channel, tag: int | None = None, turn: int = URGENT
+    ) -> tuple[Work, Tensor]:
+        """Begin to send; the caller keeps the pair until it has waited for the work.
+
+        Args:
+            turn: the same for all messages of a tag.
+        """
+        if self._waits(turn):
+            return self._put(flat, to, channel, tag, turn)
         flat = self._stamped(flat, to)
         with peers(self.worker):
             if self.backend == "nccl":
@@ -67,15 +81,28 @@ class Wires:
             return dist.isend(flat, to, tag=self._tags[channel] if tag is None else tag), flat
 
     def irecv(
-        self, count: int, dtype: torch.dtype, source: int, channel: Channel, tag: int | None = None
+        self,
+        count: int,
+        dtype: torch.dtype,
+        source: int,
+        channel: Channel,
+        tag: int | None = None,
+        turn: int = URGENT,
     ) -> tuple[Work, Tensor]:
-        """Begin to receive into new memory."""
+        """Begin to receive into new memory what is sent with the same turn."""
         count += self._stamp(dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
         with peers(self.worker):
             if self.backend == "nccl":
                 return dist.irecv(flat, source, group=self._groups[channel]), flat
-            return dist.irecv(flat, source, tag=self._tags[channel] if tag is None else tag), flat
+            tag = self._tags[channel] if tag is None else tag
+            if not self._waits(turn):
+                return dist.irecv(flat, source, tag=tag), flat
+            data = flat.view(torch.uint8)
+            stamp = self._stamp(dtype) * dtype.itemsize
+            places = pieces(len(data) - stamp)
+            places += [slice(len(data) - stamp, len(data))] if stamp else []
+            return Coming([dist.irecv(data[place], source, tag=tag) for place in places]), flat
 
     def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
         """Begin to send a few float64 numbers that are on the CPU: over gloo, whatever the backend."""
@@ -113,6 +140,29 @@ class Wires:
     def _stamp(self, dtype: torch.dtype) -> int:
         """How many elements a message has after its own: when it arrives over the links of the meter, as an int64."""
         return 0 if self._meter is None else max(1, 8 // dtype.itemsize)
+
+    def _waits(self, turn: int) -> bool:
+        return turn != URGENT and self.backend == "gloo"
+
+    def _put(self, flat: Tensor, to: int, channel: Channel, tag: int | None, turn: int) -> tuple[Work, Tensor]:
+        """Begin to send a message that waits its turn."""
+        flat = flat.cpu() if self.staged else flat
+        with peers(self.worker):
+            group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
+        assert group is not None
+        tag = self._tags[channel] if tag is None else tag
+        letter = None if self._meter is None else self._meter.put(self.worker, to, flat.nbytes, turn)
+        stamp = None if letter is None else partial(self._late_stamp, letter, flat.dtype)
+        message = Leaving(turn, flat.view(torch.uint8), lambda data: group.send([data], to, tag), stamp)
+        self._outboxes.setdefault(to, Outbox()).put(channel, message)
+        return message, flat
+
+    def _late_stamp(self, letter: Letter, dtype: torch.dtype) -> Tensor:
+        """The stamp of a message that waits its turn, once it is known."""
+        assert self._meter is not None
+        stamp = torch.zeros(self._stamp(dtype) * dtype.itemsize // 8, dtype=torch.int64)
+        stamp[-1] = self._meter.settle(letter)
+        return stamp.view(torch.uint8)
 
     def _stamped(self, flat: Tensor, to: int) -> Tensor:
         if self._meter is None:
@@ -215,7 +265,8 @@ class DistTransport(Transport):
     def expect(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> None:
         layout = self._layouts[edge.name]
         channel = self.addresses.channel(edge)
-        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, self.addresses.tag(edge))
+        turn = turn_of(edge.kind, edge.sent.bytes)
+        pending = self.wires.irecv(layout.count, layout.dtype, edge.src, channel, self.addresses.tag(edge), turn)
         self._posted[edge.name, minibatch, microbatch] = pending
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
@@ -229,7 +280,8 @@ class DistTransport(Transport):
             order.rotate(-1)
         layout = self._layouts[edge.name]
         flat = layout.flat(layout(value))
-        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge)), edge.dst)
+        turn = turn_of(edge.kind, edge.sent.bytes)
+        self._keep(self.wires.isend(flat, edge.dst, channel, self.addresses.tag(edge), turn), edge.dst)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         layout = self._layouts[edge.name]
@@ -237,11 +289,13 @@ class DistTransport(Transport):
         return flat.as_strided(layout.shape, layout.stride)
 
     def expect_weights(self, owner: int, version: int, ahead: int, size: int) -> None:
-        pending = self.wires.irecv(size, torch.uint8, owner, ("weights", owner, self.worker))
+        turn = self.addresses.turn_of_weights(owner, self.worker)
+        pending = self.wires.irecv(size, torch.uint8, owner, ("weights", owner, self.worker), turn=turn)
         self._posted["weights", owner, version, ahead] = pending
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
-        pending = self.wires.isend(block, reader, ("weights", self.worker, reader))
+        turn = self.addresses.turn_of_weights(self.worker, reader)
+        pending = self.wires.isend(block, reader, ("weights", self.worker, reader), turn=turn)
         self._sent_weights.append(_Sent(self._now, pending, reader))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from fxpipe.plan.packing import Layout
 from fxpipe.plan.spec import EdgeSpec
+from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.planner.links import Links
-from fxpipe.runtime.wires.meter import Meter
+from fxpipe.policy.demand import Demand
+from fxpipe.runtime.wires.meter import Letter, Meter
 from fxpipe.runtime.wires.transport import Note, Transport
 
 _Key = tuple[Any, ...]
@@ -21,35 +23,47 @@ class Mailbox:
 
     Args:
         throttle: the links that letters are to take as long as; None where they arrive at once.
+        demand: who reads whose weights; None where no weights are sent.
     """
 
-    def __init__(self, edges: Sequence[EdgeSpec], throttle: Links | None = None) -> None:
+    def __init__(self, edges: Sequence[EdgeSpec], throttle: Links | None = None, demand: Demand | None = None) -> None:
         self.layouts = {edge.name: Layout(edge.sent, edge.name) for edge in edges}
         self.throttle = throttle
         self.letters: dict[_Key, Tensor] = {}
-        self._arrives: dict[_Key, int] = {}
+        self._demand = demand
+        self._arrives: dict[_Key, int | Letter] = {}
         self._awaited: list[int] = []
         self._meter = None if throttle is None else Meter(throttle)
 
-    def put(self, source: int, to: int, key: _Key, letter: Tensor) -> None:
-        """A worker sends a letter."""
+    def put(self, source: int, to: int, key: _Key, letter: Tensor, turn: int = URGENT) -> None:
+        """A worker sends a letter; with a throttle, it may have to wait its turn."""
         self.letters[key] = letter
-        if self._meter is not None:
+        if self._meter is None:
+            return
+        if turn == URGENT:
             self._arrives[key] = self._meter.send(source, to, letter.nbytes)
+        else:
+            self._arrives[key] = self._meter.put(source, to, letter.nbytes, turn)
+
+    def turn(self, owner: int, reader: int) -> int:
+        """The turn of weights that an owner sends a reader."""
+        return URGENT if self._demand is None else self._demand.turn(owner, reader)
 
     def take(self, key: _Key) -> Tensor:
         """A letter that was sent, as soon as it arrives."""
         if self._meter is not None:
-            self._meter.hold(self._arrives.pop(key))
+            self._meter.hold(self._expected(key))
+            del self._arrives[key]
         return self.letters.pop(key)
 
     def has(self, key: _Key) -> bool:
         """Whether a letter has arrived."""
         if key not in self.letters or self._meter is None:
             return key in self.letters
-        if self._meter.is_due(self._arrives[key]):
+        expected = self._expected(key)
+        if self._meter.is_due(expected):
             return True
-        self._awaited.append(self._arrives[key])
+        self._awaited.append(expected)
         return False
 
     def rest(self) -> bool:
@@ -66,6 +80,12 @@ class Mailbox:
         self._arrives.clear()
         self._awaited.clear()
 
+    def _expected(self, key: _Key) -> int:
+        """When a letter arrives if none is sent before; the workers are of one thread, so who waits sends none."""
+        assert self._meter is not None
+        arrives = self._arrives[key]
+        return arrives if isinstance(arrives, int) else self._meter.expected(arrives)
+
 
 class LocalTransport(Transport):
     """One worker's end of a mailbox."""
@@ -79,7 +99,9 @@ class LocalTransport(Transport):
         self.layouts |= {edge.name: Layout(edge.sent, edge.name) for edge in edges}
 
     def send(self, edge: EdgeSpec, minibatch: int, microbatch: int, value: Tensor) -> None:
-        self.box.put(self.worker, edge.dst, (edge.name, minibatch, microbatch), self.layouts[edge.name](value))
+        letter = self.layouts[edge.name](value)
+        turn = turn_of(edge.kind, edge.sent.bytes)
+        self.box.put(self.worker, edge.dst, (edge.name, minibatch, microbatch), letter, turn)
 
     def recv(self, edge: EdgeSpec, minibatch: int, microbatch: int) -> Tensor:
         return self.box.take((edge.name, minibatch, microbatch))
@@ -89,7 +111,8 @@ class LocalTransport(Transport):
         return self.box.has((edge.name, minibatch, microbatch))
 
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
-        self.box.put(self.worker, reader, ("weights", self.worker, reader, version, ahead), block)
+        turn = self.box.turn(self.worker, reader)
+        self.box.put(self.worker, reader, ("weights", self.worker, reader, version, ahead), block, turn)
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self.box.take(("weights", owner, self.worker, version, ahead))

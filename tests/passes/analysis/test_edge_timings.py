@@ -28,19 +28,23 @@ def wired(name: str, shift: int) -> Program:
 
 
 def counted(program: Program) -> dict[str, EdgeTiming]:
-    """The same from the text: the share of a function's other lines above each send and each receive."""
-    made: dict[str, float] = {}
-    needed: dict[str, float] = {}
+    """The same from the text: the lines of other kinds, and of this kind, above each send and each receive."""
+    made: dict[str, tuple[float, int]] = {}
+    needed: dict[str, tuple[float, int]] = {}
     for source in program.files.values():
         for function in re.split(r"^def ", source, flags=re.M)[1:]:
             lines = list(LINE.finditer(function))
             total = sum(not line["name"] for line in lines)
-            above = 0
+            above, place = 0, 0
             for line in lines:
-                above += not line["name"]
                 if line["name"]:
-                    (made if line["sends"] else needed)[line["name"]] = above / total
-    return {name: EdgeTiming(name, made[name], needed[name]) for name in made}
+                    (made if line["sends"] else needed)[line["name"]] = above / total, place
+                    place += 1
+                else:
+                    above += 1
+    return {
+        name: EdgeTiming(name, share, needed[name][0], (place, needed[name][1])) for name, (share, place) in made.items()
+    }
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -1,0 +1,157 @@
+"""Sends messages that wait their turn from threads, chunk by chunk, so that urgent ones pass.
+
+A chunk is sent once the one before has left (see `fxpipe.plan.urgency`). But gloo lets nothing leave before the
+receiver has posted its receive, and what this end sent first may be what the other end reads last. So the first bytes
+of a message go alone, and wait for the receiver without stopping others. The receiver posts all of a message at once,
+so the chunks that follow find it ready, and only they take turns. Messages of one channel follow each other, since both
+ends keep the order of a channel; each channel has a thread, while it has messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Condition, Event, Lock, Thread
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.plan.urgency import CHUNK
+
+OPENING = 8
+"""Bytes of a message that go first, and alone."""
+
+
+def pieces(size: int) -> list[slice]:
+    """In which pieces a message of so many bytes goes: its opening, then chunks; both ends know them."""
+    first = min(OPENING, size)
+    return [slice(0, first), *(slice(at, min(at + CHUNK, size)) for at in range(first, size, CHUNK))]
+
+
+@dataclass(eq=False)
+class Leaving:
+    """A message in an outbox.
+
+    Attributes:
+        data: its bytes.
+        send: begins to send some bytes, and returns the work.
+        stamp: makes the last piece, once that can be known; None if there is none.
+    """
+
+    turn: int
+    data: Tensor
+    send: Callable[[Tensor], Any]
+    stamp: Callable[[], Tensor] | None
+    place: tuple[int, int] = (0, 0)
+    _left: Event = field(default_factory=Event)
+    _error: Exception | None = None
+
+    def wait(self) -> None:
+        """Wait until all of it has left.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        self._left.wait()
+        if self._error is not None:
+            raise self._error
+
+    def leave(self, turns: Turns) -> None:
+        """Send it; `wait` raises what this meets."""
+        try:
+            opening, *chunks = pieces(len(self.data))
+            self.send(self.data[opening]).wait()
+            with turns.wanted(self.place):
+                for chunk in chunks:
+                    with turns.one(self.place):
+                        self.send(self.data[chunk]).wait()
+            if self.stamp is not None:
+                self.send(self.stamp()).wait()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._left.set()
+
+
+class Turns:
+    """Who may send a chunk: one at a time, and of all who have some to send, the one with the least place."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._places: set[tuple[int, int]] = set()
+        self._busy = False
+
+    @contextmanager
+    def wanted(self, place: tuple[int, int]) -> Iterator[None]:
+        """Inside, the caller has chunks to send; no two callers have the same place."""
+        with self._changed:
+            self._places.add(place)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._places.remove(place)
+                self._changed.notify_all()
+
+    @contextmanager
+    def one(self, place: tuple[int, int]) -> Iterator[None]:
+        """Inside, the caller sends one chunk."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy and min(self._places) == place)
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+
+class Outbox:
+    """All messages to one worker that wait their turn."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+        self._numbers = count()
+        self._lock = Lock()
+        self._queues: dict[Any, deque[Leaving]] = {}
+
+    def put(self, channel: Any, message: Leaving) -> None:
+        """Send a message after those of its channel."""
+        message.place = (message.turn, next(self._numbers))
+        with self._lock:
+            queue = self._queues.get(channel)
+            if queue is not None:
+                queue.append(message)
+                return
+            self._queues[channel] = deque([message])
+        Thread(target=self._send, args=(channel,), name="fxpipe-outbox", daemon=True).start()
+
+    def _send(self, channel: Any) -> None:
+        queue = self._queues[channel]
+        while True:
+            queue[0].leave(self._turns)
+            with self._lock:
+                queue.popleft()
+                if not queue:
+                    del self._queues[channel]
+                    return
+
+
+class Coming:
+    """The receives of a message's pieces."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait until all have come.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        for work in self._works:
+            work.wait()
