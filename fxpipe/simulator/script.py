@@ -12,7 +12,6 @@ from fxpipe.plan.spec import Phase
 from fxpipe.simulator.channel import Channel, Direction
 from fxpipe.simulator.scenario import NEVER, Message, Scenario
 
-
 BEFORE_ALL = -1
 """The place of weights that an action reads: it waits for them when it begins."""
 
@@ -69,7 +68,9 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
         newest = min(lag for _, lags in replica.reads for lag in lags if lag != NEVER)
         outgoing[replica.owner].append(Outgoing(weights, minibatches - 1 - newest))
         for phase, lags in replica.reads:
-            steps.setdefault((replica.reader, phase), []).append(_ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags)))
+            steps.setdefault((replica.reader, phase), []).append(
+                _ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags))
+            )
     for m in (*scenario.messages, *tokens(scenario)):
         value = channel(m.src, m.dst, m.bytes, microbatches * minibatches, m.turn)
         steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, m.places[1], Point(0.0, value)))
