@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.cost_records import EdgeTiming
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import PHASES, Demand
@@ -41,20 +43,25 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
         what = f"there are times of {len(costs.times)} workers, the build has {plan.workers}"
         raise BuildError(what, hint=_AGAIN)
     sizes = ReplicaMessages(demand)
-    points = {timing.name: (timing.made, timing.needed, timing.places) for timing in costs.timings}
+    timings = {timing.name: timing for timing in costs.timings}
     return Scenario(
         workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
-        messages=tuple(
-            Message(
-                *(e.src, e.src_phase, e.dst, e.dst_phase, e.sent.bytes),
-                *points.get(e.name, ()),
-                turn=turn_of(e.kind, e.sent.bytes),
-            )
-            for e in plan.edges
-        ),
+        messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),
         replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, sizes, owner)),
         links=costs.links,
     )
+
+
+def _message(edge: EdgeSpec, timing: EdgeTiming | None) -> Message:
+    sent = Message(
+        edge.src,
+        edge.src_phase,
+        edge.dst,
+        edge.dst_phase,
+        edge.sent.bytes,
+        turn=turn_of(edge.kind, edge.sent.bytes),
+    )
+    return sent if timing is None else replace(sent, made=timing.made, needed=timing.needed, places=timing.places)
 
 
 def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
