@@ -232,9 +232,9 @@ def _print(
     )
     if codecs := codec_facts(plan, build.costs):
         text = codec_text(codecs)
-        if codecs["plain_seconds"]:
-            rate = samples_of(plan) / codecs["plain_seconds"]
-            text += f"; without codecs and cut for that, {rate:.1f} samples/s by the operators' costs"
+        if codecs["plain_seconds"] and codecs["seconds"]:
+            rates = [samples_of(plan) / codecs[key] for key in ("seconds", "plain_seconds")]
+            text += "; by the operators' costs {:.1f} samples/s, {:.1f} without codecs and cut for that".format(*rates)
         echo(text)
         if unknown := not_studied(used_by(plan)):
             note(unknown)

@@ -26,6 +26,7 @@ def codec_facts(plan: Plan, costs: BuildCosts | None = None) -> dict[str, Any] |
         "plain_bytes": plan.microbatches * sum(edge.tensor.bytes for edge in edges),
         "ways": sorted({f"{edge.kind} {edge.src} → {edge.dst}" for edge in packed}),
         "plain_seconds": None if costs is None else costs.without_codecs,
+        "seconds": None if costs is None else costs.with_codecs,
     }
 
 

@@ -84,21 +84,21 @@ def emit_encoded(
         CutError: as `choose_cuts`.
     """
     if encoding.auto:
-        choice, encoding, ways, plain = _choose(emitter)
+        choice, encoding, ways, plain, coded = _choose(emitter)
     else:
-        choice, ways, plain = emitter.choose(_with_ratios(emitter, encoding)), None, None
+        choice, ways, plain, coded = emitter.choose(_with_ratios(emitter, encoding)), None, None, None
     codecs = partial(of_edges, encoding, ways)
     program, build = emitter.emit(choice, codecs, observers, lines)
     warned = warning(used_by(build.plan))
     return program, replace(
         build,
-        costs=replace(build.costs, without_codecs=plain),
+        costs=replace(build.costs, without_codecs=plain, with_codecs=coded),
         warnings=(*build.warnings, *([warned] if warned else [])),
     )
 
 
-def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
-    """The cuts, the encoding, the ways that it is for, and the seconds of a minibatch without codecs."""
+def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float, float]:
+    """The cuts, the encoding, the ways that it is for, and the seconds of a minibatch without codecs and with them."""
     choice = emitter.choose(emitter.setting)
     trial = _Forecasts(emitter, choice)
     plain = best = trial.seconds(PLAIN, frozenset())
@@ -111,7 +111,8 @@ def _choose(emitter: Emitter) -> tuple[Choice, Encoding, frozenset[Way], float]:
             if seconds < best * (1 - WORTH):
                 best, found = seconds, (each.choice, encoding, each.ways, each)
     choice, encoding, ways, trial = found
-    return choice, encoding, trial.fewest(encoding, ways, best), plain
+    ways = trial.fewest(encoding, ways, best)
+    return choice, encoding, ways, plain, trial.seconds(encoding, ways)
 
 
 def _with_ratios(emitter: Emitter, encoding: Encoding) -> Setting:

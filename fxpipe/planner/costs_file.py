@@ -35,8 +35,8 @@ class BuildCosts:
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
         policy_times: of what policies do to weights.
         engines: what each part of a stage takes on which engine; empty if nothing was measured.
-        without_codecs: seconds of a minibatch, by the operators' costs, if no edge had a codec; None where that was not
-            asked.
+        without_codecs, with_codecs: seconds of a minibatch, by the operators' costs, if no edge had a codec, and with
+            the codecs of the build; None where `auto` did not compare them.
     """
 
     workers: tuple[WorkerSummary, ...] = ()
@@ -49,6 +49,7 @@ class BuildCosts:
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
     engines: tuple[EngineTime, ...] = ()
     without_codecs: float | None = None
+    with_codecs: float | None = None
 
     def time(self, worker: int) -> StageTime:
         """What a worker takes: measured, or else as the compiler estimates it."""

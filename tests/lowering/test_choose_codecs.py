@@ -82,6 +82,7 @@ def test_auto_packs_nothing_where_links_are_fast() -> None:
 def test_auto_is_never_slower_by_its_own_forecast(slow: list[tuple[int, int]], cuts: dict[str, Any]) -> None:
     auto, plain = lowered("auto", slow=slow, **cuts), lowered("none", slow=slow, **cuts)
     assert auto.costs.without_codecs == pytest.approx(seconds(plain))
+    assert auto.costs.with_codecs == pytest.approx(seconds(auto), rel=0.01)
     assert seconds(auto) <= seconds(plain) * (1 + 1e-9)
     if packed(auto):
         assert seconds(auto) < 0.98 * seconds(plain)
