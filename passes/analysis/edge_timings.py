@@ -19,28 +19,28 @@ def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
     """
     spent: dict[_Action, float] = {}
     count: dict[_Action, int] = {}
-    sent: dict[str, _Wire] = {}
-    awaited: dict[str, _Wire] = {}
+    sent: dict[str, _End] = {}
+    awaited: dict[str, _End] = {}
     for node in program:
         record = info(node)
         action = (record.worker, record.phase)
         now = spent.setdefault(action, 0.0)
         if is_send(node) or is_recv(node):
             place = count[action] = count.get(action, -1) + 1
-            (sent if is_send(node) else awaited)[program.wires[node.name].name] = _Wire(action, now, place)
+            (sent if is_send(node) else awaited)[program.wires[node.name].name] = _End(action, now, place)
         spent[action] = now + (record.seconds or 0.0)
 
-    def share(wire: _Wire, otherwise: float) -> float:
-        whole = spent[wire.action]
-        return wire.seconds / whole if whole else otherwise
+    def share(end: _End, otherwise: float) -> float:
+        whole = spent[end.action]
+        return end.seconds / whole if whole else otherwise
 
     return tuple(
-        EdgeTiming(name, share(wire, 1.0), share(awaited[name], 0.0), (wire.place, awaited[name].place))
-        for name, wire in sent.items()
+        EdgeTiming(name, share(end, 1.0), share(awaited[name], 0.0), (end.place, awaited[name].place))
+        for name, end in sent.items()
     )
 
 
-class _Wire(NamedTuple):
+class _End(NamedTuple):
     """A send or a wait: so many seconds of its action come before it, and so many sends and waits."""
 
     action: _Action
