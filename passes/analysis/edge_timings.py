@@ -19,20 +19,20 @@ def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
     """
     spent: dict[_Action, float] = {}
     count: dict[_Action, int] = {}
-    sent: dict[str, _End] = {}
-    awaited: dict[str, _End] = {}
+    sent: dict[str, _Moment] = {}
+    awaited: dict[str, _Moment] = {}
     for node in program:
         record = info(node)
         action = (record.worker, record.phase)
         now = spent.setdefault(action, 0.0)
         if is_send(node) or is_recv(node):
             place = count[action] = count.get(action, -1) + 1
-            (sent if is_send(node) else awaited)[program.wires[node.name].name] = _End(action, now, place)
+            (sent if is_send(node) else awaited)[program.wires[node.name].name] = _Moment(action, now, place)
         spent[action] = now + (record.seconds or 0.0)
 
-    def share(end: _End, otherwise: float) -> float:
-        whole = spent[end.action]
-        return end.seconds / whole if whole else otherwise
+    def share(moment: _Moment, otherwise: float) -> float:
+        whole = spent[moment.action]
+        return moment.seconds / whole if whole else otherwise
 
     return tuple(
         EdgeTiming(name, share(end, 1.0), share(awaited[name], 0.0), (end.place, awaited[name].place))
@@ -40,7 +40,7 @@ def edge_timings(program: Program) -> tuple[EdgeTiming, ...]:
     )
 
 
-class _End(NamedTuple):
+class _Moment(NamedTuple):
     """A send or a wait: so many seconds of its action come before it, and so many sends and waits."""
 
     action: _Action
