@@ -17,7 +17,7 @@ from fxpipe.planner.quantity import size
 from fxpipe.policy import copies
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.schedule.base import divisors
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate, steady_minibatches
@@ -118,7 +118,7 @@ def _resized(scenario: Scenario, least: dict[tuple[int, Phase | None], float], r
 
 
 def _memory(scenario: Scenario, costs: BuildCosts, recipe: Recipe) -> Iterator[float]:
-    kept, flying = copies(recipe.policy, recipe.schedule), in_flight(recipe.schedule)
+    kept, flying = copies(recipe.policy, recipe.schedule), held(recipe.schedule)
     for worker, summary in enumerate(costs.workers):
         cost = scenario.workers[worker]
         more = (kept[worker] + costs.optimizer_bytes) * summary.owned_bytes

@@ -7,7 +7,7 @@ from typing import Any
 from fxpipe.inspection.subject import Subject
 from fxpipe.passes.analysis.summary import Traffic, begin, held_bytes
 from fxpipe.policy.recipe import Recipe
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
         recipe: how the build is run, for what is in flight; None means as it was compiled.
         traffic: of that recipe.
     """
-    flights = None if recipe is None else in_flight(recipe.schedule)
+    flights = None if recipe is None else held(recipe.schedule)
     return [
         _row(subject, rank, None if flights is None else flights[rank], traffic) for rank in range(subject.plan.workers)
     ]
@@ -33,7 +33,7 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
     stage = plan.stages[rank]
     owned = plan.owned(rank)
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
-    owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in held) for held in (owned, copies))
+    owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in rows) for rows in (owned, copies))
     costs = subject.known.workers[rank] if subject.known.workers else None
     if traffic is not None:
         replica_bytes += traffic.bases[rank]

@@ -27,7 +27,7 @@ from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by the edges' names."""
@@ -98,7 +98,7 @@ class Emitter:
         plan = make_plan(program, setting)
         plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
         schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
-        held, demand = in_flight(schedule), Demand(plan, schedule, make_policy(plan.policy))
+        demand = Demand(plan, schedule, make_policy(plan.policy))
         rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
         tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
         return Build(
@@ -106,7 +106,7 @@ class Emitter:
             files=program.files,
             tensors={name: t.detach().clone() for name, t in tensors.items()},
             costs=BuildCosts(
-                workers=tuple(summarize(program, plan, held, demand, costs.optimizer.seconds_per_byte)),
+                workers=tuple(summarize(program, plan, held(schedule), demand, costs.optimizer.seconds_per_byte)),
                 timings=edge_timings(program),
                 partitions=choice.partitions,
                 links=setting.links,

@@ -15,7 +15,8 @@ from fxpipe.plan.signed import digest_of, signed
 FORMAT = 9
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
+PHASES: tuple[Phase, ...] = ("F", "B", "W")
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
 
