@@ -27,7 +27,6 @@ from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.check import held
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by the edges' names."""
@@ -85,7 +84,7 @@ class Emitter:
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
-        wiring = wiring_passes(choice.cuts)
+        wiring = wiring_passes(choice.cuts, self.options.weights_apart)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)
         encode = Encode(found, self.codec_times) if found else None
@@ -106,7 +105,7 @@ class Emitter:
             files=program.files,
             tensors={name: t.detach().clone() for name, t in tensors.items()},
             costs=BuildCosts(
-                workers=tuple(summarize(program, plan, held(schedule), demand, costs.optimizer.seconds_per_byte)),
+                workers=tuple(summarize(program, plan, demand, costs.optimizer.seconds_per_byte)),
                 timings=edge_timings(program),
                 partitions=choice.partitions,
                 links=setting.links,

@@ -41,13 +41,13 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
 
     Raises:
         ScheduleError, PolicyError: an unknown name, a combination that makes no sense, or weight gradients apart, which
-            no stage has as a function of its own.
+            the stages have not as a function of their own.
     """
     made = schedules.make(schedule or plan.schedule, plan.workers, plan.microbatches)
-    if made.weights_apart:
+    if made.weights_apart and not plan.weights_apart:
         raise ScheduleError(
             f"schedule '{made.name}' makes weight gradients apart, and the stages make them in their backward",
-            hint="--schedule 1f1b",
+            hint=f"compile the model for it: fxpipe compile MODEL --schedule {made.name}",
         )
     if policy is None:
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)

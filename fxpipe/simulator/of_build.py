@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.errors import BuildError
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.spec import PHASES, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
-from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.policy.demand import Demand
 from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.scenario import NEVER, Message, Replica, Scenario, WorkerCost
@@ -61,9 +61,16 @@ def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
     row = costs.workers[worker]
     time = costs.time(worker)
     speed = costs.speeds[worker] if costs.speeds else 1.0
-    forward, backward, update = (seconds / speed for seconds in (time.forward, time.backward, time.update))
-    held = row.memory_bytes - row.saved_bytes * row.in_flight
-    return WorkerCost(forward, backward, update, static_bytes=held, saved_bytes=row.saved_bytes)
+    forward, backward, update, weight = (
+        seconds / speed for seconds in (time.forward, time.backward, time.update, time.weight)
+    )
+    return WorkerCost(
+        *(forward, backward, update),
+        static_bytes=row.static_bytes,
+        saved_bytes=row.saved_bytes,
+        weight=weight,
+        deferred_bytes=row.deferred_bytes or 0,
+    )
 
 
 def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Replica]:

@@ -20,7 +20,7 @@ from fxpipe.errors import BackendError
 from fxpipe.measure import engines as choose
 from fxpipe.measure.engines import choose_engines
 from fxpipe.plan.build_folder import ENGINES
-from fxpipe.plan.cost_records import EdgeTiming, EngineTime
+from fxpipe.plan.cost_records import EngineTime
 from fxpipe.plan.spec import Plan
 from fxpipe.stages.loaded import LoadedStage
 from fxpipe.stages.pure_function import Compute
@@ -78,7 +78,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
 
     def slow_stages(plan: Plan, files: dict[str, str]) -> list[LoadedStage]:
         return [
-            dataclasses.replace(stage, forward=slowly(stage.forward), backward=slowly(stage.backward))
+            dataclasses.replace(stage, functions={phase: slowly(f) for phase, f in stage.functions.items()})
             for stage in load(plan, files)
         ]
 

@@ -43,7 +43,8 @@ def counted(program: Program) -> dict[str, EdgeTiming]:
                 else:
                     above += 1
     return {
-        name: EdgeTiming(name, share, needed[name][0], (place, needed[name][1])) for name, (share, place) in made.items()
+        name: EdgeTiming(name, share, needed[name][0], (place, needed[name][1]))
+        for name, (share, place) in made.items()
     }
 
 
