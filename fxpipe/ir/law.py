@@ -8,8 +8,8 @@ NUMBERED  every node has a unit; what makes weight gradients alone is backward, 
           Until nodes have workers, units never decrease along an F edge and never increase along a B edge.
 COSTED    every node has bytes and time.
 PLACED    every node has one worker; F workers never decrease along an edge, B workers, and W's, never increase; forward
-          reads a buffer that is updated only on the worker that updates it. Where weight gradients are apart, W are
-          just the nodes that make them alone.
+          reads a buffer that is updated only on the worker that updates it. Where weight gradients are apart, W makes
+          them alone, and W alone reads it.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; where the edge has a codec, it
           packs what is sent and unpacks what is received, and nothing else does; F of every worker comes after F of the
           worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers in step.
@@ -130,6 +130,8 @@ def _placed(program: Program) -> None:
             _fail(program, node, f"{node} has no worker")
         if record.phase == "W" and not record.weight:
             _fail(program, node, f"{node} is W, and does not make weight gradients alone")
+        if record.phase != "W" and any(info(n).phase == "W" for n in node.all_input_nodes if n.op == "call_function"):
+            _fail(program, node, f"{node} reads W, and is {record.phase}")
         for source in node.all_input_nodes:
             if source.op != "call_function" or (info(source).phase == "F") != (record.phase == "F"):
                 continue
