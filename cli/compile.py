@@ -197,7 +197,7 @@ def _print(
                 _begins(w, 0, "backward"),
                 _begins(w, 1, "forward"),
                 f"{1e3 * time.forward:.1f} ms",
-                f"{1e3 * time.backward:.1f} ms",
+                f"{1e3 * (time.backward + time.weight):.1f} ms",
                 f"{1e3 * time.update:.1f} ms" if build.costs.times else "–",
                 f"{w.owned} · {size(w.owned_bytes)}",
                 f"{w.replicas} · {size(w.replica_bytes)}" if w.replicas else "–",
@@ -353,7 +353,7 @@ def _as_json(
         "evaluation": evaluation_facts(plan),
         "workers": [_milliseconds(w) for w in build.costs.workers],
         "times": [
-            {**dataclasses.asdict(measured), "nodes": [w.time.forward, w.time.backward]}
+            {**dataclasses.asdict(measured), "nodes": [w.time.forward, w.time.backward + w.time.weight]}
             for measured, w in zip(build.costs.times, build.costs.workers, strict=False)
         ],
         "engines": [dataclasses.asdict(t) for t in build.costs.engines],

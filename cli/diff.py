@@ -217,8 +217,7 @@ def _carried(edges: Sequence[Json]) -> str:
 
 
 def _way(edge: Json) -> str:
-    words = {"update": "", "FB": " F and B"}
-    src, dst = (words.get(edge[end], f" {edge[end]}") for end in ("src_phase", "dst_phase"))
+    src, dst = ("" if edge[end] == "update" else f" {' and '.join(edge[end])}" for end in ("src_phase", "dst_phase"))
     return f"worker {edge['src']}{src} to {edge['dst']}{dst}"
 
 

@@ -190,7 +190,7 @@ def doubts_of(costs: BuildCosts, threads: int, device: str) -> Iterator[str]:
     times = costs.times
     for k, time in enumerate(times):
         off = costs.correction(k)
-        if off is not None and time.forward + time.backward > NOTICEABLE and not 1 / OFF < off < OFF:
+        if off is not None and time.microbatch > NOTICEABLE and not 1 / OFF < off < OFF:
             yield (
                 f"stage {k} took {off:.2f} times what its operators add up to: the machine may have been busy; the "
                 "forecast uses the stage's time, the cuts those of the operators; compile again when it is not busy"

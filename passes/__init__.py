@@ -8,6 +8,7 @@ from fxpipe.passes.codegen import TOTALS, Codegen
 from fxpipe.passes.comm import Comm
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.cut import Cut
+from fxpipe.passes.defer import Defer
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.fold import Fold
 from fxpipe.passes.join_metrics import JoinMetrics
@@ -37,11 +38,12 @@ def default_passes(
     command: str = COMMAND,
     microbatches: int = 1,
     encode: Encode | None = None,
+    weights_apart: bool = False,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
     front = front_passes(split_backward, whole_loss)
-    return [*front, Cost(device=device), *wiring_passes(cuts), *emitting_passes(command, encode)]
+    return [*front, Cost(device=device), *wiring_passes(cuts, weights_apart), *emitting_passes(command, encode)]
 
 
 def front_passes(
@@ -67,14 +69,16 @@ def front_passes(
     ]
 
 
-def wiring_passes(cuts: Cuts, shape: int = 0) -> list[Pass]:
+def wiring_passes(cuts: Cuts, weights_apart: bool = False, shape: int = 0) -> list[Pass]:
     """Program with costs in, program whose edges are known out: codecs can be chosen for them.
 
     Args:
+        weights_apart: whether each stage makes weight gradients in a function of their own.
         shape: the number of its batches' shape.
     """
     return [
         Cut(cuts),  # every node gets its worker
+        *([Defer()] if weights_apart else []),  # before rematerialize and comm, which go by phases
         Rematerialize(),  # before comm: what is computed again is not sent
         Comm(f"shape.{shape}:" if shape else ""),  # after it no value crosses workers but through Send and Recv
     ]

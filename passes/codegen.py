@@ -105,7 +105,7 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     assert program.cuts is not None
     worker, workers = stage.worker, program.cuts.workers
     names = {p.names[0]: p for p in program.parameters}
-    owned = stage.parts["B"].spec.gradients
+    owned = stage.parts[program.phases[-1]].spec.gradients
     read = dict.fromkeys(name for part in stage.parts.values() for name in part.spec.weights)
     replicas = [n for n in read if n not in owned and names[n].trained]
     frozen = [n for n in read if not names[n].trained]
@@ -117,8 +117,9 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     yield f"forward   {_units(program, program.cuts.forward[worker : worker + 2])}"
     backward, weights = (c[worker : worker + 2] for c in (program.cuts.backward, program.cuts.weights))
     yield f"backward  {_units(program, backward)}"
-    if weights != backward:
-        yield f"weights   gradients of {_units(program, weights)}"
+    if weights != backward or program.weights_apart:
+        apart = ", apart from backward" if program.weights_apart else ""
+        yield f"weights   gradients of {_units(program, weights)}{apart}"
     for _, *again in (r for r in program.cuts.recompute if r[0] == worker):
         yield f"repeats   forward of {_units(program, again)}"
     yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
@@ -150,7 +151,7 @@ class _Function:
         self.part = part
         self.edges = edges
         self.function = part.function
-        self.third = "saved" if part.function == "backward" else "batch"
+        self.third = part.third
         self.names: dict[fx.Node, str] = {}
         self.taken = {*TAKEN, self.function, *(variable(edge.codec) for edge in edges.values() if edge.codec)}
         for node in part.graph.nodes:
@@ -185,17 +186,17 @@ class _Function:
         spec = self.part.spec
         holders = [n for n in self.part.graph.nodes if n.op == "placeholder"]
         groups = [("weights", spec.weights), ("buffers", spec.buffers)]
-        groups.append((self.third, spec.saved if self.third == "saved" else spec.batch))
+        groups.append((self.third, spec.batch if self.third == "batch" else self.part.passed))
         for argument, members in groups:
             nodes, holders = holders[: len(members)], holders[len(members) :]
             if nodes:
                 yield "    ("
                 for node, member in zip(nodes, members, strict=True):
-                    label = "" if argument == "saved" else f"{member}: "
+                    label = f"{member}: " if argument in ("weights", "buffers", "batch") else ""
                     yield f"        {self.names[node]},  # {label}{type_text(value(node))}"
                 yield f"    ) = {argument}"
-            if argument == "saved":
-                yield "    saved.clear()"
+            if argument in ("saved", "deferred"):
+                yield f"    {argument}.clear()"
 
     def _statement(self, node: fx.Node) -> str:
         if is_send(node):
@@ -216,6 +217,9 @@ class _Function:
 
     def _result(self) -> Iterator[str]:
         result: Any = self.part.graph.output_node().args[0]
+        if isinstance(result, list):
+            yield f"    return [{', '.join(self.names[n] for n in result)}]"
+            return
         if self.function != "forward":
             yield f"    return {self._tuple(result)}"
             return

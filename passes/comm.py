@@ -15,10 +15,11 @@ from fxpipe.ir.aten import is_sparse, is_view
 from fxpipe.ir.pace import Gap, first_gap
 from fxpipe.ir.program import INFO, Level, NodeInfo, Program, info, size_of, value
 from fxpipe.ir.transform import Pass
-from fxpipe.plan.spec import EdgeKind, EdgeSpec, Phase
+from fxpipe.plan.spec import PHASES, EdgeKind, EdgeSpec, Phase
 from fxpipe.task.batch import tensor_spec
 
 _Place = tuple[int, Phase]
+_ORDER = {phase: number for number, phase in enumerate(PHASES)}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Comm(Pass):
     It is sent as soon as it exists, or has come; received where it is first needed, here or by a later reader. If a
     worker's forward reads it, its backward keeps what forward received; a worker whose backward alone reads it takes it
     in forward if it has to send it on to a later worker, since backwards run the other way. What no forward waits for
-    leaves at the end of forward, after the activations: a link carries one message at a time.
+    leaves at the end of forward, after the activations: a link carries one message at a time. What weight gradients
+    alone read, where they are apart, arrives in W, or in B for a reader beyond that wants it there.
 
     A value without a dense layout (sliced) is copied by its sender; of an expanded one only the memory travels, and
     each receiver expands it again; a view of a weight is copied.
@@ -78,7 +80,7 @@ class _Wiring:
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         self.parameters = {p.node for p in program.parameters}
         self.first = next(iter(program))
-        backward = (n for n in program if info(n).phase == "B")
+        backward = (n for n in program if info(n).phase != "F")
         self.turn = next(backward, program.graph.output_node())  # every forward is over before it
 
     def place_of(self, node: fx.Node) -> _Place | None:
@@ -98,13 +100,17 @@ class _Wiring:
         if home is None or not node.users:
             return
         readers: dict[int, list[fx.Node]] = {}
-        for user in sorted(node.users, key=self.order.__getitem__):
-            if user.op == "call_function" and info(user).worker != home[0]:
+        for user in sorted((n for n in node.users if n.op == "call_function"), key=self._when):
+            if info(user).worker != home[0]:
                 readers.setdefault(info(user).worker or 0, []).append(user)
         later = [(worker, readers[worker]) for worker in sorted(readers) if worker > home[0]]
         earlier = [(worker, readers[worker]) for worker in sorted(readers, reverse=True) if worker < home[0]]
         for stops in (later, earlier):
             self._relay(node, home, stops, alone=len(readers) == 1)
+
+    def _when(self, node: fx.Node) -> tuple[int, int]:
+        """The order of calls: by phase, then as the graph has them."""
+        return _ORDER[info(node).phase], self.order[node]
 
     def _relay(self, node: fx.Node, home: _Place, stops: list[tuple[int, list[fx.Node]]], alone: bool) -> None:
         """Hand a value on from reader to reader, away from where it is made."""
@@ -114,9 +120,9 @@ class _Wiring:
         sent, place = self._dense(self._unexpanded(node, home), home), home
         for i, (worker, users) in enumerate(stops):
             waiting = [user for _, later in stops[i:] for user in later]
-            first = min(waiting, key=self.order.__getitem__)
+            first = min(waiting, key=self._when)
             hands_on = worker > place[0] and i + 1 < len(stops)
-            arrives: _Place = worker, "F" if hands_on else info(users[0]).phase
+            arrives: _Place = worker, "F" if hands_on else info(first).phase
             spec = EdgeSpec(
                 name=self.prefix + (node.name if alone else f"{node.name}:{worker}"),
                 kind=self._kind(node, home[1], info(first).phase),
@@ -126,9 +132,9 @@ class _Wiring:
                 dst_phase=arrives[1],
                 tensor=tensor_spec(value(sent)),
             )
-            late = worker > place[0] and info(first).phase == "B"
+            late = worker > place[0] and info(first).phase != "F"
             sent = self._edge(node, sent, spec, users, first if info(first).phase == arrives[1] else self.turn, late)
-            info(sent).weight = arrives[1] == "B" and all(info(user).weight for user in waiting)
+            info(sent).weight = arrives[1] != "F" and all(info(user).weight for user in waiting)
             place = arrives
 
     def _edge(
@@ -193,7 +199,7 @@ class _Wiring:
         """What an edge carries, by the phase that makes its value and the first that reads it from there on."""
         if node.name in self.inputs:
             return "input"
-        if made == "B":
+        if made != "F":
             return "gradient"
         return "activation" if read == "F" else "saved"
 

@@ -47,7 +47,7 @@ class Rematerialize(Pass):
     def __call__(self, program: Program) -> Program:
         program = program.copy()
         kinds = _Kinds(program)
-        copier = _Copier(program.graph)
+        copier = _Copier(program.graph, kinds.weights)
         for node in list(program):
             record = info(node)
             assert record.worker is not None
@@ -94,16 +94,16 @@ class _Kinds:
         """None to leave `source` alone for a reader there; else which of its ancestors to copy along."""
         if source.op != "call_function" or info(source).phase != "F":
             return None
-        if phase == "B" and source in self.weights:
+        if phase != "F" and source in self.weights:
             return lambda n: n in self.weights or n in self.cheap
         region = info(source).region
-        if phase == "B" and region is not None and not self._only_once(source):
+        if phase != "F" and region is not None and not self._only_once(source):
             return lambda n: (
                 n in self.weights
                 or (info(n).region == region and not self._only_once(n))
                 or self._is_mismatched(n, worker)
             )
-        if phase == "B" and self._is_mismatched(source, worker):
+        if phase != "F" and self._is_mismatched(source, worker):
             return lambda n: n in self.weights or self._is_mismatched(n, worker) or self._is_made_anywhere(n, worker)
         if self._is_made_anywhere(source, worker):
             return self.cheap.__contains__
@@ -170,10 +170,14 @@ def _forget_statistics(node: fx.Node) -> None:
 
 
 class _Copier:
-    """Copies nodes with the ancestors they need; each once for a worker and phase."""
+    """Copies nodes with the ancestors they need; each once for a worker and phase.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    What B has computed again, W does not, unless it is made of weights alone: it is handed through.
+    """
+
+    def __init__(self, graph: fx.Graph, weights: set[fx.Node]) -> None:
         self.graph = graph
+        self.weights = weights
         self.made: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
         self.original: dict[fx.Node, fx.Node] = {}  # by copy: readers of a node may read a copy by now
 
@@ -184,13 +188,11 @@ class _Copier:
         stack = [source]
         while stack:  # no recursion: chains can be thousands of nodes long
             node = stack[-1]
-            if (node, worker, phase) in self.made:
+            if self._made(node, worker, phase):
                 stack.pop()
                 continue
             inputs = [self.original.get(n, n) for n in _reads(node)]
-            needed = [
-                n for n in inputs if n.op == "call_function" and wanted(n) and (n, worker, phase) not in self.made
-            ]
+            needed = [n for n in inputs if n.op == "call_function" and wanted(n) and not self._made(n, worker, phase)]
             if needed:
                 stack.extend(needed)
                 continue
@@ -201,12 +203,21 @@ class _Copier:
             if _forgets_statistics(made):
                 _forget_statistics(made)
             record = info(node).copy()
-            record.phase, record.worker, record.region = phase, worker, None
+            record.phase, record.worker, record.region, record.weight = phase, worker, None, phase == "W"
             made.meta[INFO] = record
             self.made[node, worker, phase] = made
             self.original[made] = node
-        return self.made[source, worker, phase]
+        made = self._made(source, worker, phase)
+        assert made is not None
+        return made
+
+    def _made(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node | None:
+        """The copy that a worker's part reads."""
+        found = self.made.get((node, worker, phase))
+        if found is None and phase == "W" and node not in self.weights:
+            found = self.made.get((node, worker, "B"))
+        return found
 
     def _input(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node:
         original = self.original.get(node, node)
-        return self.made.get((original, worker, phase), original)
+        return self._made(original, worker, phase) or original

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from fxpipe.ir.aten import is_random
 from fxpipe.ir.program import Level, Program, info
 from fxpipe.ir.stage import Part, Stage, name_in_part
 from fxpipe.ir.transform import Pass
-from fxpipe.plan.spec import PartSpec, Phase
+from fxpipe.plan.spec import FUNCTIONS, PartSpec, Phase
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,10 @@ class Split(Pass):
 
     A stage's forward takes weights, buffers and (on worker 0) the batch; it returns the loss (one tensor with
     its metrics, if it has some), the buffers' new values and the saved values. Its backward takes weights, buffers and
-    the saved values, and returns gradients. A stage of an evaluation has one part, which takes what forward takes, and
-    returns metrics, and after them the new values of the buffers that it carries from batch to batch.
+    the saved values, and returns gradients. Where weight gradients are apart, it returns what they are made of, the
+    deferred values, and a third function takes weights, buffers and these, and returns gradients. A stage of an
+    evaluation has one part, which takes what forward takes, and returns metrics, and after them the new values of the
+    buffers that it carries from batch to batch.
 
     Before:  y = mm(h, w2)  # F w0           After:  stage 0 forward   (h, w2): y = mm(h, w2); send(y)
              y_send_1 = send(y)  # F w0              stage 1 forward   (): y = recv()
@@ -45,8 +47,9 @@ class Split(Pass):
         stages = []
         for worker in range(program.cuts.workers):
             mine = {phase: calls.get((worker, phase), []) for phase in program.phases}
-            saved = interface.saved(worker, mine["F"], mine.get("B", []))
-            stages.append(Stage(worker, {phase: interface.part(worker, phase, mine[phase], saved) for phase in mine}))
+            handed = interface.handed(worker, mine)
+            parts = {phase: interface.part(worker, phase, mine[phase], *handed[phase]) for phase in mine}
+            stages.append(Stage(worker, parts))
         return replace(program, level=self.provides, stages=tuple(stages))
 
 
@@ -55,6 +58,7 @@ class _Interface:
 
     def __init__(self, program: Program) -> None:
         self.placeholders = program.placeholders
+        self.last = program.phases[-1]
         self.wires = program.wires
         self.parameters = {p.node: p.names[0] for p in program.parameters}
         self.buffers = {b.node: b.names[0] for b in program.buffers}
@@ -65,29 +69,41 @@ class _Interface:
         self.loss = program.loss_node
         self.loss_metrics = program.loss_metrics
 
-    def saved(self, worker: int, forward: list[fx.Node], backward: list[fx.Node]) -> list[fx.Node]:
-        """What this worker's backward keeps from its forward, in the order in which it exists."""
-        mine = set(backward)
-        wanted = dict.fromkeys(n for node in backward if not wire.is_recv(node) for n in node.all_input_nodes)
+    def handed(
+        self, worker: int, calls: Mapping[Phase, list[fx.Node]]
+    ) -> dict[Phase, tuple[list[fx.Node], list[fx.Node]]]:
+        """By phase, what a worker's part takes from the part before it, and what it leaves for the next one."""
+        found: dict[Phase, tuple[list[fx.Node], list[fx.Node]]] = {}
+        phases = list(calls)
+        taken: list[fx.Node] = []
+        for i, phase in enumerate(phases, 1):
+            before, after = (dict.fromkeys(n for p in some for n in calls[p]) for some in (phases[:i], phases[i:]))
+            left = self._left(worker, before, after) if i < len(phases) else []
+            found[phase] = taken, left
+            taken = left
+        return found
+
+    def _left(self, worker: int, before: Iterable[fx.Node], after: Mapping[fx.Node, None]) -> list[fx.Node]:
+        """What a worker's later calls read of what is there by then, in the order in which it exists."""
+        wanted = dict.fromkeys(n for node in after if not wire.is_recv(node) for n in node.all_input_nodes)
         wanted.update(dict.fromkeys(n for n in self.gradients.values() if _home(n) == worker))
-        kept = [n for n in wanted if n not in mine and not self._is_local(n)]
-        order = {n: i for i, n in enumerate(forward)}
+        kept = [n for n in wanted if n not in after and not self._is_local(n)]
+        order = {n: i for i, n in enumerate(before)}
         return sorted(kept, key=lambda n: order.get(n, -1))
 
     def _is_local(self, node: fx.Node) -> bool:
         """Whether each function takes it as a weight or a buffer: parameters, and buffers that nothing updates."""
         return node.name in self.parameters or (node.name in self.buffers and node.name not in self.updates)
 
-    def part(self, worker: int, phase: Phase, calls: list[fx.Node], saved: list[fx.Node]) -> Part:
+    def part(self, worker: int, phase: Phase, calls: list[fx.Node], passed: list[fx.Node], kept: list[fx.Node]) -> Part:
         """One phase of a worker: its calls as a graph, and what goes in and out of it."""
 
         def made_here(outputs: Mapping[str, fx.Node], made_in: Phase) -> dict[str, fx.Node]:
             return {name: n for name, n in outputs.items() if phase == made_in and _home(n) == worker}
 
         updates, metrics = made_here(self.updates, "F"), made_here(self.metrics, "F")
-        gradients = made_here(self.gradients, "B")
+        gradients = made_here(self.gradients, self.last)
         loss = self.loss if phase == "F" and self.loss is not None and _home(self.loss) == worker else None
-        passed, kept = (saved, []) if phase == "B" else ([], saved)
 
         read = {n for node in calls if not wire.is_recv(node) for n in node.all_input_nodes}
         read.update(kept, updates.values(), metrics.values(), gradients.values())
@@ -97,15 +113,15 @@ class _Interface:
         batch = [n for n in taken if n.name in self.batch and n not in passed]
 
         graph, mapped, edges = self._graph([*weights, *buffers, *batch, *passed], calls)
-        function: Literal["forward", "backward", "evaluate"]
-        if phase == "B":
-            function = "backward"
+        function: Literal["forward", "backward", "weights", "evaluate"] = FUNCTIONS[phase]
+        if phase == self.last != "F":
             graph.output(tuple(mapped[n] for n in gradients.values()))
+        elif phase == "B":
+            graph.output([mapped[n] for n in kept])
         elif self.metrics:
             function = "evaluate"
             graph.output(tuple(mapped[n] for n in (*metrics.values(), *updates.values())))
         else:
-            function = "forward"
             new, remembered = (tuple(mapped[n] for n in nodes) for nodes in (updates.values(), kept))
             graph.output((mapped[loss] if loss else None, new, remembered))
         spec = PartSpec(
@@ -114,7 +130,8 @@ class _Interface:
             batch=tuple(self.batch[n.name] for n in batch),
             receives=tuple(edges[mapped[n].name] for n in calls if wire.is_recv(n)),
             sends=tuple(edges[mapped[n].name] for n in calls if wire.is_send(n)),
-            saved=tuple(name_in_part(n) for n in saved),
+            saved=tuple(name_in_part(n) for n in {"F": kept, "B": passed}.get(phase, ())),
+            deferred=tuple(name_in_part(n) for n in {"B": kept, "W": passed}.get(phase, ())),
             updates=tuple(self.buffers[name] for name in updates),
             gradients=tuple(self.parameters[name] for name in gradients),
             loss=loss is not None,

@@ -118,7 +118,13 @@ def _readers(parameter: ParameterSpec) -> str:
 
 def test_the_grids_of_schedules() -> None:
     text = page("schedules.md").replace("\n    ", "\n")
-    for name, microbatches, minibatches in (("gpipe", 4, 2), ("1f1b", 4, 2), ("async", 1, 5)):
+    for name, microbatches, minibatches in (
+        ("gpipe", 4, 2),
+        ("1f1b", 4, 2),
+        ("zb-h1", 4, 2),
+        ("zb-h2", 4, 2),
+        ("async", 1, 5),
+    ):
         assert f"\n{grid(make_schedule(name, 2, microbatches), minibatches)}\n" in text
 
 

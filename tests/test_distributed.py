@@ -174,6 +174,25 @@ def test_three_kinds_of_cuts_and_empty_parts_too(model_files: dict[str, Path], t
     check(build, model_files["adamw"], tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("schedule", "workers"), [("zb-h1", 2), ("zb-h2", 3)])
+def test_weight_gradients_apart(model_files: dict[str, Path], tmp_path: Path, schedule: str, workers: int) -> None:
+    where = cuts(CASES["gpt-dropout"], workers, 1)
+    check(lowered("gpt-dropout", 4, workers=workers, schedule=schedule, **where), model_files["adamw"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_weight_gradients_on_another_worker(model_files: dict[str, Path], tmp_path: Path) -> None:
+    count = len(numbered("gpt-dropout").units)
+    third, half = count // 3, count // 2
+    where = Cuts((0, third, half, count), (0, third, half, count), (0, half, half + 2, count))
+    build = lowered("gpt-dropout", 4, workers=3, schedule="zb-h2", cuts=where)
+    assert any(edge.dst_phase == "W" for edge in build.plan.edges)
+    check(build, model_files["momentum"], tmp_path)
+
+
 def check(build: Build, model_file: Path, tmp_path: Path) -> None:
     workers = build.plan.workers
     build.save(tmp_path / "build", model_file=model_file)

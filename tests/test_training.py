@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from typing import Any
 
 import pytest
 import torch
+from as_eager import eager, equals_eager, error, optimizer
 from cached import captured, cuts, lowered
 from covering import covering
 from random_cuts import random_cuts
-from small_models import CASES, Case
-from torch import Tensor, nn
+from small_models import CASES
+from torch import nn
 
-from fxpipe.build.build import Build
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.links import Links
-from fxpipe.task.batch import split
 
 STEPS = 5
 Named = list[tuple[str, nn.Parameter]]
-
-
-def optimizer(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def eager(case: Case, model: nn.Module, batches: list[Any], microbatches: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The trained model and the gradients of its last step."""
-    model = copy.deepcopy(model)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    update = optimizer(trained)
-    for batch in batches:
-        update.zero_grad(set_to_none=True)
-        for part in split(batch, microbatches):
-            (case.loss(model, part) / microbatches).backward()
-        update.step()
-    return model, {n: p.grad for n, p in trained if p.grad is not None}
-
-
-def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    found, expected = found.double(), expected.double()
-    return ((found - expected).norm() / max(expected.norm().item(), scale, 1e-12)).item()
 
 
 NAMES = [n for n in CASES if n != "gpt-dropout"]
@@ -74,28 +49,6 @@ def test_any_legal_cuts_train_as_eager(name: str, workers: int) -> None:
     microbatches = 2 if workers < 4 else 4
     build = lowered(name, microbatches, workers=workers, schedule="1f1b", cuts=where, split_backward=workers != 2)
     equals_eager(name, 3, build)
-
-
-def equals_eager(name: str, steps: int, build: Build) -> None:
-    microbatches = build.plan.microbatches
-    case, model, _ = captured(name, microbatches)
-    batches = case.batches(steps)
-    pipeline = build.local(optimizer=optimizer)
-    for batch in batches:
-        pipeline.step(batch)
-    expected, gradients = eager(case, model, batches, microbatches)
-
-    found = pipeline.gradients()
-    assert set(found) == set(gradients)
-    scale = 1e-3 * max(g.norm().item() for g in gradients.values())  # of gradients that are zero but for rounding
-    for parameter, gradient in gradients.items():
-        assert error(found[parameter], gradient, scale) < 1e-5, parameter
-    state, reference = pipeline.state_dict(), expected.state_dict()
-    assert set(state) == set(reference)
-    for entry, tensor in reference.items():
-        assert state[entry].dtype == tensor.dtype
-        assert error(state[entry], tensor, 1e-3) < 1e-5, entry
-    assert not all(torch.equal(tensor, model.state_dict()[k]) for k, tensor in state.items()), "nothing was trained"
 
 
 @pytest.mark.parametrize(("name", "policy"), [("gpt", "latest"), ("gpt", "spectrain"), ("conv", "stash")])

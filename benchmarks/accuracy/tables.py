@@ -16,7 +16,7 @@ from training import FLUSHED, SYNCHRONOUS
 from fxpipe.policy import copies
 from fxpipe.policy import make as make_policy
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
 BEGIN, END = "<!-- tables: written by main.py -->", "<!-- end of tables -->"
@@ -116,8 +116,8 @@ def _resources(rows: Sequence[Row], keys: Sequence[Key]) -> str:
             if not those:
                 continue
             schedule = make_schedule("async", workers, microbatches)
-            held = copies(make_policy(method), schedule)
-            flying = in_flight(schedule)
+            copied = copies(make_policy(method), schedule)
+            flying = held(schedule)
             mean = statistics.geometric_mean(ratios) if ratios else None
             faster = flushed / speedup(method, workers, microbatches)
             lines.append(
@@ -128,7 +128,7 @@ def _resources(rows: Sequence[Row], keys: Sequence[Key]) -> str:
                     f"{len(ratios)} of {len(those)}",
                     "–" if mean is None else f"{mean:.2f}",
                     "–" if mean is None else f"{mean * faster:.2f}",
-                    f"{max(held):g}",
+                    f"{max(copied):g}",
                     f"{max(flying) / microbatches:.2g}",
                 ]
             )

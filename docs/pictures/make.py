@@ -30,12 +30,14 @@ from fxpipe.policy.demand import Demand
 from fxpipe.policy.picture import sight
 from fxpipe.schedule import Versions
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 from fxpipe.schedule.order import play, read
 from fxpipe.simulator import Scenario, Simulation, WorkerCost, simulate
 
 HERE = Path(__file__).parent
 CONSOLE = Console()
+TIMELINES = {"gpipe": (4, 3), "1f1b": (4, 3), "async": (1, 20), "zb-h1": (4, 3), "zb-h2": (8, 2)}
+"""By schedule: of how many microbatches and minibatches a run is drawn."""
 sys.path.insert(0, str(HERE.parent / "concepts"))
 
 import tiny  # noqa: E402  (docs/concepts/tiny.py: the line above says where it lies)
@@ -46,7 +48,7 @@ def pictures() -> Iterator[tuple[str, Picture]]:
     example = compiled()
     yield "cuts.svg", cuts(example)
     yield "edges.svg", edges(example)
-    for schedule in ("gpipe", "1f1b", "async"):
+    for schedule in TIMELINES:
         yield f"timeline-{schedule}.svg", timeline(schedule)
     for policy in ("latest", "stash", "spectrain"):
         yield f"versions-{policy}.svg", versions(policy)
@@ -207,22 +209,18 @@ def edges(example: Example) -> Picture:
 
 
 def timeline(name: str) -> Picture:
-    """A schedule on three workers in time: a backward takes two forwards, an update a quarter."""
-    synchronous = {"gpipe": 4, "1f1b": 4}
-    simulations = {
-        other: simulated(other, synchronous.get(other, 1), minibatches)
-        for other, minibatches in (("gpipe", 3), ("1f1b", 3), ("async", 20))
-    }
-    end = simulations["gpipe"].finished[1]  # two minibatches of four: all three pictures show this long
-    simulation, workers = simulations[name], simulations[name].workers
+    """A schedule on three workers in time: a backward takes two forwards, half for weights, an update a quarter."""
+    end = simulated("gpipe").finished[1]  # two minibatches of four: all pictures show this long
+    simulation = simulated(name)
+    workers = simulation.workers
     left, scale, row = 84.0, 780 / end, 40
     bottom = 20 + row * workers
     picture = Picture(
         left + 780 + 110, bottom + 58, f"{name}: who works when", "One row a worker; full boxes are forwards, "
-        "faint ones backwards, narrow ones updates; the bare ground is waiting.",
+        "faint ones backwards, dashed ones weight gradients, narrow ones updates; the bare ground is waiting.",
     )  # fmt: skip
     schedule = make_schedule(name, workers=workers, microbatches=simulation.microbatches)
-    held = in_flight(schedule)
+    most = held(schedule)
     for worker, spans in enumerate(simulation.spans):
         y = 18 + row * worker
         picture.text(12, y + 20, f"worker {worker}", 12)
@@ -235,29 +233,32 @@ def timeline(name: str) -> Picture:
                     picture.box(x, y, width, row - 8, "soft", 0)
                 else:
                     text = f"{span.kind}{number}" if span.end <= end else ""
-                    picture.worker(worker, x, y, width, row - 8, text, span.kind == "B")
-        picture.text(left + 788, y + 20, f"holds {held[worker]}", 12, kind="soft")
-    done = sum(span.kind == "B" and span.end <= end + 1e-9 for span in simulation.spans[0])
+                    picture.worker(worker, x, y, width, row - 8, text, span.kind != "F", span.kind == "W")
+        picture.text(left + 788, y + 20, f"holds {most[worker]}", 12, kind="soft")
+    done = sum(span.kind == schedule.last_phase and span.end <= end + 1e-9 for span in simulation.spans[0])
     busy = sum(min(span.end, end) - span.start for spans in simulation.spans for span in spans if span.start < end) / (
         end * workers
     )
     bubble = f"bubble {simulation.bubble:.0%} in the steady state, {1 - busy:.0%} in the time shown"
     legend = f"{bubble} · microbatches done: {done}"
     picture.text(left, bottom + 24, legend, 12)
+    apart = " · W and dashed: weight gradients" if schedule.weights_apart else ""
     picture.text(
         left,
         bottom + 42,
-        "F and full: forward · B and faint: backward · bar: update · bare ground: waits",
+        f"F and full: forward · B and faint: backward{apart} · bar: update · bare ground: waits",
         11,
         kind="soft",
     )
     return picture
 
 
-def simulated(name: str, microbatches: int, minibatches: int) -> Simulation:
+def simulated(name: str) -> Simulation:
     """The schedule on three equal workers whose messages cost nothing."""
+    microbatches, minibatches = TIMELINES[name]
     schedule = make_schedule(name, workers=3, microbatches=microbatches)
-    return simulate(schedule, Scenario((WorkerCost(forward=1.0, backward=2.0, update=0.25),) * 3), minibatches)
+    whole, apart = WorkerCost(1.0, 2.0, update=0.25), WorkerCost(1.0, 1.0, update=0.25, weight=1.0)
+    return simulate(schedule, Scenario((apart if schedule.weights_apart else whole,) * 3), minibatches)
 
 
 def versions(name: str) -> Picture:

@@ -48,10 +48,13 @@ class Picture:
     def box(self, x: float, y: float, width: float, height: float, kind: str = "plain", radius: float = 3) -> None:
         self.elements.append(f'<rect {_at(x, y, width, height)} rx="{_n(radius)}" class="{kind}"/>')
 
-    def worker(self, rank: int, x: float, y: float, width: float, height: float, text: str, faint: bool) -> None:
-        """A box in a worker's colour with a word in it: full for forward, faint for backward."""
+    def worker(
+        self, rank: int, x: float, y: float, width: float, height: float, text: str, faint: bool, dashed: bool = False
+    ) -> None:
+        """A box in a worker's colour with a word in it: full for forward, faint for backward, dashed for W."""
         colour = WORKERS[rank % len(WORKERS)]
         fill = f'fill="{colour}" stroke="{colour}"' + (' fill-opacity="0.28"' if faint else "")
+        fill += ' stroke-dasharray="3 2"' if dashed else ""
         self.elements.append(f'<rect {_at(x, y, width, height)} rx="2" {fill}/>')
         if text:
             size = min(12.0, (width - 2) / (LETTER * len(text)))

@@ -33,6 +33,8 @@ def equip(
 ) -> LoadedStage:
     """The stage with its forward and its backward on the engines named; 'eager' is the emitted code itself.
 
+    Weight gradients that are apart are made by the emitted code.
+
     Args:
         cache: a folder for what the engines build.
 
@@ -41,19 +43,18 @@ def equip(
     """
     if engines == ("eager", "eager"):
         return stage
-    functions = []
+    functions = dict(stage.functions)
     for part, name in zip(trace_stage(plan, worker, stage), engines, strict=True):
-        emitted = stage.function(part.phase)
         if name == "eager":
-            functions.append(emitted)
             continue
         chosen = backends.make(name)
         reason = chosen.missing(torch.device(device).type)
         if reason:
             raise BackendError(f"{name} cannot run {part.name}: {reason}", hint=USE_EAGER)
         spec = plan.stages[worker].part(part.phase)
-        functions.append(CheckedPart(EnginePart(part, chosen, cache, say), spec, emitted))
-    return replace(stage, forward=functions[0], backward=functions[1], engines=engines)
+        made = EnginePart(part, chosen, cache, say)
+        functions[part.phase] = CheckedPart(made, spec, stage.functions[part.phase])
+    return replace(stage, functions=functions, engines=engines)
 
 
 def engines_of(plan: Plan, worker: int, backend: str | None) -> tuple[str, str]:
@@ -146,8 +147,8 @@ def check_outputs(
     names = [f"{row.kind} {row.name}" for row in rows]
     right: dict[str, Expected] = {}
     for name, row, value in zip(names, rows, expected, strict=True):
-        # What a backward sends are gradients as well.
-        summed = row.kind == "gradient" or (part.part.phase == "B" and row.kind == "sent")
+        # What a backward sends, or leaves for weight gradients, are gradients as well.
+        summed = row.kind == "gradient" or (part.part.phase == "B" and row.kind in ("sent", "deferred"))
         right[name] = Expected(value, peers=row.kind, summed=summed)
     made = dict(zip(names, found, strict=True))
     differences = compare(made, right, nan_equals_nan=True)

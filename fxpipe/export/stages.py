@@ -76,6 +76,12 @@ def export(
     check_opset(opset)
     check_export_target(folder)
     plan = build.plan
+    if plan.weights_apart:
+        raise ExportError(
+            "the stages make weight gradients apart from their backward, and only a backward that makes all gradients "
+            "becomes a model",
+            hint="compile the model with --schedule 1f1b, and export that build",
+        )
     if weights not in get_args(WeightsForm):
         raise ExportError(f"weights as {weights!r}", hint=f"choose one of {', '.join(get_args(WeightsForm))}")
     if any(p.name not in build.tensors for p in plan.parameters):
@@ -199,7 +205,7 @@ class _Export:
             self.say(f"stage_{worker}: tracing")
             forward, backward = trace_stage(self.plan, worker, self.stages[worker])
             self.ran |= {(worker, "F"): forward, (worker, "B"): backward}
-        return self.stages[worker].function(phase)
+        return self.stages[worker].functions[phase]
 
     def _state(self) -> dict[str, Tensor]:
         return {row.name: self.tensors[row.name].to(self.plan.device) for row in self.plan.tensors}
@@ -277,7 +283,7 @@ class _Export:
             state |= {p.name: _rounded(state[p.name]) for p in self.plan.parameters}
 
         def function(worker: int, phase: Phase) -> Function:
-            return in_float64(self.ran[worker, phase]) if exactly else self.stages[worker].function(phase)
+            return in_float64(self.ran[worker, phase]) if exactly else self.stages[worker].functions[phase]
 
         made = {}
         for call, result in run_microbatch(self.plan, function, state, self.batch, seed=self.seed, packed=not exactly):

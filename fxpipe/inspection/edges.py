@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.passes.analysis.summary import Traffic
-from fxpipe.plan.spec import ParameterSpec
+from fxpipe.plan.spec import PHASES, ParameterSpec
 
 
 def edge_rows(subject: Subject, traffic: Traffic | None = None) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def _weights(subject: Subject, traffic: Traffic | None) -> Iterator[dict[str, An
             "src": owner,
             "src_phase": "update",
             "dst": reader,
-            "dst_phase": "".join(phase for phase in "FB" if phase in phases[owner, reader]),
+            "dst_phase": "".join(phase for phase in PHASES if phase in phases[owner, reader]),
             "module": None,
             "source": None,
             "names": list(parameters),

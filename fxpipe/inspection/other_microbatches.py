@@ -17,7 +17,7 @@ from fxpipe.planner.quantity import size
 from fxpipe.policy import copies
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.schedule.base import divisors
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import kept
 from fxpipe.simulator.of_build import scenario_of
 from fxpipe.simulator.scenario import Scenario
 from fxpipe.simulator.simulate import simulate, steady_minibatches
@@ -106,7 +106,12 @@ def _resized(scenario: Scenario, least: dict[tuple[int, Phase | None], float], r
 
     workers = tuple(
         replace(
-            w, forward=time(w.forward, k, "F"), backward=time(w.backward, k, "B"), saved_bytes=ratio * w.saved_bytes
+            w,
+            forward=time(w.forward, k, "F"),
+            backward=time(w.backward, k, "B"),
+            weight=time(w.weight, k, "W"),
+            saved_bytes=ratio * w.saved_bytes,
+            deferred_bytes=ratio * w.deferred_bytes,
         )
         for k, w in enumerate(scenario.workers)
     )
@@ -118,8 +123,8 @@ def _resized(scenario: Scenario, least: dict[tuple[int, Phase | None], float], r
 
 
 def _memory(scenario: Scenario, costs: BuildCosts, recipe: Recipe) -> Iterator[float]:
-    kept, flying = copies(recipe.policy, recipe.schedule), in_flight(recipe.schedule)
+    stashed = copies(recipe.policy, recipe.schedule)
     for worker, summary in enumerate(costs.workers):
         cost = scenario.workers[worker]
-        more = (kept[worker] + costs.optimizer_bytes) * summary.owned_bytes
-        yield cost.static_bytes + cost.saved_bytes * flying[worker] + more
+        more = (stashed[worker] + costs.optimizer_bytes) * summary.owned_bytes
+        yield cost.static_bytes + kept(recipe.schedule, worker, cost.saved_bytes, cost.deferred_bytes) + more

@@ -8,6 +8,9 @@ from typing import Any
 from fxpipe.inspection.subject import Subject
 from fxpipe.observe.record import samples_of
 from fxpipe.policy.recipe import Recipe
+from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import changes
 from fxpipe.simulator.forecast import expect
 from fxpipe.simulator.result import Simulation
 from fxpipe.simulator.scenario import Scenario
@@ -45,7 +48,7 @@ def outlook(subject: Subject, recipe: Recipe | None) -> Outlook:
         "busy": [_share(scenario, k, subject.plan.microbatches, period) for k in range(subject.plan.workers)],
     }
     shown = simulate(recipe.schedule, scenario, _minibatches(subject))
-    return Outlook(forecast, _timeline(shown, scenario))
+    return Outlook(forecast, _timeline(shown, scenario, recipe.schedule))
 
 
 def _share(scenario: Scenario, worker: int, microbatches: int, period: float) -> float:
@@ -58,7 +61,7 @@ def _minibatches(subject: Subject) -> int:
     return max(2, min(max(MINIBATCHES, workers + 4), SPANS // (workers * each)))
 
 
-def _timeline(simulation: Simulation, scenario: Scenario) -> dict[str, Any]:
+def _timeline(simulation: Simulation, scenario: Scenario, schedule: Schedule) -> dict[str, Any]:
     spans = [
         [worker, span.kind, span.action.minibatch, span.action.microbatch, span.start, span.end]
         for worker, row in enumerate(simulation.spans)
@@ -69,27 +72,29 @@ def _timeline(simulation: Simulation, scenario: Scenario) -> dict[str, Any]:
         "seconds": simulation.seconds,
         "minibatches": len(simulation.finished),
         "spans": spans,
-        "memory": [_memory(simulation, scenario, worker) for worker in range(simulation.workers)],
+        "memory": [_memory(simulation, scenario, schedule, worker) for worker in range(simulation.workers)],
     }
 
 
-def _memory(simulation: Simulation, scenario: Scenario, worker: int) -> dict[str, Any]:
-    """The bytes held from each of several moments on; a microbatch's saved values from its F's start to its B's end."""
+def _memory(simulation: Simulation, scenario: Scenario, schedule: Schedule, worker: int) -> dict[str, Any]:
+    """The bytes held from each of several moments on.
+
+    A microbatch has saved values from its F's start to its B's end, deferred ones from there to the end of its W.
+    """
     cost = scenario.workers[worker]
-    begins: dict[tuple[int, int], float] = {}
-    ends: dict[tuple[int, int], float] = {}
+    change = changes(schedule, cost.saved_bytes, cost.deferred_bytes)
+    moments: dict[Action, float] = {}
     for span in simulation.spans[worker]:
-        key = span.action.minibatch, span.action.microbatch
         if span.action.phase == "F":
-            begins.setdefault(key, span.start)
+            moments.setdefault(span.action, span.start)
         else:
-            ends[key] = span.end
-    steps = sorted([(time, -1) for time in ends.values()] + [(time, 1) for time in begins.values()])
-    held, seconds, sizes = 0, [0.0], [cost.static_bytes]
-    for time, change in steps:
-        held += change
+            moments[span.action] = span.end
+    steps = sorted((time, change[action.phase]) for action, time in moments.items())
+    held, seconds, sizes = 0.0, [0.0], [cost.static_bytes]
+    for time, more in steps:
+        held += more
         if time > seconds[-1]:
             seconds.append(time)
             sizes.append(0.0)
-        sizes[-1] = cost.static_bytes + held * cost.saved_bytes
+        sizes[-1] = cost.static_bytes + held
     return {"worker": worker, "seconds": seconds, "bytes": sizes}

@@ -8,8 +8,6 @@ from fxpipe.errors import listed
 from fxpipe.inspection.values import MOST, PLACEHOLDERS, Json, trace
 from fxpipe.planner.quantity import size
 
-_PHASES = {"F": "F", "B": "B", "FB": "F and B", "update": "update"}
-
 
 def describe(facts: Json, name: str) -> str:
     """`fxpipe.inspection.values.trace` in words.
@@ -41,7 +39,7 @@ def _parameter_lines(found: Json) -> Iterator[str]:
     replicas = f", replicas on {_workers(found['replicas'])}" if found["replicas"] else ""
     yield f"  owned by worker {found['owner']}{replicas} · {value['name']} in the code"
     crossing = (
-        f"  from worker {e['src']} after its update, for worker {e['dst']}'s {_PHASES[e['dst_phase']]}"
+        f"  from worker {e['src']} after its update, for worker {e['dst']}'s {_phase(e['dst_phase'])}"
         for e in found["edges"]
     )
     if found["edges"]:
@@ -68,8 +66,8 @@ def _edge_lines(found: Json) -> Iterator[str]:
     for edge in found["edges"]:
         yield f"{edge['name']}  {edge['kind']}  {size(edge['bytes'])}"
         yield (
-            f"  from worker {edge['src']}'s {_PHASES[edge['src_phase']]} to worker {edge['dst']}'s "
-            + _PHASES[edge["dst_phase"]]
+            f"  from worker {edge['src']}'s {_phase(edge['src_phase'])} to worker {edge['dst']}'s "
+            + _phase(edge["dst_phase"])
         )
         if edge["names"]:
             yield from _section("carries", (f"  {name}" for name in edge["names"]))
@@ -147,6 +145,11 @@ def _workers(ranks: Sequence[int]) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _phase(written: str) -> str:
+    """`B`, `F and B`, `update`."""
+    return written if written == "update" else " and ".join(written)
 
 
 def _ms(ms: float) -> str:

@@ -228,8 +228,8 @@ class _ValueGraph:
             return []
         found: dict[int, Json] = {}
         for reader, via in self._readers(row):
-            if self.phase[reader] == "B" and self.op[reader] != "send":
-                worker, sent = self.worker[reader], via is not None and via["dst_phase"] == "B"
+            if self.phase[reader] in ("B", "W") and self.op[reader] != "send":
+                worker, sent = self.worker[reader], via is not None and via["dst_phase"] != "F"
                 found.setdefault(worker, {"worker": worker, "sent": sent, "readers": []})
                 found[worker]["readers"].append(self.names[reader])
         return [found[worker] for worker in sorted(found)]

@@ -7,7 +7,8 @@ from typing import Any
 from fxpipe.inspection.subject import Subject
 from fxpipe.passes.analysis.summary import Traffic, begin, held_bytes
 from fxpipe.policy.recipe import Recipe
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import held, kept
 
 
 def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic | None = None) -> list[dict[str, Any]]:
@@ -17,10 +18,8 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
         recipe: how the build is run, for what is in flight; None means as it was compiled.
         traffic: of that recipe.
     """
-    flights = None if recipe is None else in_flight(recipe.schedule)
-    return [
-        _row(subject, rank, None if flights is None else flights[rank], traffic) for rank in range(subject.plan.workers)
-    ]
+    schedule = None if recipe is None else recipe.schedule
+    return [_row(subject, rank, schedule, traffic) for rank in range(subject.plan.workers)]
 
 
 def speed_of(subject: Subject, rank: int) -> float:
@@ -28,23 +27,27 @@ def speed_of(subject: Subject, rank: int) -> float:
     return subject.known.speeds[rank] if subject.known.speeds else 1.0
 
 
-def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | None) -> dict[str, Any]:
+def _row(subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffic | None) -> dict[str, Any]:
     plan = subject.plan
     stage = plan.stages[rank]
     owned = plan.owned(rank)
     copies = [p for p in plan.parameters if p.owner != rank and any(w == rank for w, _ in p.readers)]
-    owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in held) for held in (owned, copies))
+    owned_bytes, replica_bytes = (sum(p.tensor.bytes for p in rows) for rows in (owned, copies))
     costs = subject.known.workers[rank] if subject.known.workers else None
     if traffic is not None:
         replica_bytes += traffic.bases[rank]
     elif costs is not None:
         replica_bytes = costs.replica_bytes
+    flight = None if schedule is None else held(schedule)[rank]
     if flight is None and costs is not None:
         flight = costs.in_flight
     memory = None
-    if costs is not None and flight is not None:
-        memory = held_bytes(owned_bytes, replica_bytes, costs.saved_bytes, flight)
-    forward, backward, update = _spent(subject, rank)
+    if costs is not None and schedule is not None:
+        values = kept(schedule, rank, costs.saved_bytes, costs.deferred_bytes or 0)
+        memory = held_bytes(owned_bytes, replica_bytes, int(values))
+    elif costs is not None:
+        memory = costs.memory_bytes - costs.static_bytes + held_bytes(owned_bytes, replica_bytes, 0)
+    forward, backward, update, weight = _spent(subject, rank)
     return {
         "worker": rank,
         "speed": speed_of(subject, rank),
@@ -55,6 +58,7 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
         "weight_units": list(stage.weight_units),
         "forward_ms": forward,
         "backward_ms": backward,
+        "weight_ms": weight,
         "update_ms": update,
         "owned": len(owned),
         "owned_bytes": owned_bytes,
@@ -63,6 +67,7 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
         "bytes_in": traffic.arriving[rank] if traffic else costs and costs.bytes_in,
         "bytes_out": traffic.leaving[rank] if traffic else costs and costs.bytes_out,
         "saved_bytes": costs and costs.saved_bytes,
+        "deferred_bytes": costs and costs.deferred_bytes,
         "in_flight": flight,
         "memory_bytes": memory,
         "engines": list(stage.engines),
@@ -74,8 +79,10 @@ def _row(subject: Subject, rank: int, flight: int | None, traffic: Traffic | Non
 
 
 def _spent(subject: Subject, rank: int) -> tuple[float | None, ...]:
-    """Milliseconds of F, B and the update on that worker, as the simulator has them."""
+    """Milliseconds of F, B with W, the update, and W where it is apart on that worker, as the simulator has them."""
     if not subject.known.times and not subject.known.workers:
-        return None, None, None
+        return None, None, None, None
     time = subject.known.time(rank)
-    return tuple(1e3 * seconds / speed_of(subject, rank) for seconds in (time.forward, time.backward, time.update))
+    weight = time.weight if subject.plan.weights_apart else None
+    spent = (time.forward, time.backward + time.weight, time.update, weight)
+    return tuple(None if seconds is None else 1e3 * seconds / speed_of(subject, rank) for seconds in spent)

@@ -7,8 +7,9 @@ FOLDED    no call only repeats its input, and something reads every value, excep
 NUMBERED  every node has a unit; what makes weight gradients alone is backward, and nothing else of backward reads it.
           Until nodes have workers, units never decrease along an F edge and never increase along a B edge.
 COSTED    every node has bytes and time.
-PLACED    every node has one worker; F workers never decrease along an edge, B workers never increase; forward reads a
-          buffer that is updated only on the worker that updates it.
+PLACED    every node has one worker; F workers never decrease along an edge, B workers, and W's, never increase; forward
+          reads a buffer that is updated only on the worker that updates it. Where weight gradients are apart, W makes
+          them alone, and W alone reads it.
 WIRED     no edge crosses workers without a Send/Recv pair of the same shape and dtype; where the edge has a codec, it
           packs what is sent and unpacks what is received, and nothing else does; F of every worker comes after F of the
           worker before, B after B of the next worker; except in an evaluation, whose caller keeps the workers in step.
@@ -77,7 +78,7 @@ def _captured(program: Program) -> None:
             _fail(program, node, f"{node} has no record")
         if info(node).phase not in program.phases:
             _fail(program, node, f"{node} is backward, in an evaluation")
-        if info(node).phase == "B":
+        if info(node).phase != "F":
             seen_backward = True
         elif seen_backward:
             _fail(program, node, f"{node} is forward, but comes after backward began")
@@ -96,7 +97,7 @@ def _numbered(program: Program) -> None:
         record = info(node)
         if not 0 <= record.unit < len(program.units):
             _fail(program, node, f"{node} has no unit")
-        if record.weight and record.phase != "B":
+        if record.weight and record.phase == "F":
             _fail(program, node, f"{node} makes weight gradients, but is forward")
         for source in node.all_input_nodes:
             if source.op == "call_function" and info(source).weight and not record.weight:
@@ -127,8 +128,12 @@ def _placed(program: Program) -> None:
         record = info(node)
         if record.worker is None or not 0 <= record.worker < program.cuts.workers:
             _fail(program, node, f"{node} has no worker")
+        if record.phase == "W" and not record.weight:
+            _fail(program, node, f"{node} is W, and does not make weight gradients alone")
+        if record.phase != "W" and any(info(n).phase == "W" for n in node.all_input_nodes if n.op == "call_function"):
+            _fail(program, node, f"{node} reads W, and is {record.phase}")
         for source in node.all_input_nodes:
-            if source.op != "call_function" or info(source).phase != record.phase:
+            if source.op != "call_function" or (info(source).phase == "F") != (record.phase == "F"):
                 continue
             before, after = info(source).worker, record.worker
             assert before is not None

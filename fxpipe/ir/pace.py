@@ -37,7 +37,8 @@ def first_gap(program: Program) -> Gap | None:
     """
     if program.phases == ("F",):
         return None
-    return next((gap for phase in program.phases if (gap := _first_gap(program, phase))), None)
+    paced: tuple[Phase, ...] = ("F", "B")  # of weight gradients no worker waits for another's
+    return next((gap for phase in paced if (gap := _first_gap(program, phase))), None)
 
 
 def _first_gap(program: Program, phase: Phase) -> Gap | None:

@@ -44,7 +44,7 @@ class NodeInfo:
     """The one typed record of a node.
 
     Attributes:
-        phase: F or B.
+        phase: F or B; W of what makes weight gradients alone, once these are apart (`fxpipe/passes/defer.py`).
         module: path of the module it belongs to ('' for the loss function and other code outside modules).
         source: the user's line, `file.py:12`, or None.
         text: that line's text.
@@ -138,6 +138,7 @@ class Program:
             there: it is one tensor then.
         totals: computes of a microbatch what is added up over the minibatch, for leaves of the batch that the user's
             batches do not have (`fxpipe/passes/whole_loss.py`).
+        weights_apart: whether what makes weight gradients alone has a phase of its own, W.
     """
 
     graph: fx.Graph
@@ -163,6 +164,7 @@ class Program:
     summed_metrics: tuple[str, ...] = ()
     loss_metrics: tuple[str, ...] = ()
     totals: Program | None = None
+    weights_apart: bool = False
 
     def copy(self, **changes: Any) -> Program:
         """A program with its own graph (same node names, own records), other fields replaced by `changes`."""
@@ -199,9 +201,11 @@ class Program:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """F and B of a training step; F alone of an evaluation: its outputs are metrics, and new values of buffers."""
+        """F, B and perhaps W of a training step; F alone of an evaluation, whose outputs are metrics and buffers."""
         kinds = {output.kind for output in self.outputs}
-        return ("F",) if "metric" in kinds and kinds <= {"metric", "buffer"} else ("F", "B")
+        if "metric" in kinds and kinds <= {"metric", "buffer"}:
+            return ("F",)
+        return ("F", "B", "W") if self.weights_apart else ("F", "B")
 
     @property
     def files(self) -> dict[str, str]:

@@ -18,18 +18,29 @@ class Part:
 
     `graph` has a placeholder for every weight, buffer and batch leaf or saved value (in the order of `spec`), ATen
     calls, Send and Recv nodes (`edges` gives the edge's name by node name), and the output tuple: of `forward`
-    `(loss or None, updates, saved)`, of `backward` the gradients, of `evaluate` the metrics, then the updates.
+    `(loss or None, updates, saved)`, of `backward` the gradients, or the list of deferred values where `weights` makes
+    the gradients; of `evaluate` the metrics, then the updates.
     """
 
-    function: Literal["forward", "backward", "evaluate"]
+    function: Literal["forward", "backward", "weights", "evaluate"]
     graph: fx.Graph
     spec: PartSpec
     edges: Mapping[str, str]
 
+    @property
+    def third(self) -> str:
+        """What the function calls its third argument."""
+        return {"backward": "saved", "weights": "deferred"}.get(self.function, "batch")
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """The names of the values that the function before it left for it."""
+        return {"backward": self.spec.saved, "weights": self.spec.deferred}.get(self.function, ())
+
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of one worker by phase: F and B of a training step, F alone of an evaluation.
+    """The parts of one worker by phase: F, B and perhaps W of a training step, F alone of an evaluation.
 
     `file` is the name of the emitted file and `source` its text, once there is one.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import fx
 
@@ -28,8 +29,11 @@ def check_split(program: Program) -> None:
     for stage in program.stages:
         if tuple(stage.parts) != program.phases:
             raise VerifyError(f"stage {stage.worker} has the parts {tuple(stage.parts)}, not {program.phases}")
-        if len({part.spec.saved for part in stage.parts.values()}) > 1:
-            raise VerifyError(f"backward of stage {stage.worker} takes other saved values than its forward keeps")
+        for before, after in pairwise(stage.parts.values()):
+            left = before.spec.saved if before.function == "forward" else before.spec.deferred
+            if after.passed != left:
+                what = f"{after.function} of stage {stage.worker} takes other values than its {before.function} leaves"
+                raise VerifyError(what)
         for phase, part in stage.parts.items():
             _check_part(program, f"{part.function} of stage {stage.worker}", part, calls.get((stage.worker, phase), []))
 
@@ -52,10 +56,9 @@ def _inputs(program: Program, part: Part) -> tuple[list[str], list[str]]:
     names = {p.node: p.names[0] for p in program.parameters} | {b.node: b.names[0] for b in program.buffers}
     names |= {b.node: b.leaf.name for b in program.batch if b.node}
     given = [node.name for node in part.graph.nodes if node.op == "placeholder"]
-    saved = part.spec.saved if part.function == "backward" else ()
-    local = len(given) - len(saved)
+    local = len(given) - len(part.passed)
     found = [*(names.get(name, name) for name in given[:local]), *given[local:]]
-    return found, [*part.spec.weights, *part.spec.buffers, *part.spec.batch, *saved]
+    return found, [*part.spec.weights, *part.spec.buffers, *part.spec.batch, *part.passed]
 
 
 def _compare(where: str, what: str, found: Sequence[str], expected: Sequence[str]) -> None:

@@ -176,10 +176,8 @@ def encoded(
             (edge.dst, edge.dst_phase, own.unpack * edge.tensor.bytes),
         ):
             row = workers[worker]
-            if phase == "F":
-                workers[worker] = replace(row, forward=row.forward + seconds)
-            else:
-                workers[worker] = replace(row, backward=row.backward + seconds)
+            name = {"F": "forward", "B": "backward", "W": "weight"}[phase]
+            workers[worker] = replace(row, **{name: getattr(row, name) + seconds})
     return replace(plan, edges=edges), replace(costs, workers=tuple(workers))
 
 

@@ -24,7 +24,7 @@ from fxpipe.lowering.agreement import FLOOR, TOLERANCE, Agreement, Step, _each, 
 from fxpipe.lowering.own_rounding import THE_LOSS, in_float64, without_rounding
 from fxpipe.lowering.separate_batch_norm import SeparateBatchNorm
 from fxpipe.lowering.steady_randomness import SteadyRandomness
-from fxpipe.plan.spec import Phase, Plan
+from fxpipe.plan.spec import FUNCTIONS, Phase, Plan
 from fxpipe.runtime.worker.stage_code import explained
 from fxpipe.stages.compare import FLOOR_OF_SUMS
 from fxpipe.stages.loaded import load_stages
@@ -268,9 +268,9 @@ def emitted_step(
     made = SumOfMicrobatches(plan.loss_divisor, plan.metrics, TRIED_SCALE if plan.scales_loss else None)
 
     def function(worker: int, phase: Phase) -> Function:
-        stage, name = stages[worker], "forward" if phase == "F" else "backward"
+        stage, name = stages[worker], FUNCTIONS[phase]
         said = f"eager PyTorch runs this step, but the emitted {name}"
-        return explained(stage.path, worker, lambda: said, "use smaller batches")(stage.function(phase))
+        return explained(stage.path, worker, lambda: said, "use smaller batches")(stage.functions[phase])
 
     crossing = contextlib.nullcontext() if with_codecs else without_codecs()
     with torch.random.fork_rng(), torch.no_grad(), crossing:

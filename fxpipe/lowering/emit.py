@@ -27,7 +27,6 @@ from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
-from fxpipe.schedule.check import in_flight
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by the edges' names."""
@@ -85,7 +84,7 @@ class Emitter:
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
-        wiring = wiring_passes(choice.cuts)
+        wiring = wiring_passes(choice.cuts, self.options.weights_apart)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)
         encode = Encode(found, self.codec_times) if found else None
@@ -98,7 +97,7 @@ class Emitter:
         plan = make_plan(program, setting)
         plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
         schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
-        held, demand = in_flight(schedule), Demand(plan, schedule, make_policy(plan.policy))
+        demand = Demand(plan, schedule, make_policy(plan.policy))
         rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
         tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
         return Build(
@@ -106,7 +105,7 @@ class Emitter:
             files=program.files,
             tensors={name: t.detach().clone() for name, t in tensors.items()},
             costs=BuildCosts(
-                workers=tuple(summarize(program, plan, held, demand, costs.optimizer.seconds_per_byte)),
+                workers=tuple(summarize(program, plan, demand, costs.optimizer.seconds_per_byte)),
                 timings=edge_timings(program),
                 partitions=choice.partitions,
                 links=setting.links,

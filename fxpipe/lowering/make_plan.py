@@ -10,7 +10,7 @@ import torch
 import fxpipe
 from fxpipe.ir.program import Program
 from fxpipe.plan.build_folder import WEIGHTS
-from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, PartSpec, Phase, Plan, StageSpec
+from fxpipe.plan.spec import LOSS_WEIGHT, BufferSpec, ParameterSpec, Phase, Plan, StageSpec
 from fxpipe.planner.setting import Setting
 from fxpipe.task.batch import tensor_spec
 from fxpipe.task.meta import are_on_meta
@@ -33,6 +33,7 @@ def make_plan(program: Program, setting: Setting) -> Plan:
             weight_units=(cuts.weights[s.worker], cuts.weights[s.worker + 1]),
             forward=s.parts["F"].spec,
             backward=s.parts["B"].spec,
+            weights=s.parts["W"].spec if "W" in s.parts else None,
         )
         for s in program.stages
     )
@@ -71,10 +72,10 @@ def _parameters(program: Program, stages: Sequence[StageSpec]) -> tuple[Paramete
     readers: dict[str, list[tuple[int, Phase]]] = {}
     owners: dict[str, int] = {}
     for k, stage in enumerate(stages):
-        for phase, part in _parts(stage):
+        for phase, part in stage.parts.items():
             for name in part.weights:
                 readers.setdefault(name, []).append((k, phase))
-        owners.update(dict.fromkeys(stage.backward.gradients, k))
+        owners.update(dict.fromkeys(stage.gradients, k))
     rows = []
     for p in program.parameters:
         name = p.names[0]
@@ -88,7 +89,7 @@ def _buffers(program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec,
     workers: dict[str, list[int]] = {}
     homes: dict[str, int] = {}
     for k, stage in enumerate(stages):
-        for _, part in _parts(stage):
+        for part in stage.parts.values():
             for name in part.buffers:
                 if k not in workers.setdefault(name, []):
                     workers[name].append(k)
@@ -101,7 +102,3 @@ def _buffers(program: Program, stages: Sequence[StageSpec]) -> tuple[BufferSpec,
         spec = tensor_spec(program.values[b.node])
         rows.append(BufferSpec(b.names, spec, b.persistent and not b.constant, home, held))
     return tuple(rows)
-
-
-def _parts(stage: StageSpec) -> tuple[tuple[Phase, PartSpec], ...]:
-    return (("F", stage.forward), ("B", stage.backward))

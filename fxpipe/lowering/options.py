@@ -62,7 +62,7 @@ class CompileOptions:
         forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
             where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
             worker between two cuts at one place has nothing to do in that phase.
-        schedule: 'async', '1f1b' or 'gpipe'.
+        schedule: 'async', '1f1b', 'gpipe', 'zb-h1' or 'zb-h2'; the last two make weight gradients apart from backward.
         policy: where None, that of `fxpipe.policy.default_for`.
         microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
             the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
@@ -245,7 +245,12 @@ class CompileOptions:
     @property
     def splits_backward(self) -> bool:
         """Whether operators that make input and weight gradients in one call are to make them in two."""
-        return self.split_backward or (self.planned and self.cuts == "three-way")
+        return self.split_backward or self.weights_apart or (self.planned and self.cuts == "three-way")
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether stages make weight gradients in a function of their own: as the schedule has it."""
+        return kind_of(self.schedule).weights_apart
 
     def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
         """With the number of microbatches decided where it is not asked: it divides all of these minibatches.

@@ -27,7 +27,7 @@ from fxpipe.passes import emitting_passes, front_passes, wiring_passes
 from fxpipe.passes.cost import Cost
 from fxpipe.passes.encode import Encode
 from fxpipe.passes.whole_loss import WholeLoss
-from fxpipe.plan.spec import Plan, ShapeSpec
+from fxpipe.plan.spec import FUNCTIONS, Plan, ShapeSpec
 from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.device import CPU
 from fxpipe.tracing.capture import Loss
@@ -90,7 +90,9 @@ def with_shape(build: Build, captured: CapturedShape, options: CompileOptions) -
     program = run_passes(captured.program, [*front, Cost(device=CPU)], [lines], dumped_as=f"shape_{number}_")
     program = name_constants(program, f"shape.{number}", build.tensors)
     cuts = cuts_like(plan, program)
-    program = run_passes(program, wiring_passes(cuts, number), [lines], dumped_as=f"shape_{number}_")
+    program = run_passes(
+        program, wiring_passes(cuts, options.weights_apart, number), [lines], dumped_as=f"shape_{number}_"
+    )
     codecs = like(plan)(program.edges)
     emitting = emitting_passes(options.command, Encode(codecs) if codecs else None, number)
     program = run_passes(program, emitting, [lines], dumped_as=f"shape_{number}_")
@@ -245,13 +247,14 @@ def _check_alike(plan: Plan, made: Plan, number: int) -> None:
         if buffer.home is not None and homes.get(buffer.name) != buffer.home:
             wrong.append(f"{buffer.name} is updated on worker {buffer.home}")
     for k, (first, other) in enumerate(zip(plan.stages, made.stages, strict=True)):
-        for name, old, new in (("forward", first.forward, other.forward), ("backward", first.backward, other.backward)):
+        for phase, new in other.parts.items():
+            name, old = FUNCTIONS[phase], first.part(phase)
             if more := [w for w in new.weights if w not in old.weights]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, too")
                 names.append(more[0])
             # What this shape only reads may have changed by the time of its backward, and has a value at home alone.
             live = [b for b in new.buffers if homes.get(b) is not None and b not in updated]
-            if more := [b for b in live if new is other.backward or homes[b] != k]:
+            if more := [b for b in live if phase != "F" or homes[b] != k]:
                 wrong.append(f"{name} of worker {k} reads {more[0]}, which batches of another shape update")
     if wrong:
         cuts = Cuts.of(plan)

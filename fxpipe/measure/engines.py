@@ -27,7 +27,6 @@ from fxpipe.errors import BackendError, FxpipeError, first_line
 from fxpipe.plan.build_folder import ENGINES as ENGINES_FOLDER
 from fxpipe.plan.cost_records import EdgeTiming, EngineTime
 from fxpipe.plan.spec import Phase, Plan
-from fxpipe.policy.demand import PHASES
 from fxpipe.stages.loaded import load_stages
 from fxpipe.stages.microbatch import record_calls
 from fxpipe.stages.part_call import Function, PartCall
@@ -43,6 +42,8 @@ BUDGET = 1.0
 
 LEAST, MOST = 3, 50
 """Rounds; in each, every engine runs once, in turn."""
+
+_ON_ENGINES: tuple[Phase, Phase] = ("F", "B")
 
 GAIN = 0.97
 """Another engine is taken if its time is less than this fraction of eager's; a smaller gain is noise."""
@@ -98,11 +99,11 @@ def choose_engines(
                 if backend != "auto":
                     raise
                 reasons = {n: there[n] or _line(error) for n in names}
-                times += [EngineTime(worker, phase, n, reason=reasons[n]) for phase in PHASES for n in names]
+                times += [EngineTime(worker, phase, n, reason=reasons[n]) for phase in _ON_ENGINES for n in names]
                 continue
             for part in parts:
                 say(f"{part.name} on {', '.join(n for n in names if not there[n])}")
-                call, emitted = calls[worker, part.phase], stage.function(part.phase)
+                call, emitted = calls[worker, part.phase], stage.functions[part.phase]
                 trial = _EngineTrial(part, emitted, call, cache, backend != "auto", budget)
                 found, kept = trial.times(there)
                 times += found

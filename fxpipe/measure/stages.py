@@ -20,8 +20,8 @@ from fxpipe.costs.timer import Rounds, clock_of, quartile
 from fxpipe.optimizer.small_copies import hold_still
 from fxpipe.plan.cost_records import StageTime
 from fxpipe.plan.packing import Layout, Pack
-from fxpipe.plan.spec import EdgeSpec, Phase, Plan
-from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
+from fxpipe.policy.demand import Demand
 from fxpipe.policy.recipe import Recipe, choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Note, Transport
@@ -205,7 +205,7 @@ class _Worker:
         for action in self.recipe.schedule.actions(self.rank):
             phase, minibatch = action.phase, action.minibatch
             if action.microbatch not in kept.setdefault(minibatch, _some(microbatches, count)):
-                self.executor.store.release(action)
+                self.executor.leave_out(action)
                 continue
             seconds, update = self._execute(action, leaves)
             if measuring:
@@ -213,7 +213,7 @@ class _Worker:
             if action.microbatch < microbatches - 1:
                 continue
             last[phase] = seconds
-            if phase == "F":
+            if phase != self.recipe.schedule.last_phase:
                 continue
             step, used = sum(last.values()), self.now() - begin
             if repeats is not None:
@@ -234,7 +234,8 @@ class _Worker:
             if len(times) == len(kept[minibatch]):
                 others = times[1:] or times
                 spans[phase].append((times[0] + sum(others) / len(others) * (microbatches - 1)) / microbatches)
-        return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates))
+        weight = quartile(spans["W"]) if self.recipe.schedule.weights_apart else 0.0
+        return StageTime(quartile(spans["F"]), quartile(spans["B"]), quartile(updates), weight)
 
     def _execute(self, action: Action, leaves: Sequence[tuple[Any, ...]]) -> tuple[float, float]:
         """Seconds of an action without its waits and its update, and of the update."""

@@ -262,7 +262,7 @@ def _sample_ms(run: Json) -> dict[str, float]:
         return sum(1e3 * own.get(kind, 0.0) for own in spent for kind in kinds) / samples
 
     return {
-        "forwards and backwards": total("F", "B"),
+        "forwards and backwards": total("F", "B", "W"),
         "waits": total("wait"),
         "messages": total("send", "receive"),
         "data": total("data"),

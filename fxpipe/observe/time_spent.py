@@ -19,7 +19,9 @@ CLEARLY = 1.05
 """The least ratio of measured to planned for something to be called slower."""
 
 WHOLES = ("F", "B", "update")
-"""What a plan has times for, by the names in `took` of a row of `run.json`."""
+"""What a plan has times for, by the names in `took` of a row of `run.json`: B with weight gradients that are apart."""
+
+_SPENT = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 DOES = {
     "data": "in train_data()",
@@ -192,7 +194,7 @@ class TimedRun:
         if self.plans is None or not self.whole:
             return None
         worker, plan, took = self.workers[rank], self.plans[rank], self.took[rank]
-        if worker.of_all("F") > CLEARLY * plan.forward or worker.of_all("B") > CLEARLY * plan.backward:
+        if worker.of_all("F") > CLEARLY * plan.forward or worker.of_all("B", "W") > CLEARLY * plan.backward:
             return None
         forward = max(took.forward - plan.forward, 0.0)  # backwards predict nothing
         excess = forward + max(took.backward - plan.backward, 0.0)
@@ -203,7 +205,7 @@ class TimedRun:
     def _took(self, worker: TimedWorker) -> Times:
         took = worker.took
         if self.plans is None or took is None or not self.whole:
-            return Times(*(worker.of_all(kind) for kind in WHOLES))
+            return Times(*(worker.of_all(*_SPENT[kind]) for kind in WHOLES))
         plan = self.plans[worker.rank]
         pairs = ((took.forward, plan.forward), (took.backward, plan.backward), (took.update, plan.update))
         beyond = [max(measured - planned, 0.0) for measured, planned in pairs]

@@ -23,7 +23,7 @@ from fxpipe.schedule.action import Action
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _IDLE: tuple[Kind, ...] = ("wait", "data", "save", "evaluate")
-_WHOLES = ("F", "B", "update", "data", "save", "evaluate")
+_WHOLES = ("F", "B", "W", "update", "data", "save", "evaluate")
 """Kinds that also count what is inside them; but an update is not part of the backward in which it is made, nor is
 what a checkpoint copies in an update part of it."""
 
@@ -132,7 +132,7 @@ class Watch:
             self._read()
 
     def seconds(self, *kinds: Kind, within: Kind | None = None) -> float:
-        """Own time of all spans of these kinds: all, or only what belongs to F, to B without its update, to updates."""
+        """Own time of all spans of these kinds: all, or what belongs to F, to B or W without its update, to updates."""
         if self._clock is not None and not self._open:
             self._read()
         size = len(KINDS)

@@ -70,9 +70,11 @@ def check(plan: Plan) -> None:
         _check_units(shape, at)
         for i, stage in enumerate(shape.stages):
             place = f", {at}.stages[{i}]"
-            for part, first in zip((stage.forward, stage.backward), _parts_of(plan, i), strict=True):
+            if (stage.weights is None) == plan.weights_apart:
+                raise Malformed("some stages make weight gradients apart, and it does not", place)
+            for phase, part in stage.parts.items():
                 _check_names(plan, part, shape.edges, shape.batch, place)
-                _check_held(part, first, place)
+                _check_held(part, plan.stages[i].part(phase), place)
         if shape.totals is not None:
             if len(shape.totals.stages) != 1:
                 raise Malformed(f"there are {len(shape.totals.stages)} files", f", {at}.totals.stages")
@@ -161,10 +163,6 @@ def _check_names(plan: Plan, part: PartSpec, edges: Iterable[EdgeSpec], batch: I
         for name in found:
             if name not in known:
                 raise Malformed(f"there is no {what} {name[:80]!r}", place)
-
-
-def _parts_of(plan: Plan, worker: int) -> tuple[PartSpec, PartSpec]:
-    return plan.stages[worker].forward, plan.stages[worker].backward
 
 
 def _check_held(part: PartSpec, first: PartSpec, place: str) -> None:

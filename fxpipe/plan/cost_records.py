@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import FUNCTIONS, Phase
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,10 @@ class WorkerSummary:
         owned_bytes, replica_bytes: of parameters: owned here; replicas of those of other workers, or frozen, and what
             is kept at both ends for encoded differences to build on.
         saved_bytes: what forward keeps for backward, once for each microbatch in flight.
-        memory_bytes: weights, their gradients, replicas, and the saved values of all microbatches in flight. What the
-            optimizer keeps, temporaries and message buffers come on top.
+        in_flight: of how many microbatches it keeps saved or deferred values at once.
+        memory_bytes: weights, their gradients, replicas, and the saved and deferred values of all microbatches at once.
+            What the optimizer keeps, temporaries and message buffers come on top.
+        deferred_bytes: what backward keeps for weight gradients, where these are apart; None where they are not.
     """
 
     rank: int
@@ -42,11 +44,19 @@ class WorkerSummary:
     saved_bytes: int
     in_flight: int
     memory_bytes: int
+    deferred_bytes: int | None = None
+
+    @property
+    def static_bytes(self) -> int:
+        """Held all the time: owned weights with their gradients, replicas."""
+        return 2 * self.owned_bytes + self.replica_bytes
 
     @property
     def time(self) -> StageTime:
         """Its times, by this estimate."""
-        return StageTime(self.forward, self.backward + self.weight, self.update)
+        if self.deferred_bytes is None:
+            return StageTime(self.forward, self.backward + self.weight, self.update)
+        return StageTime(self.forward, self.backward, self.update, self.weight)
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,19 @@ class StageTime:
             the lower quartile over minibatches, because other work of the machine only ever adds time. Of many
             microbatches, some represent all: the first, which also predicts weights and begins the sum of gradients,
             and some of the others.
-        update: once a minibatch, after its last backward: keeping copies, the optimizer's step, packing replicas.
+        update: once a minibatch, after its last action: keeping copies, the optimizer's step, packing replicas.
+        weight: of one microbatch's weight gradients, where they are an action of their own; else part of `backward`.
     """
 
     forward: float
     backward: float
     update: float
+    weight: float = 0.0
+
+    @property
+    def microbatch(self) -> float:
+        """Of one microbatch, all of it but the update."""
+        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
@@ -155,4 +172,4 @@ class EngineTime:
     @property
     def part(self) -> str:
         """`stage_0.forward`."""
-        return f"stage_{self.worker}.{'forward' if self.phase == 'F' else 'backward'}"
+        return f"stage_{self.worker}.{FUNCTIONS[self.phase]}"

@@ -12,10 +12,14 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 9
+FORMAT = 10
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
+PHASES: tuple[Phase, ...] = ("F", "B", "W")
+FUNCTIONS: dict[Phase, Literal["forward", "backward", "weights"]] = {"F": "forward", "B": "backward", "W": "weights"}
+"""What the code calls the function of each phase."""
+
 EdgeKind = Literal["input", "activation", "saved", "gradient", "token"]  # replicas of weights follow from `parameters`
 
 
@@ -131,7 +135,7 @@ class PadSpec:
 
 @dataclass(frozen=True)
 class PartSpec:
-    """The interface of one function of a stage, `forward` or `backward`; every tuple in the code's own order.
+    """The interface of one function of a stage: `forward`, `backward`, `weights`; every tuple in the code's order.
 
     Attributes:
         weights: parameter names, the order of the `weights` argument.
@@ -139,8 +143,9 @@ class PartSpec:
         batch: batch leaf names, the order of the `batch` argument (worker 0's forward only).
         receives, sends: edge names, in the order of the code.
         saved: names of the values that forward returns and backward takes.
+        deferred: names of the values that backward returns and `weights` takes, where gradients are made there.
         updates: buffer names whose new values forward returns, or the function of an evaluation after its metrics.
-        gradients: parameter names whose gradients backward returns.
+        gradients: parameter names whose gradients the function returns: `weights`, or backward without it.
         loss: whether forward returns the loss (else it returns None there).
         random: whether the code draws random numbers.
         metrics: of an evaluation: the names of the metrics that its function returns first; of a forward that returns
@@ -158,14 +163,20 @@ class PartSpec:
     loss: bool = False
     random: bool = False
     metrics: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
+
+    def third(self, phase: Phase) -> tuple[str, ...]:
+        """The names in the third argument of the function of a phase: leaves of the batch, saved or deferred values."""
+        return {"F": self.batch, "B": self.saved, "W": self.deferred}[phase]
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One worker's stage: its file, the file's digest, its units (half-open ranges) and its two functions.
+    """One worker's stage: its file, the file's digest, its units (half-open ranges) and its functions.
 
-    `weight_units` are those whose weight gradients its backward makes, except for operators that make them together
-    with their input's gradient: those are in `backward_units`. `engines` run its forward and its backward.
+    `weight_units` are those whose weight gradients it makes, except for operators that make them together with their
+    input's gradient: those are in `backward_units`. `engines` run its forward and its backward. `weights` is there if
+    weight gradients are made apart from backward: it then returns the stage's gradients, all of them.
     """
 
     file: str
@@ -176,14 +187,26 @@ class StageSpec:
     forward: PartSpec
     backward: PartSpec
     engines: tuple[str, str] = ("eager", "eager")
+    weights: PartSpec | None = None
+
+    @property
+    def parts(self) -> dict[Phase, PartSpec]:
+        """The interfaces of its functions, in the order of phases."""
+        apart: dict[Phase, PartSpec] = {} if self.weights is None else {"W": self.weights}
+        return {"F": self.forward, "B": self.backward, **apart}
 
     def part(self, phase: Phase) -> PartSpec:
-        """The interface of the function that runs in this phase."""
-        return self.forward if phase == "F" else self.backward
+        """The interface of the function that runs in this phase; of nothing if there is none."""
+        return self.parts.get(phase, PartSpec())
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of the parameters whose gradients it makes, in the order in which they are returned."""
+        return (self.weights or self.backward).gradients
 
     def engine(self, phase: Phase) -> str:
-        """The engine that runs this phase's function."""
-        return self.engines[0 if phase == "F" else 1]
+        """The engine that runs this phase's function: weight gradients apart are always made by the emitted code."""
+        return {"F": self.engines[0], "B": self.engines[1], "W": "eager"}[phase]
 
 
 @dataclass(frozen=True)
@@ -315,6 +338,11 @@ class Plan:
         """For each shape of batch, the plan as it would be if there were no other."""
         fields = [{f.name: getattr(shape, f.name) for f in dataclasses.fields(ShapeSpec)} for shape in self.shapes]
         return tuple(dataclasses.replace(self, shapes=(), **more) for more in ({}, *fields))
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether the stages make weight gradients in a function of their own."""
+        return any(stage.weights is not None for stage in self.stages)
 
     @property
     def all_edges(self) -> tuple[EdgeSpec, ...]:

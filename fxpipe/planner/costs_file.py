@@ -56,12 +56,11 @@ class BuildCosts:
         return self.times[worker] if self.times else self.workers[worker].time
 
     def correction(self, worker: int) -> float | None:
-        """A worker's forward and backward as measured, over the sum of their node costs; None if one is missing."""
+        """A worker's microbatch as measured, over the sum of their node costs; None if one is missing."""
         if not self.times or not self.workers:
             return None
         estimate, measured = self.workers[worker].time, self.times[worker]
-        whole = estimate.forward + estimate.backward
-        return (measured.forward + measured.backward) / whole if whole else None
+        return measured.microbatch / estimate.microbatch if estimate.microbatch else None
 
     def to_json(self) -> str:
         """The text of the file."""

@@ -11,7 +11,7 @@ from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
 from fxpipe.schedule import make
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
@@ -58,7 +58,7 @@ class Setting:
             memory=_for(count, self.memory),
             links=self.links,
             microbatches=self.microbatches,
-            in_flight=in_flight(schedule),
+            in_flight=held(schedule),
             owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
             owned_ms=tuple(1e3 * s for s in seconds_per_owned_byte(policy, schedule, self.policy_times)),
             ratios=self.ratios,

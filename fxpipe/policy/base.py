@@ -64,6 +64,12 @@ class Policy(ABC):
         """How many updates past `version` to predict `owner`'s weights for `action`; ≥ 0."""
         return 0
 
+    def read_as(self, action: Action) -> Action:
+        """The action whose weights an action reads: perhaps a backward those of its forward, W those of its B."""
+        if action.phase != "F" and self.keeps_forward:
+            return Action("F", action.minibatch, action.microbatch)
+        return Action("B", action.minibatch, action.microbatch) if action.phase == "W" else action
+
     def check(self, schedule: Schedule) -> None:
         """Refuse a schedule with which this policy makes no sense.
 

@@ -61,7 +61,7 @@ def _held(policy: Policy, versions: Versions, worker: int) -> int:
         left[key] -= 1
         if not left[key]:
             held.discard(key)
-        if action.phase == "B" and action.microbatch == schedule.microbatches - 1:
+        if schedule.updates(action):
             held |= {key for key in of_version.get(live, ()) if left[key]}  # freed now; later readers do not matter
             live += 1
             most = max(most, len(held - {(live, 0)}))

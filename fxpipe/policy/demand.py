@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpipe.errors import PolicyError
-from fxpipe.plan.spec import ParameterSpec, Phase, Plan
+from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.policy.base import Policy
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
 from fxpipe.schedule.versions import versions_of
-
-PHASES: tuple[Phase, Phase] = ("F", "B")
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,8 @@ class Demand:
     """The weights that every worker reads under a schedule and a policy.
 
     With a policy whose backward keeps the weights of its forward, B reads the version that F saw: on its own worker or,
-    if B's worker has no forward of that parameter, on the nearest worker that has one.
+    if B's worker has no forward of that parameter, on the nearest worker that has one. Where weight gradients are
+    apart, W reads the version that its B reads.
 
     Attributes:
         segments: of the run. In a segment of one minibatch nothing is late, and nothing is predicted.
@@ -150,9 +149,7 @@ class Demand:
         """
         if self.segments.is_single(action.minibatch):
             return 0
-        if action.phase == "B" and self.policy.keeps_forward:
-            action = Action("F", action.minibatch, action.microbatch)
-        ahead = self.policy.ahead(action, version, reading.owner, self.schedule)
+        ahead = self.policy.ahead(self.policy.read_as(action), version, reading.owner, self.schedule)
         if ahead < 0 or (ahead and not self.policy.predicts):
             raise PolicyError(
                 f"policy '{self.policy}' wants version {version} of worker {reading.owner}'s weights predicted "
@@ -219,7 +216,7 @@ class Demand:
         lags: list[int] = []
         for microbatch in range(self.schedule.microbatches):
             least = self.versions.lag(phase, worker, owner, microbatch)
-            read: tuple[Phase, int] = (phase, worker) if forward is None else ("F", forward)
+            read: tuple[Phase, int] = ("F" if phase == "F" else "B", worker) if forward is None else ("F", forward)
             lag = self.policy.lag(self.versions, read[0], microbatch, read[1], owner)
             if lag < least:
                 raise PolicyError(

@@ -40,7 +40,7 @@ def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[lis
 
 def sight(policy: Policy, versions: Versions, action: Action, worker: int) -> tuple[int, int]:
     """The version of its own weights that `action` on `worker` reads, and how far ahead of it they are predicted."""
-    read = Action("F", action.minibatch, action.microbatch) if policy.keeps_forward else action
+    read = policy.read_as(action)
     lag = policy.lag(versions, read.phase, read.microbatch, worker, worker)
     version = max(0, action.minibatch - lag)
     return version, policy.ahead(read, version, worker, versions.schedule)

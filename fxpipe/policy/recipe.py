@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fxpipe import policy as policies
 from fxpipe import schedule as schedules
+from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Plan
 from fxpipe.policy.base import Policy
 from fxpipe.policy.demand import Demand
@@ -39,9 +40,15 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
         sync_steps: how many of the run's first steps are synchronous.
 
     Raises:
-        ScheduleError, PolicyError: an unknown name, or a combination that makes no sense.
+        ScheduleError, PolicyError: an unknown name, a combination that makes no sense, or weight gradients apart, which
+            the stages have not as a function of their own.
     """
     made = schedules.make(schedule or plan.schedule, plan.workers, plan.microbatches)
+    if made.weights_apart and not plan.weights_apart:
+        raise ScheduleError(
+            f"schedule '{made.name}' makes weight gradients apart, and the stages make them in their backward",
+            hint=f"compile the model for it: fxpipe compile MODEL --schedule {made.name}",
+        )
     if policy is None:
         policy = plan.policy if made.name == plan.schedule else policies.default_for(made)
     chosen = policies.make(policy) if isinstance(policy, str) else policy

@@ -1,7 +1,7 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → base → gpipe, one_f_one_b, asynchronous; then order (the laws, and a run in which nothing is computed) →
-versions (which weights every action sees) → check (the user's verdict and picture).
+action → base → gpipe, one_f_one_b, asynchronous, zero_bubble; then order (the laws, and a run in which nothing is
+computed) → versions (which weights every action sees) → check (the user's verdict and picture).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from fxpipe.schedule.check import Report, check, grid
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.one_f_one_b import OneFOneB
 from fxpipe.schedule.versions import Versions
+from fxpipe.schedule.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
-SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in (GPipe, OneFOneB, Async)}
+_KINDS: tuple[type[Schedule], ...] = (GPipe, OneFOneB, Async, ZeroBubbleH1, ZeroBubbleH2)
+SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
 
 
 def kind_of(name: str) -> type[Schedule]:
@@ -49,6 +51,8 @@ __all__ = [
     "Report",
     "Schedule",
     "Versions",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
     "check",
     "grid",
     "kind_of",

@@ -1,4 +1,4 @@
-"""What a worker does next, and its written form: `F3`, `B3.1`."""
+"""What a worker does next, and its written form: `F3`, `B3.1`, `W3.1`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
 
 _NUMBER = "0|[1-9][0-9]*"
-_WRITTEN = re.compile(rf"(?P<phase>[FB])(?P<minibatch>{_NUMBER})(?:\.(?P<microbatch>[1-9][0-9]*))?")
+_WRITTEN = re.compile(rf"(?P<phase>[FBW])(?P<minibatch>{_NUMBER})(?:\.(?P<microbatch>[1-9][0-9]*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The forward or the backward of one microbatch.
+    """The forward, the backward or the weight gradients of one microbatch.
 
-    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second. Every action has one
-    written form; `parse` is the inverse of `str`.
+    `F3` is the forward of minibatch 3's first microbatch, `B3.1` the backward of its second, `W3.1` makes its weight
+    gradients, in schedules that have these apart from the backward. Every action has one written form; `parse` is the
+    inverse of `str`.
     """
 
     phase: Phase
@@ -40,7 +41,7 @@ class Action:
         if written is None:
             raise ScheduleError(
                 f"'{text}' is not an action",
-                hint="an action is F or B, the minibatch, and .microbatch unless that is 0: F3, B3.1",
+                hint="an action is F, B or W, the minibatch, and .microbatch unless that is 0: F3, B3.1, W3.1",
             )
         return Action(cast(Phase, written["phase"]), int(written["minibatch"]), int(written["microbatch"] or 0))
 

@@ -9,6 +9,7 @@ from math import isqrt
 from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 
 
@@ -16,15 +17,18 @@ from fxpipe.schedule.action import Action
 class Schedule(ABC):
     """The order of actions on each of `workers` workers, with `microbatches` microbatches per minibatch.
 
-    A worker updates its weights as part of its backward of a minibatch's last microbatch, and at no other time.
+    A worker updates its weights as part of the last action of a minibatch's last microbatch, and at no other time: that
+    is its B, or its W in a schedule that has weight gradients apart.
 
     Attributes:
         name: its name on the command line.
         synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
+        weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
     """
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
+    weights_apart: ClassVar[bool] = False
     workers: int
     microbatches: int = 1
 
@@ -33,6 +37,29 @@ class Schedule(ABC):
             value = getattr(self, what)
             if value < 1:
                 raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What each microbatch has an action of, in that order."""
+        return ("F", "B", "W") if self.weights_apart else ("F", "B")
+
+    @property
+    def last_phase(self) -> Phase:
+        """The phase of a microbatch's last action."""
+        return self.phases[-1]
+
+    def runs_in(self, phase: Phase) -> Phase:
+        """The phase of the action that does the work of a phase: without actions of their own, weight gradients are
+        made in B."""
+        return phase if phase in self.phases else self.last_phase
+
+    def updates(self, action: Action) -> bool:
+        """Whether the worker's update of a minibatch is part of this action."""
+        return action.phase == self.last_phase and action.microbatch == self.microbatches - 1
+
+    def update_of(self, minibatch: int) -> Action:
+        """The action that ends with the worker's update of a minibatch."""
+        return Action(self.last_phase, minibatch, self.microbatches - 1)
 
     @classmethod
     def usual_microbatches(cls, workers: int, samples: int) -> int:
@@ -53,12 +80,12 @@ class Schedule(ABC):
             actions(0):        F0 F1 B0 F2 B1 F3 B2 …
             until(0, stop=2):  F0 F1 B0    B1
 
-        It ends with the last backward of its minibatches. A schedule that lacks one would never end: it is cut off
+        It ends with the last update of its minibatches. A schedule that lacks a backward would never end: it is cut off
         after more later actions than a pipeline could hold, and `check` names what is missing.
         """
-        backwards = (stop - start) * self.microbatches
+        last, left = self.last_phase, (stop - start) * self.microbatches
         patience = 4 * self.workers * self.microbatches
-        if backwards <= 0:
+        if left <= 0:
             return
         for action in self.actions(worker, start):
             if action.minibatch >= stop:
@@ -67,8 +94,8 @@ class Schedule(ABC):
                     return
                 continue
             yield action
-            backwards -= action.phase == "B"
-            if backwards == 0:
+            left -= action.phase == last
+            if left == 0:
                 return
 
 

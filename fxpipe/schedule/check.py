@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, plain, play, read, timeline
@@ -18,20 +20,22 @@ class Report:
     """What `check` learned.
 
     Attributes:
-        in_flight: for each worker, the largest number of microbatches whose F is done and whose B is not; it holds the
-            saved values of that many at once.
+        in_flight: for each worker, the largest number of microbatches whose F is done and whose B is not.
+        held: the same until the last action of each: it holds saved values of that many at once. Without actions W,
+            that is `in_flight`.
         grid: the picture of the run, see `grid`.
     """
 
     in_flight: tuple[int, ...]
+    held: tuple[int, ...]
     grid: str
 
 
 def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequence[tuple[int, int]] = ()) -> Report:
     """Prove that the schedule of `minibatches` minibatches from `start` on is lawful and runs to its end.
 
-    Every worker does every action once, F before its B, the B in order, and nothing deadlocks, even if readers wait for
-    the weights of `replicas`, which are (owner, reader) pairs. Linear in the number of actions.
+    Every worker does every action once, F before its B, B before its W, B and W in order, and nothing deadlocks, even
+    if readers wait for the weights of `replicas`, which are (owner, reader) pairs. Linear in the number of actions.
 
     Raises:
         ScheduleError: the schedule is unlawful; the picture in the message marks the offending actions: `>F3<`.
@@ -39,15 +43,39 @@ def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequen
     rows = read(schedule, minibatches, start)
     steps = play(schedule, rows, _weights(schedule, replicas, start)) if replicas else play(schedule, rows)
     return Report(
-        in_flight=tuple(_in_flight(row) for row in rows),
+        in_flight=tuple(_at_once(row, "B") for row in rows),
+        held=tuple(_at_once(row, schedule.last_phase) for row in rows),
         grid=picture(timeline(schedule.workers, steps, plain)),
     )
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each worker, the most microbatches whose F is done and whose B is not, once the pipeline is full."""
-    minibatches = 1 if schedule.synchronous else schedule.workers + 1
-    return tuple(_in_flight(schedule.until(worker, minibatches)) for worker in range(schedule.workers))
+def held(schedule: Schedule) -> tuple[int, ...]:
+    """For each worker, the most microbatches whose F is done and whose last action is not, in a full pipeline."""
+    stop, last = _full(schedule), schedule.last_phase
+    return tuple(_at_once(schedule.until(worker, stop), last) for worker in range(schedule.workers))
+
+
+def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, float]:
+    """By how many bytes each action of a microbatch changes what its worker keeps for the later ones.
+
+    Args:
+        saved: what the forward keeps.
+        deferred: what the backward keeps of that, or adds, for weight gradients apart.
+    """
+    if schedule.weights_apart:
+        return {"F": saved, "B": deferred - saved, "W": -deferred}
+    return {"F": saved, "B": -saved}
+
+
+def kept(schedule: Schedule, worker: int, saved: float, deferred: float = 0.0) -> float:
+    """The most bytes that a worker keeps for microbatches between their actions, once the pipeline is full.
+
+    Args:
+        saved, deferred: as `changes` has them.
+    """
+    change = changes(schedule, saved, deferred)
+    row = schedule.until(worker, _full(schedule))
+    return max(accumulate(change[action.phase] for action in row))
 
 
 def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] = plain) -> str:
@@ -65,10 +93,16 @@ def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], st
     return picture(timeline(schedule.workers, steps, label))
 
 
-def _in_flight(row: Iterable[Action]) -> int:
+def _full(schedule: Schedule) -> int:
+    """After how many minibatches the pipeline has been full."""
+    return 1 if schedule.synchronous else schedule.workers + 1
+
+
+def _at_once(row: Iterable[Action], last: Phase) -> int:
+    """The most microbatches whose F is done and whose action of the phase `last` is not."""
     now = most = 0
     for action in row:
-        now += 1 if action.phase == "F" else -1
+        now += (action.phase == "F") - (action.phase == last)
         most = max(most, now)
     return most
 
@@ -85,6 +119,6 @@ def _weights(
 
     def needs(worker: int, action: Action) -> list[Event]:
         made = [(owner, versions.version(action, worker, owner, start)) for owner in owners.get(worker, ())]
-        return [(o, Action("B", v - 1, schedule.microbatches - 1)) for o, v in made if v > start]
+        return [(o, schedule.update_of(v - 1)) for o, v in made if v > start]
 
     return needs

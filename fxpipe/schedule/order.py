@@ -13,11 +13,13 @@ from itertools import islice
 from textwrap import indent
 
 from fxpipe.errors import ScheduleError
+from fxpipe.plan.spec import Phase
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.picture import IDLE, marked, picture
 
 Event = tuple[int, Action]  # an action on a worker
+_SENDER: dict[Phase, int] = {"F": -1, "B": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +35,20 @@ class TimedAction:
 def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Action]]:
     """Every worker's actions for `minibatches` minibatches from `start` on; each row is lawful by itself.
 
-    The law of a row: every action once, no others, F before its B, and the B in order, because the update belongs to
-    the B of a minibatch's last microbatch.
+    The law of a row: every action once, no others, F before its B, B before its W if there are W, and the B in order,
+    as the W, because the update belongs to the last of a minibatch's actions, and so that sums of gradients have one
+    order.
 
     Raises:
         ScheduleError: rows break this law; the picture marks the first offence of each.
     """
-    limit = 2 * schedule.microbatches * minibatches + 1  # one more than there should be
+    limit = len(schedule.phases) * schedule.microbatches * minibatches + 1  # one more than there should be
     stop = start + minibatches
     rows = [list(islice(schedule.until(worker, stop, start), limit)) for worker in range(schedule.workers)]
     problems: list[str] = []
     cells = [[str(action) for action in row] for row in rows]
     for worker, row in enumerate(rows):
-        offence = _offence(row, schedule.microbatches, range(start, stop))
+        offence = _offence(row, schedule, range(start, stop))
         if offence is not None:
             place, action, what = offence
             cells[worker][place : place + 1] = [marked(action)]
@@ -55,26 +58,30 @@ def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Acti
     return rows
 
 
-def _offence(row: Sequence[Action], microbatches: int, wanted: range) -> tuple[int, Action, str] | None:
+def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[int, Action, str] | None:
     """The first offence in a row: its place (the end for a missing action), the action, what happened."""
     done: set[Action] = set()
-    latest = Action("B", wanted.start)
+    latest = {phase: Action(phase, wanted.start) for phase in schedule.phases}
+    before = dict(zip(schedule.phases[1:], schedule.phases, strict=False))
     for place, action in enumerate(row):
-        if action.minibatch not in wanted or action.microbatch >= microbatches:
+        if action.minibatch not in wanted or action.microbatch >= schedule.microbatches:
             return place, action, f"does {action}, but there is no such microbatch"
+        if action.phase not in schedule.phases:
+            return place, action, f"does {action}, but its backwards make the weight gradients"
         if action in done:
             return place, action, f"does {action} twice"
-        if action.phase == "B":
-            forward = Action("F", action.minibatch, action.microbatch)
-            if forward not in done:
-                return place, action, f"does {action} before {forward}"
-            if (action.minibatch, action.microbatch) < (latest.minibatch, latest.microbatch):
-                return place, action, f"does {action} after {latest}"
-            latest = action
+        if action.phase in before:
+            earlier, last = Action(before[action.phase], action.minibatch, action.microbatch), latest[action.phase]
+            if earlier not in done:
+                return place, action, f"does {action} before {earlier}"
+            if (action.minibatch, action.microbatch) < (last.minibatch, last.microbatch):
+                return place, action, f"does {action} after {last}"
+            latest[action.phase] = action
         done.add(action)
     for minibatch in wanted:
-        for microbatch in range(microbatches):
-            for missing in (Action("F", minibatch, microbatch), Action("B", minibatch, microbatch)):
+        for microbatch in range(schedule.microbatches):
+            for phase in schedule.phases:
+                missing = Action(phase, minibatch, microbatch)
                 if missing not in done:
                     return len(row), missing, f"never does {missing}"
     return None
@@ -87,9 +94,10 @@ def play(
 ) -> list[TimedAction]:
     """Run the rows: the actions in an order in which each comes after all that it depends on.
 
-    F waits for the F of the previous worker, B for the B of the next worker, and both for what `needs` adds. Edges of
-    other kinds add nothing: a saved value, no matter where it was made, is older than the backward that reaches its
-    reader. Every action starts as early as it can and takes one unit of time. Linear in the number of dependencies.
+    F waits for the F of the previous worker, B for the B of the next worker, W for nothing on other workers, and all
+    for what `needs` adds. Edges of other kinds add nothing: a saved value, no matter where it was made, is older than
+    the backward that reaches its reader. Every action starts as early as it can and takes one unit of time. Linear in
+    the number of dependencies.
 
     Raises:
         ScheduleError: the run deadlocks; the picture marks each waiting action.
@@ -122,8 +130,8 @@ def play(
 
 def _pipeline(schedule: Schedule, worker: int, action: Action) -> tuple[Event, ...]:
     """The action on another worker for which the pipeline itself makes an action wait."""
-    sender = worker - 1 if action.phase == "F" else worker + 1
-    return ((sender, action),) if 0 <= sender < schedule.workers else ()
+    step = _SENDER.get(action.phase)
+    return ((worker + step, action),) if step and 0 <= worker + step < schedule.workers else ()
 
 
 def timeline(workers: int, steps: Iterable[TimedAction], label: Callable[[int, Action], str]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -12,15 +12,17 @@ from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.order import Event, TimedAction, play, read
 
-_PHASES: tuple[Phase, ...] = ("F", "B")
-
 
 class Versions:
     """The version of each owner's weights that every action on every worker sees.
 
     A version is a number of updates. An action sees the owner's updates that *happen before* it: by program order on a
-    worker, F after the F of the previous worker, B after the B of the next worker; an update is part of its B. Timing
-    plays no part, so every run sees the same.
+    worker, F after the F of the previous worker, B after the B of the next worker; an update is part of the action that
+    ends its minibatch. Timing plays no part, so every run sees the same.
+
+    A schedule with a flush adds an order of its own: what a worker does of a minibatch comes after the updates of all
+    workers of the minibatch before. Where updates belong to B, the pipeline makes it so by itself. Where they belong to
+    W, of which nothing tells other workers, an action waits for the weights it reads.
 
     Waiting for such a version cannot deadlock, not even at the end of a finite run: the update belongs to an earlier
     minibatch, and an order without cycles stays so when later minibatches are left out.
@@ -53,13 +55,13 @@ class Versions:
         studied = range(3 if schedule.synchronous else 3 * filling + 4)
         # The last minibatches of a finite run lack the later forwards that an endless run has between them.
         rows = read(schedule, len(studied) + (1 if schedule.synchronous else 2 * filling))
-        seen = _seen(schedule, play(schedule, rows))
+        seen = _seen(schedule, play(schedule, rows, _flush(schedule, rows)))
         last = studied[-1]
         self._lags: dict[tuple[Phase, int, int], tuple[int, ...]] = {
             (phase, microbatch, reader): tuple(
                 last - version for version in seen[reader, Action(phase, last, microbatch)]
             )
-            for phase in _PHASES
+            for phase in schedule.phases
             for microbatch in range(microbatches)
             for reader in range(workers)
         }
@@ -68,8 +70,8 @@ class Versions:
                 self._steady(schedule, reader, action, versions)
 
     def lag(self, phase: Phase, reader: int, owner: int, microbatch: int = 0) -> int:
-        """How many updates late an action on `reader` sees the weights of `owner`."""
-        return self._lags[phase, microbatch, reader][owner]
+        """How many updates late what a microbatch does in a phase on `reader` sees the weights of `owner`."""
+        return self._lags[self.schedule.runs_in(phase), microbatch, reader][owner]
 
     def version(self, action: Action, reader: int, owner: int, start: int = 0) -> int:
         """The version that `action` on `reader` sees, in a run that began with an empty pipeline at minibatch
@@ -109,8 +111,25 @@ def own_lag(schedule: Schedule, worker: int) -> int:
     for action in schedule.until(worker, last + 1):
         if action.phase == "F" and action.minibatch == last:
             most = max(most, last - updates)
-        updates += action.phase == "B" and action.microbatch == schedule.microbatches - 1
+        updates += schedule.updates(action)
     return most
+
+
+def _flush(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> Callable[[int, Action], Iterable[Event]]:
+    """What each worker's first action of a minibatch waits for under a flush: all updates of the one before."""
+    if not schedule.synchronous:
+        return lambda worker, action: ()
+    first = {}
+    for worker, row in enumerate(rows):
+        for action in row:
+            first.setdefault((worker, action.minibatch), action)
+
+    def needs(worker: int, action: Action) -> list[Event]:
+        if action.minibatch == 0 or first[worker, action.minibatch] != action:
+            return []
+        return [(other, schedule.update_of(action.minibatch - 1)) for other in range(schedule.workers)]
+
+    return needs
 
 
 def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple[int, ...]]:
@@ -126,7 +145,7 @@ def _seen(schedule: Schedule, steps: Iterable[TimedAction]) -> dict[Event, tuple
                 clock = tuple(map(max, clock, other))
         newest = action.minibatch
         seen[worker, action] = clock if max(clock) <= newest else tuple([min(v, newest) for v in clock])
-        if action.phase == "B" and action.microbatch == schedule.microbatches - 1:
+        if schedule.updates(action):
             clock = (*clock[:worker], clock[worker] + 1, *clock[worker + 1 :])
         clocks[worker] = done[worker, action] = clock
     return seen

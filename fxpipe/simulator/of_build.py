@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.cost_records import EdgeTiming
-from fxpipe.plan.spec import EdgeSpec, Phase, Plan
+from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
-from fxpipe.policy.demand import PHASES, Demand
+from fxpipe.policy.demand import Demand
 from fxpipe.policy.replica_messages import STEADY, Filling, ReplicaMessages
 from fxpipe.schedule.action import Action
 from fxpipe.simulator.scenario import NEVER, Message, Replica, Scenario, WorkerCost
@@ -68,9 +68,16 @@ def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
     row = costs.workers[worker]
     time = costs.time(worker)
     speed = costs.speeds[worker] if costs.speeds else 1.0
-    forward, backward, update = (seconds / speed for seconds in (time.forward, time.backward, time.update))
-    held = row.memory_bytes - row.saved_bytes * row.in_flight
-    return WorkerCost(forward, backward, update, static_bytes=held, saved_bytes=row.saved_bytes)
+    forward, backward, update, weight = (
+        seconds / speed for seconds in (time.forward, time.backward, time.update, time.weight)
+    )
+    return WorkerCost(
+        *(forward, backward, update),
+        static_bytes=row.static_bytes,
+        saved_bytes=row.saved_bytes,
+        weight=weight,
+        deferred_bytes=row.deferred_bytes or 0,
+    )
 
 
 def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Replica]:

@@ -28,25 +28,32 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
     them is made, and waited for when the first of them is needed. Peak memory is that of the planner.
     """
     return Scenario(
-        workers=tuple(_cost(partition, workers, k) for k in range(workers.count)),
-        messages=tuple(_Messages(profile, partition, workers.ratios).all()),
+        workers=tuple(_cost(partition, workers, k, schedule) for k in range(workers.count)),
+        messages=tuple(_Messages(profile, partition, workers.ratios, schedule.runs_in("W")).all()),
         replicas=tuple(_replicas(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
     )
 
 
-def _cost(partition: Partition, workers: Workers, k: int) -> WorkerCost:
+def _cost(partition: Partition, workers: Workers, k: int, schedule: Schedule) -> WorkerCost:
     load = partition.loads[k]
     update = load.update * workers.microbatches
-    backward = load.backward + load.weight + load.recompute
-    return WorkerCost(load.forward, backward, update, static_bytes=load.memory)
+    backward, weight = load.backward + load.recompute, load.weight
+    if not schedule.weights_apart:
+        backward, weight = backward + weight, 0.0
+    return WorkerCost(load.forward, backward, update, static_bytes=load.memory, weight=weight)
 
 
 class _Messages:
-    """Combines what travels between each two workers, by phases and by when it is made."""
+    """Combines what travels between each two workers, by phases and by when it is made.
 
-    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios) -> None:
+    Args:
+        apart: the phase that makes weight gradients.
+    """
+
+    def __init__(self, profile: Profile, partition: Partition, ratios: Ratios, apart: Phase) -> None:
         self.profile = profile
+        self.apart = apart
         self.ratios = ratios
         self.cuts = {"F": partition.forward, "B": partition.backward, "W": partition.weights}
         self.recompute = partition.recompute
@@ -67,7 +74,7 @@ class _Messages:
 
     def _messages(self) -> Iterator[Message]:
         for (way, _), (size, made, needed) in sorted(self.found.items()):
-            kind = "saved" if (way[1], way[3]) == ("F", "B") else ""
+            kind = "saved" if way[1] == "F" != way[3] else ""
             yield Message(*way, size, made, needed, turn=turn_of(kind, size))
 
     def _worker(self, unit: int, chain: str) -> int:
@@ -79,9 +86,9 @@ class _Messages:
         whole = self.forward[end] - self.forward[first]
         return float(np.clip((self.forward[unit] - self.forward[first]) / whole, 0.0, 1.0)) if whole else 0.0
 
-    def _save(self, source: int, target: int, size: float, made: float) -> None:
+    def _save(self, source: int, target: int, size: float, made: float, phase: Phase = "B") -> None:
         """Bytes that a forward saves for a backward elsewhere; to a later worker they leave after the activations."""
-        self._add((source, "F", target, "B"), self.ratios.saved * size, 1.0 if source < target else made)
+        self._add((source, "F", target, phase), self.ratios.saved * size, 1.0 if source < target else made)
 
     def _add(self, key: _Key, size: float, made: float = 1.0, needed: float = 0.0) -> None:
         if key[0] != key[2] and size:
@@ -116,9 +123,9 @@ class _Messages:
                 self._save(source, backward, max(of_b, of_w), made)
             else:
                 self._save(source, backward, of_b, made)
-                self._save(source, weight, of_w, made)
+                self._save(source, weight, of_w, made, self.apart)
                 if unit.weight_ms:
-                    self._add((backward, "B", weight, "B"), self.ratios.gradient * unit.gradient_bytes)
+                    self._add((backward, "B", weight, self.apart), self.ratios.gradient * unit.gradient_bytes)
             for k in {backward, weight}:
                 if (k, i) in again:
                     self._save(source, k, unit.fixed_bytes, made)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from fxpipe.schedule.action import Action
 
-Kind = Literal["F", "B", "update"]
+Kind = Literal["F", "B", "W", "update"]
 
 
 class Span(NamedTuple):  # a tuple: a run has tens of thousands
@@ -26,7 +26,7 @@ class Transfer(NamedTuple):
     """A message that occupies its direction of a link; it arrives the link's latency after `end`.
 
     Of a message that waits its turn, there is one for every stretch in which nothing else was carried.
-    `action` is the one that sent it. Weights are sent by the backward that ends with their update.
+    `action` is the one that sent it. Weights are sent by the action that ends with their update.
     """
 
     src: int

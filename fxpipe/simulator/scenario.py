@@ -19,9 +19,12 @@ class WorkerCost:
 
     Attributes:
         forward, backward: of one microbatch, without messages.
-        update: once per minibatch, at the end of its last backward, before new weights are sent.
+        weight: of its weight gradients, where they are apart from its backward (else they are part of that). A schedule
+            without actions for them spends it in the backward, after all else.
+        update: once per minibatch, at the end of its last action, before new weights are sent.
         static_bytes: held all the time.
         saved_bytes: kept by each microbatch between its forward and its backward.
+        deferred_bytes: kept by each microbatch between its backward and its weight gradients, for these.
         temporary_bytes: held in addition while an action runs.
     """
 
@@ -31,6 +34,12 @@ class WorkerCost:
     static_bytes: float = 0.0
     saved_bytes: float = 0.0
     temporary_bytes: float = 0.0
+    weight: float = 0.0
+    deferred_bytes: float = 0.0
+
+    def seconds(self, phase: Phase) -> float:
+        """Of one microbatch in a phase."""
+        return {"F": self.forward, "B": self.backward, "W": self.weight}[phase]
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class Scenario:
         cost = self.workers[worker]
         moved = sum(m.bytes for m in self.messages if worker in (m.src, m.dst))
         weights = sum(r.bytes for r in self.replicas if worker in (r.owner, r.reader))
-        action = cost.forward + cost.backward + self.links.copy * moved
+        action = cost.forward + cost.backward + cost.weight + self.links.copy * moved
         return microbatches * action + cost.update + self.links.copy * weights
 
     def _of_workers(self) -> Iterator[str]:
@@ -122,9 +131,11 @@ class Scenario:
                 yield f"{m} names a worker that is not there, or one twice"
             elif not (_possible(m.bytes) and 0 <= m.made <= 1 and 0 <= m.needed <= 1):
                 yield f"{m} has no bytes above zero, or a point outside 0 to 1"
-            elif m.dst_phase == "F" and (m.src_phase == "B" or m.src > m.dst):
+            elif m.dst_phase == "F" and (m.src_phase != "F" or m.src > m.dst):
                 yield f"{m}: a forward receives from forwards of earlier workers alone"
-            elif m.src_phase == "B" and m.src < m.dst:
+            elif m.dst_phase == "B" and m.src_phase == "W":
+                yield f"{m}: a backward waits for no weight gradients"
+            elif m.src_phase != "F" and m.src < m.dst:
                 yield f"{m}: a backward sends to earlier workers alone"
 
     def _of_replicas(self) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import PHASES, Phase
+from fxpipe.schedule.base import Schedule
 from fxpipe.simulator.channel import Channel, Direction
 from fxpipe.simulator.scenario import NEVER, Message, Scenario
 
@@ -37,22 +38,21 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """What one worker does: its two actions, the seconds of its update, and what it sends after that."""
+    """What one worker does: its actions by phase, the seconds of its update, and what it sends after that."""
 
-    forward: tuple[Point, ...]
-    backward: tuple[Point, ...]
+    actions: Mapping[Phase, tuple[Point, ...]]
     update: float
     outgoing: tuple[Outgoing, ...]
 
     @property
     def channels(self) -> Iterator[Channel]:
         """All that the worker sends on."""
-        points = (*self.forward, *self.backward)
+        points = (point for points in self.actions.values() for point in points)
         yield from (point.channel for point in points if point.sends and point.channel is not None)
         yield from (weights.channel for weights in self.outgoing)
 
 
-def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Script]:
+def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Script]:
     """Every worker's script for one run, with channels in which nothing has been sent."""
     directions: dict[tuple[int, int], Direction] = {}
     steps: dict[tuple[int, Phase], list[_ScriptStep]] = {}
@@ -72,13 +72,20 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
                 _ScriptStep(0.0, BEFORE_ALL, Point(0.0, weights, False, lags))
             )
     for m in (*scenario.messages, *tokens(scenario)):
-        value = channel(m.src, m.dst, m.bytes, microbatches * minibatches, m.turn)
+        value = channel(m.src, m.dst, m.bytes, schedule.microbatches * minibatches, m.turn)
         steps.setdefault((m.dst, m.dst_phase), []).append(_ScriptStep(m.needed, m.places[1], Point(0.0, value)))
         steps.setdefault((m.src, m.src_phase), []).append(_ScriptStep(m.made, m.places[0], Point(0.0, value, True)))
     return [
         Script(
-            tuple(_walk(steps.get((worker, "F"), []), cost.forward)),
-            tuple(_walk(steps.get((worker, "B"), []), cost.backward)),
+            {
+                action: tuple(
+                    point
+                    for phase in PHASES
+                    if schedule.runs_in(phase) == action
+                    for point in _walk(steps.get((worker, phase), []), cost.seconds(phase))
+                )
+                for action in schedule.phases
+            },
             cost.update,
             tuple(outgoing[worker]),
         )
@@ -88,7 +95,7 @@ def scripts(scenario: Scenario, microbatches: int, minibatches: int) -> list[Scr
 
 def tokens(scenario: Scenario) -> Iterator[Message]:
     """Empty messages between neighbours that exchange nothing that would keep the pipeline's order."""
-    ordered = {(m.src, m.dst) for m in scenario.messages if m.src_phase == m.dst_phase}
+    ordered = {(m.src, m.dst) for m in scenario.messages if m.src_phase == m.dst_phase != "W"}
     for before, behind in pairwise(range(len(scenario.workers))):
         if (before, behind) not in ordered:
             yield Message(before, "F", behind, "F", 0.0)

@@ -20,10 +20,11 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.urgency import URGENT
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import changes
 from fxpipe.schedule.order import Event, play, read
 from fxpipe.simulator.channel import Channel, Stretch
 from fxpipe.simulator.result import Simulation, Span, Transfer
-from fxpipe.simulator.scenario import NEVER, Scenario
+from fxpipe.simulator.scenario import NEVER, Scenario, WorkerCost
 from fxpipe.simulator.script import Script, scripts
 
 
@@ -49,7 +50,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     if minibatches < 1:
         raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
     rows = read(schedule, minibatches)
-    run = _Simulator(scripts(scenario, schedule.microbatches, minibatches), schedule.microbatches)
+    run = _Simulator(scripts(scenario, schedule, minibatches), schedule)
     run.run(rows)
     if len(run.ends) < workers:
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
@@ -69,7 +70,7 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         waited=tuple(run.waited),
         bubble=max(0.0, 1 - working / (workers * period)) if period else 0.0,  # rounding is no work
         peak_bytes=tuple(
-            cost.static_bytes + cost.saved_bytes * _in_flight(row) + cost.temporary_bytes
+            cost.static_bytes + _most_kept(schedule, cost, row) + cost.temporary_bytes
             for cost, row in zip(scenario.workers, rows, strict=True)
         ),
     )
@@ -88,9 +89,10 @@ class _Simulator:
         ends: by worker, when it has finished its row.
     """
 
-    def __init__(self, parts: Sequence[Script], microbatches: int) -> None:
+    def __init__(self, parts: Sequence[Script], schedule: Schedule) -> None:
         self.parts = parts
-        self.microbatches = microbatches
+        self.schedule = schedule
+        self.microbatches = schedule.microbatches
         self.spans: list[list[Span]] = [[] for _ in parts]
         self.transfers: list[Transfer] = []
         self.waited = [0.0 for _ in parts]
@@ -126,7 +128,7 @@ class _Simulator:
         for action in row:
             number = action.minibatch * self.microbatches + action.microbatch
             begin = clock
-            for seconds, channel, sends, lags in part.forward if action.phase == "F" else part.backward:
+            for seconds, channel, sends, lags in part.actions[action.phase]:
                 clock += seconds
                 if channel is None:
                     continue
@@ -153,7 +155,7 @@ class _Simulator:
                     clock = begin
                 clock += copy
             spans.append(Span(action.phase, action, begin, clock))  # even without length: every action has its end
-            if action.phase == "B" and action.microbatch == self.microbatches - 1:
+            if self.schedule.updates(action):
                 clock = self._update(worker, action, clock)
         self.ends[worker] = clock
 
@@ -200,13 +202,17 @@ class _Simulator:
 def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) -> Iterator[Event]:
     """Whole actions that an action waits for, in addition to the pipeline's own order."""
     for m in scenario.messages:
-        if (m.dst, m.dst_phase) == (worker, action.phase):
-            yield m.src, Action(m.src_phase, action.minibatch, action.microbatch)
+        if (m.dst, schedule.runs_in(m.dst_phase)) == (worker, action.phase):
+            yield m.src, Action(schedule.runs_in(m.src_phase), action.minibatch, action.microbatch)
     for replica in scenario.replicas:
         for phase, lags in replica.reads:
             lag = lags[action.microbatch]
-            if (replica.reader, phase) == (worker, action.phase) and lag != NEVER and action.minibatch > lag:
-                yield replica.owner, Action("B", action.minibatch - lag - 1, schedule.microbatches - 1)
+            if (
+                (replica.reader, schedule.runs_in(phase)) == (worker, action.phase)
+                and lag != NEVER
+                and action.minibatch > lag
+            ):
+                yield replica.owner, schedule.update_of(action.minibatch - lag - 1)
 
 
 def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float], seconds: float) -> float:
@@ -214,8 +220,7 @@ def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float]
     last = len(finished) - 1
     if not schedule.synchronous:  # once nothing enters the pipeline, the rest goes faster or slower
         entered = max(place for place, action in enumerate(row) if action.phase == "F")
-        final = schedule.microbatches - 1
-        last = sum(action.phase == "B" and action.microbatch == final for action in row[:entered]) - 1
+        last = sum(schedule.updates(action) for action in row[:entered]) - 1
     gaps = [b - a for a, b in pairwise(finished[last // 2 : last + 1])] if last > 0 else [seconds / len(finished)]
     for length in range(1, len(gaps) // 2 + 1):  # a cycle over several workers repeats after that many minibatches
         if all(isclose(a, b, rel_tol=1e-6) for a, b in zip(gaps, gaps[length:], strict=False)):
@@ -223,6 +228,7 @@ def _period(schedule: Schedule, row: Sequence[Action], finished: Sequence[float]
     return sum(gaps) / len(gaps)
 
 
-def _in_flight(row: Iterable[Action]) -> int:
-    """The most microbatches whose forward has begun and whose backward is not over."""
-    return max(accumulate(1 if action.phase == "F" else -1 for action in row))
+def _most_kept(schedule: Schedule, cost: WorkerCost, row: Iterable[Action]) -> float:
+    """The most bytes that a worker keeps for microbatches between their actions."""
+    change = changes(schedule, cost.saved_bytes, cost.deferred_bytes)
+    return max(accumulate(change[action.phase] for action in row))

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from fxpipe.simulator.result import Simulation, Span
 
-_FORWARD, _BACKWARD = "0123456789", "abcdefghij"
+_LETTERS = {"F": "0123456789", "B": "abcdefghij", "W": "ABCDEFGHIJ"}
+_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 _UPDATE, _WAITS = "*", "."
 
 
@@ -18,7 +19,8 @@ def picture(simulation: Simulation, width: int = 100, begin: float = 0.0, end: f
         worker 1: .0aa1bb
 
     A column shows what the worker does in the middle of that time: a digit is a forward, a letter a backward, of the
-    microbatch whose number ends in that digit (a: 0); `*` is an update, `.` waits. The last line is a legend.
+    microbatch whose number ends in that digit (a: 0), a capital letter its weight gradients where they are apart; `*`
+    is an update, `.` waits. The last line is a legend.
     """
     end = simulation.seconds if end is None else end
     column = (end - begin) / width
@@ -28,8 +30,9 @@ def picture(simulation: Simulation, width: int = 100, begin: float = 0.0, end: f
         f"worker {worker:>{number}}: {''.join(_row(simulation, worker, times))}".rstrip()
         for worker in range(simulation.workers)
     ]
-    key = f"{_FORWARD[0]}-{_FORWARD[-1]} forward, {_BACKWARD[0]}-{_BACKWARD[-1]} backward, {_UPDATE} update"
-    return "\n".join([*lines, f"{key}, {_WAITS} waits; a column is {column:.3g} s"])
+    done = {span.kind for spans in simulation.spans for span in spans}
+    key = ", ".join(f"{letters[0]}-{letters[-1]} {_NAMES[kind]}" for kind, letters in _LETTERS.items() if kind in done)
+    return "\n".join([*lines, f"{key}, {_UPDATE} update, {_WAITS} waits; a column is {column:.3g} s"])
 
 
 def _row(simulation: Simulation, worker: int, times: list[float]) -> Iterator[str]:
@@ -47,4 +50,4 @@ def _letter(simulation: Simulation, span: Span) -> str:
     if span.kind == "update":
         return _UPDATE
     number = span.action.minibatch * simulation.microbatches + span.action.microbatch
-    return (_FORWARD if span.kind == "F" else _BACKWARD)[number % 10]
+    return _LETTERS[span.kind][number % 10]

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import BuildError, CodecError
-from fxpipe.plan.spec import EvaluationStage, PartSpec, Phase, Plan, StageSpec
+from fxpipe.plan.spec import FUNCTIONS, EvaluationStage, PartSpec, Phase, Plan, StageSpec
 
 ARGUMENTS = {
     "forward": ("weights", "buffers", "batch", "comm"),
     "backward": ("weights", "buffers", "saved", "comm"),
+    "weights": ("weights", "buffers", "deferred", "comm"),
     "evaluate": ("weights", "buffers", "batch", "comm"),
 }
 COMPILE_AGAIN = "undo the edit, or compile the model again: fxpipe compile MODEL -o BUILD"
@@ -28,17 +29,12 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage ready to run: its two functions and their engines, its file, and whether someone edited it."""
+    """A stage ready to run: its functions by phase and their engines, its file, and whether someone edited it."""
 
     path: Path
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    functions: Mapping[Phase, Callable[..., Any]]
     edited: bool
     engines: tuple[str, str] = ("eager", "eager")
-
-    def function(self, phase: Phase) -> Callable[..., Any]:
-        """The function that runs in this phase."""
-        return self.forward if phase == "F" else self.backward
 
 
 @dataclass(frozen=True)
@@ -141,14 +137,14 @@ def _read(path: str | Path) -> tuple[Path, bytes]:
 
 
 def _stage(path: Path, source: bytes, spec: StageSpec) -> LoadedStage:
-    functions = functions_of(path, source, {"forward": spec.forward, "backward": spec.backward})
-    return LoadedStage(path, functions["forward"], functions["backward"], is_edited(source, spec))
+    functions = functions_of(path, source, {FUNCTIONS[phase]: part for phase, part in spec.parts.items()})
+    return LoadedStage(path, {phase: functions[FUNCTIONS[phase]] for phase in spec.parts}, is_edited(source, spec))
 
 
 def _stage_of_text(path: Path, text: str, spec: StageSpec) -> LoadedStage:
     stage = _stage(path, text.encode(), spec)
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-    weakref.finalize(stage.forward, linecache.cache.pop, str(path), None)
+    weakref.finalize(stage.functions["F"], linecache.cache.pop, str(path), None)
     return stage
 
 
@@ -209,7 +205,7 @@ def _part_differences(function: ast.FunctionDef, part: PartSpec, name: str) -> l
             found.append(f"{verbs} {', '.join(extra)}, which the plan does not know")
         if twice:
             found.append(f"{verbs} {', '.join(twice)} more than once")
-    third_names = part.saved if name == "backward" else part.batch
+    third_names = {"backward": part.saved, "weights": part.deferred}.get(name, part.batch)
     lengths = zip(arguments[:3], (len(part.weights), len(part.buffers), len(third_names)), strict=True)
     for argument, length in lengths:
         for count in _unpacked(function, argument):
@@ -250,14 +246,15 @@ def _return_differences(function: ast.FunctionDef, part: PartSpec, name: str) ->
     """Only of what the code returns literally; the rest is checked when it runs."""
     found = []
     for node in ast.walk(function):
-        if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)):
+        if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple | ast.List)):
             continue
         values = node.value.elts
         if any(isinstance(v, ast.Starred) for v in values):
             continue
         if name != "forward":
             evaluated = ("metrics and buffers" if part.updates else "metrics", (*part.metrics, *part.updates))
-            word, names = ("gradients", part.gradients) if name == "backward" else evaluated
+            made = ("deferred values", part.deferred) if part.deferred else ("gradients", part.gradients)
+            word, names = {"backward": made, "weights": ("gradients", part.gradients)}.get(name, evaluated)
             if len(values) != len(names):
                 found.append(f"returns {len(values)} {word}, the plan has {len(names)}")
             continue

@@ -26,6 +26,8 @@ def run_microbatch(
 ) -> Iterator[tuple[PartCall, PartResult]]:
     """Run every part once: the forwards from the first worker to the last, the backwards from the last to the first.
 
+    Weight gradients that are apart come after these, from the last worker to the first, too.
+
     Args:
         functions: gives the function of a worker's phase; called right before that function.
         state: weights and buffers by their first names, on the plan's device; takes the buffers' new values.
@@ -39,10 +41,11 @@ def run_microbatch(
     """
     layouts = {e.name: Layout(e.tensor if is_without_codecs() else e.sent, e.name) for e in plan.edges}
     messages: dict[str, Tensor] = {}
-    saved: list[list[Any]] = []
+    left: list[list[Any]] = [[] for _ in range(plan.workers)]
     forwards: list[tuple[int, Phase]] = [(worker, "F") for worker in range(plan.workers)]
     backwards: list[tuple[int, Phase]] = [(worker, "B") for worker in reversed(range(plan.workers))]
-    for worker, phase in (*forwards, *backwards):
+    apart: list[tuple[int, Phase]] = [(worker, "W") for worker, _ in backwards] if plan.weights_apart else []
+    for worker, phase in (*forwards, *backwards, *apart):
         spec = plan.stages[worker].part(phase)
         call = PartCall(
             worker=worker,
@@ -50,12 +53,11 @@ def run_microbatch(
             spec=spec,
             weights=tuple(state[name] for name in spec.weights),
             buffers=tuple(state[name] for name in spec.buffers),
-            third=tuple(leaves[name] for name in spec.batch) if phase == "F" else tuple(saved.pop()),
+            third=tuple(leaves[name] for name in spec.batch) if phase == "F" else tuple(left[worker]),
             received={name: messages.pop(name) for name in spec.receives},
         )
         result = call.run(functions(worker, phase), seed)
-        if phase == "F":
-            saved.append(result.saved)
+        left[worker] = result.saved if phase == "F" else result.deferred
         for name, value in result.sent.items():
             messages[name] = layouts[name](value) if packed else value
         state.update(zip(spec.updates, result.updates, strict=True))
@@ -68,5 +70,5 @@ def record_calls(
     """What each part is called with in a first microbatch, with the initial weights; torch's generators are seeded."""
     state = {name: tensor.to(plan.device) for name, tensor in tensors.items()}
     torch.manual_seed(0)
-    ran = run_microbatch(plan, lambda worker, phase: stages[worker].function(phase), state, leaves)
+    ran = run_microbatch(plan, lambda worker, phase: stages[worker].functions[phase], state, leaves)
     return {(call.worker, call.phase): call for call, _ in ran}

@@ -13,7 +13,7 @@ from fxpipe.plan.spec import PartSpec, Phase
 from fxpipe.stages.comm import ReadyComm
 
 Function = Callable[[Sequence[Any], Sequence[Any], Any, Any], Any]
-"""An emitted function, or what takes its place: `(weights, buffers, batch or saved, comm)`."""
+"""An emitted function, or what takes its place: `(weights, buffers, batch or saved or deferred, comm)`."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class PartResult:
     loss: Tensor | None = None
     updates: tuple[Tensor, ...] = ()
     saved: list[Any] = field(default_factory=list)
+    deferred: list[Any] = field(default_factory=list)
     gradients: tuple[Tensor, ...] = ()
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def flat(self) -> list[Tensor]:
         """All of it, in the order of `PurePart.outputs`."""
         loss = [] if self.loss is None else [self.loss]
-        return [*loss, *self.updates, *self.saved, *self.gradients, *self.sent.values()]
+        return [*loss, *self.updates, *self.saved, *self.deferred, *self.gradients, *self.sent.values()]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class PartCall:
     """What a part is called with.
 
     Attributes:
-        third: the batch of a forward, the saved values of a backward.
+        third: the batch of a forward, the saved values of a backward, the deferred ones of weight gradients.
         received: by edge.
     """
 
@@ -68,7 +69,9 @@ class PartCall:
     def result(self, returned: Any, sent: Mapping[str, Tensor]) -> PartResult:
         """What the part's function returned and sent, as a `PartResult`."""
         sent = {name: sent[name] for name in self.spec.sends}
-        if self.phase == "B":
+        if self.phase == "B" and self.spec.deferred:
+            return PartResult(deferred=list(returned), sent=sent)
+        if self.phase != "F":
             return PartResult(gradients=tuple(returned), sent=sent)
         loss, updates, saved = returned
         return PartResult(loss, tuple(updates), list(saved), sent=sent)

@@ -44,7 +44,7 @@ class PureFunction:
         for name, value in zip(self._sends, outputs[count:], strict=True):
             send(self.part, name, value, comm)
         if self.part.phase == "B":
-            return outputs[:count]
+            return list(outputs[:count])
         saved = self._loss + self._updates
         loss = outputs[0] if self._loss else None
         return loss, outputs[self._loss : saved], list(outputs[saved:count])

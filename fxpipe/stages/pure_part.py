@@ -27,7 +27,7 @@ from fxpipe.codecs import without_codecs
 from fxpipe.errors import BackendError
 from fxpipe.ir.aten import is_random
 from fxpipe.plan.packing import Layout
-from fxpipe.plan.spec import EdgeSpec, Phase, Plan, TensorSpec
+from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Phase, Plan, TensorSpec
 from fxpipe.stages.loaded import LoadedStage, stage_line
 from fxpipe.stages.part_call import PartCall
 from fxpipe.stages.random_inputs import PLACE, Draw, hoist_draws
@@ -36,7 +36,7 @@ from fxpipe.tracing.fake_strides import KernelStrides
 from fxpipe.tracing.refusals import DATA_DEPENDENT
 
 InputKind = Literal["weight", "buffer", "batch", "saved", "received", "mask"]
-OutputKind = Literal["loss", "update", "saved", "gradient", "sent"]
+OutputKind = Literal["loss", "update", "saved", "deferred", "gradient", "sent"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PurePart:
     Attributes:
         graph: a placeholder for each input, ATen calls, and the tuple of outputs; both in the order of the tables.
             Inputs are in the order of kinds: weights, buffers, batch or saved, received, masks. Outputs likewise:
-            forward the loss (if there), updates, saved, sent; backward gradients, sent.
+            forward the loss (if there), updates, saved, sent; backward gradients or deferred, sent.
         draws: what makes the masks, in the order in which the emitted code would draw them.
         edges: by name, those that travel packed. What packs and unpacks them is not in the graph.
     """
@@ -81,7 +81,7 @@ class PurePart:
     @property
     def name(self) -> str:
         """`stage_0.forward`."""
-        return f"stage_{self.worker}.{'forward' if self.phase == 'F' else 'backward'}"
+        return f"stage_{self.worker}.{FUNCTIONS[self.phase]}"
 
     def dtypes(self) -> set[str]:
         """The types of all values in it: `float32`, …."""
@@ -100,7 +100,7 @@ class PurePart:
 
 
 def trace_stage(plan: Plan, worker: int, stage: LoadedStage) -> tuple[PurePart, PurePart]:
-    """The two pure parts of a stage.
+    """The forward and the backward of a stage as pure parts.
 
     Raises:
         BackendError: the code cannot be traced (an edit made it depend on values), changes a tensor in place, or draws
@@ -126,12 +126,13 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         third = (*given["batch"], *given["saved"])
         call = PartCall(worker, phase, spec, tuple(given["weight"]), tuple(given["buffer"]), third, received)
         with _Places(stage.path):
-            result = call.run(stage.function(phase))
+            result = call.run(stage.functions[phase])
         named: list[tuple[OutputKind, str, Tensor]] = []
         if result.loss is not None:
             named.append(("loss", "loss", result.loss))
         named += [("update", n, v) for n, v in zip(spec.updates, result.updates, strict=True)]
         named += [("saved", n, v) for n, v in zip(spec.saved if phase == "F" else (), result.saved, strict=True)]
+        named += [("deferred", n, v) for n, v in zip(spec.deferred, result.deferred, strict=True)]
         named += [("gradient", n, v) for n, v in zip(spec.gradients, result.gradients, strict=True)]
         named += [("sent", n, v) for n, v in result.sent.items()]
         kept[:] = [PartOutput(kind, name, tensor_spec(v)) for kind, name, v in named]
@@ -147,7 +148,7 @@ def trace_part(plan: Plan, worker: int, phase: Phase, stage: LoadedStage, saved:
         if re.search(DATA_DEPENDENT, text):
             text = "it depends on the values of a tensor"
         raise BackendError(
-            f"the {'forward' if phase == 'F' else 'backward'} of stage {worker} cannot be traced: {text}",
+            f"the {FUNCTIONS[phase]} of stage {worker} cannot be traced: {text}",
             where=stage_line(error, stage.path) or str(stage.path),
             hint="only `run --backend eager` runs such code; engines and ONNX need plain operators: undo the edit",
         ) from error

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from fxpipe.ir.aten import viewed
 from fxpipe.ir.program import Program, info, size_of, unit_name
+from fxpipe.ir.stage import Part
 from fxpipe.plan.cost_records import WorkerSummary
-from fxpipe.plan.spec import PartSpec, Plan
+from fxpipe.plan.spec import Plan
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.replica_messages import Filling, ReplicaMessages
+from fxpipe.schedule.check import held, kept
 
 
 def summarize(
-    program: Program, plan: Plan, in_flight: tuple[int, ...], demand: Demand, update_seconds_per_byte: float = 0.0
+    program: Program, plan: Plan, demand: Demand, update_seconds_per_byte: float = 0.0
 ) -> list[WorkerSummary]:
     """The table's rows, for a program that has been through every pass.
 
     Args:
-        in_flight: microbatches that each worker holds at most, from the schedule's check.
-        demand: who reads which weights, for the bytes of replicas.
+        demand: who reads which weights, for the bytes of replicas, under which schedule, for those of values kept.
         update_seconds_per_byte: of the optimizer, for each byte of a trained parameter.
     """
     seconds: dict[tuple[int, str], float] = {}
@@ -25,6 +26,7 @@ def summarize(
         record = info(node)
         key = (record.worker or 0, "W" if record.weight else record.phase)
         seconds[key] = seconds.get(key, 0.0) + (record.seconds or 0.0)
+    in_flight = held(demand.schedule)
     sizes = {p.name: p.tensor.bytes for p in plan.parameters}
     traffic = Traffic(plan, demand)
     rows = []
@@ -34,7 +36,10 @@ def summarize(
         trained = sum(p.tensor.bytes for p in plan.owned(rank) if p.trained)
         owned_bytes, replica_bytes = (sum(sizes[n] for n in names) for names in (owned, copies))
         replica_bytes += traffic.bases[rank]
-        saved = _saved_bytes(program, rank)
+        saved = _passed_bytes(program, program.stages[rank].parts["B"])
+        apart = program.stages[rank].parts.get("W")
+        deferred = None if apart is None else _passed_bytes(program, apart)
+        most = int(kept(demand.schedule, rank, saved, deferred or 0))
         rows.append(
             WorkerSummary(
                 rank=rank,
@@ -54,15 +59,16 @@ def summarize(
                 bytes_out=traffic.leaving[rank],
                 saved_bytes=saved,
                 in_flight=in_flight[rank],
-                memory_bytes=held_bytes(owned_bytes, replica_bytes, saved, in_flight[rank]),
+                memory_bytes=held_bytes(owned_bytes, replica_bytes, most),
+                deferred_bytes=deferred,
             )
         )
     return rows
 
 
-def held_bytes(owned: int, replicas: int, saved: int, in_flight: int) -> int:
+def held_bytes(owned: int, replicas: int, values: int) -> int:
     """`WorkerSummary.memory_bytes`, from the bytes of its parts: owned weights have gradients, too."""
-    return 2 * owned + replicas + saved * in_flight
+    return 2 * owned + replicas + values
 
 
 class Traffic:
@@ -105,11 +111,10 @@ def begin(plan: Plan, bounds: tuple[int, int]) -> str:
     return unit_name(plan.units[bounds[0]]) if bounds[0] < bounds[1] else "nothing"
 
 
-def _saved_bytes(program: Program, rank: int) -> int:
-    """Bytes that forward keeps: views of one value count once, the batch's own tensors too."""
-    backward = program.stages[rank].parts["B"]
-    saved: PartSpec = backward.spec
-    nodes = list(backward.graph.nodes)[len(saved.weights) + len(saved.buffers) :][: len(saved.saved)]
+def _passed_bytes(program: Program, part: Part) -> int:
+    """Bytes that the part before it keeps for a part: views of one value count once, the batch's own tensors too."""
+    given = len(part.spec.weights) + len(part.spec.buffers)
+    nodes = list(part.graph.nodes)[given:][: len(part.passed)]
     by_name = {n.name: n for n in program.graph.nodes}
     roots = {viewed(by_name.get(node.name, node)) for node in nodes}
     return sum(size_of(root.meta["val"]) for root in roots)

@@ -83,11 +83,11 @@ def test_stage_is_eager(build: Build) -> None:
     with torch.no_grad():
         calls = record_calls(build.plan, stages, build.tensors, leaves)
         made = calls[0, "F"].run(EnginePart(forward, ENGINE), seed=1)
-        close(made.flat(), calls[0, "F"].run(stage.forward, seed=1).flat())
+        close(made.flat(), calls[0, "F"].run(stage.functions["F"], seed=1).flat())
         engine, call = EnginePart(backward, ENGINE), calls[0, "B"]
         for saved in (call.third, made.saved):  # saved by eager: other strides than the engine's
             given = dataclasses.replace(call, third=tuple(saved))
-            close(given.run(engine).flat(), given.run(stage.backward).flat())
+            close(given.run(engine).flat(), given.run(stage.functions["B"]).flat())
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_engines_stay_in_the_plan_and_in_the_build(tmp_path: Path) -> None:
     assert [s.engines for s in loaded.plan.stages] == [("onnxruntime", "onnxruntime")] * 2
     assert loaded.costs.engines == build.costs.engines
     pipeline = loaded.local(optimizer=momentum)
-    assert all(isinstance(e.stage.forward, CheckedPart) for e in pipeline.executors)
+    assert all(isinstance(e.stage.functions["F"], CheckedPart) for e in pipeline.executors)
     pipeline.run(CASES["gpt"].batches(2))
     assert {p.name: p.read_bytes() for p in (folder / ENGINES).iterdir()} == made
     build.save(folder)  # replaces a build with engines

@@ -174,7 +174,7 @@ BROKEN: list[tuple[Level, Callable[[Program], Program | None], str]] = [
     (Level.SPLIT, call_twice, "backward of stage 1 is given|forward of stage 1"),
     (Level.SPLIT, with_spec(weights=()), "forward of stage 0 is given .*too many .*'first.weight'"),
     (Level.SPLIT, with_spec(sends=()), "forward of stage 0 has the edges"),
-    (Level.SPLIT, with_spec(saved=()), "backward of stage 0 takes other saved values"),
+    (Level.SPLIT, with_spec(saved=()), "backward of stage 0 takes other values than its forward leaves"),
     (Level.EMITTED, with_text("def forward(", "def forward(("), "stage_0.py does not parse"),
     (Level.EMITTED, with_text("def forward(", "def forwards("), "missing .'forward'"),
     (Level.EMITTED, with_text("aten.addmm.default(first_bias", "aten.addmm.default(bias"), "forward reads bias"),

@@ -78,7 +78,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Build]:
 
     def slow_stages(plan: Plan, files: dict[str, str]) -> list[LoadedStage]:
         return [
-            dataclasses.replace(stage, forward=slowly(stage.forward), backward=slowly(stage.backward))
+            dataclasses.replace(stage, functions={phase: slowly(f) for phase, f in stage.functions.items()})
             for stage in load(plan, files)
         ]
 

@@ -75,6 +75,7 @@ def test_own_times(clock: Clock) -> None:
     assert watch.spent == {
         "F": 4.75,
         "B": 3.0,
+        "W": 0.0,
         "predict": 1.0,
         "update": 2.0,
         "send": 0.0,

@@ -141,7 +141,7 @@ def test_asynchronous_is_its_definition(
     # Nothing is left over: no value, no copy, no prediction.
     assert not pipeline._mailbox.letters
     for executor in pipeline.executors:
-        assert not executor._saved
+        assert not executor._left
         assert not executor.store.predictions.made
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from written_schedule import Written
+from written_schedule import Written, WrittenApart
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Async, Versions, check, grid, make
@@ -57,6 +57,32 @@ def test_an_unlawful_row(row: str, what: str, shown: str) -> None:
     assert refusal(row) == f"schedule 'written' is wrong: worker 0 {what}\n  worker 0: {shown}"
 
 
+@pytest.mark.parametrize(
+    ("row", "what", "shown"),
+    [
+        ("F0 W0 B0 F1 B1 W1", "does W0 before B0", "F0   >W0< B0   F1   B1   W1"),
+        ("F0 B0 F1 B1 W1 W0", "does W0 after W1", "F0   B0   F1   B1   W1   >W0<"),
+        ("F0 B0 F1 B1 W0 W0", "does W0 twice", "F0   B0   F1   B1   W0   >W0<"),
+        ("F0 B0 W0 F1 B1", "never does W1", "F0   B0   W0   F1   B1   >W1<"),
+    ],
+)
+def test_an_unlawful_row_with_weight_gradients_apart(row: str, what: str, shown: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check(WrittenApart(1, rows=(row,)), 2)
+    assert str(caught.value) == f"schedule 'written' is wrong: worker 0 {what}\n  worker 0: {shown}"
+
+
+def test_weight_gradients_in_a_schedule_without_them() -> None:
+    assert "worker 0 does W0, but its backwards make the weight gradients" in refusal("F0 B0 W0 F1 B1")
+
+
+def test_what_is_held_until_its_weight_gradients() -> None:
+    report = check(WrittenApart(2, rows=("F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1")), 2)
+    assert report.in_flight == (2, 1)
+    assert report.held == (2, 2)
+    assert report.grid == "worker 0: F0 F1 .. B0 W0 B1 W1\nworker 1: .. F0 B0 F1 B1 W0 W1"
+
+
 def test_the_offences_of_all_workers_are_told_at_once() -> None:
     message = refusal("B0 F0", "F0 F0", minibatches=1)
     assert "worker 0 does B0 before F0; worker 1 does F0 twice" in message
@@ -88,12 +114,20 @@ def test_the_grid_aligns_wide_labels_and_many_workers() -> None:
     assert lines[10].endswith("..    F0@10 B0@10")
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "async"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 9))
+@given(
+    st.sampled_from(["gpipe", "1f1b", "async", "zb-h1", "zb-h2"]),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
 def test_replicas_are_there_when_they_are_needed(name: str, workers: int, microbatches: int, minibatches: int) -> None:
     schedule = make(name, workers, 1 if name == "async" else microbatches)
     pairs = [(owner, reader) for owner in range(workers) for reader in range(workers)]
     without = check(schedule, minibatches, start=5)
-    assert check(schedule, minibatches, start=5, replicas=pairs) == without
+    found = check(schedule, minibatches, start=5, replicas=pairs)
+    assert (found.in_flight, found.held) == (without.in_flight, without.held)
+    if not schedule.weights_apart:  # of whose updates no other worker would hear before it needs them
+        assert found == without
 
 
 @pytest.mark.parametrize("owner", [0, 1])

@@ -14,7 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import SCHEDULES, Action, Async, GPipe, OneFOneB, Schedule, check, grid, make, parse_row
+from fxpipe.schedule import (
+    SCHEDULES,
+    Action,
+    Async,
+    GPipe,
+    OneFOneB,
+    Schedule,
+    ZeroBubbleH1,
+    ZeroBubbleH2,
+    check,
+    grid,
+    make,
+    parse_row,
+)
+from fxpipe.schedule.check import held
 
 schedules = st.builds(make, st.sampled_from(list(SCHEDULES)), st.integers(1, 7), st.integers(1, 6))
 
@@ -61,6 +75,30 @@ def test_async() -> None:
     )
 
 
+def test_zb_h1() -> None:
+    is_drawn(
+        ZeroBubbleH1(workers=3, microbatches=4),
+        1,
+        """
+        worker 0: F0   F0.1 F0.2 ..   ..   B0   W0   F0.3 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3
+        worker 1: ..   F0   F0.1 ..   B0   F0.2 B0.1 W0   F0.3 B0.2 W0.1 B0.3 W0.2 W0.3
+        worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 W0   F0.3 B0.3 W0.1 W0.2 W0.3
+        """,
+    )
+
+
+def test_zb_h2() -> None:
+    is_drawn(
+        ZeroBubbleH2(workers=3, microbatches=6),
+        1,
+        """
+        worker 0: F0   F0.1 F0.2 F0.3 F0.4 B0   W0   F0.5 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3 B0.4 W0.4 B0.5 W0.5
+        worker 1: ..   F0   F0.1 F0.2 B0   F0.3 B0.1 F0.4 B0.2 W0   F0.5 B0.3 W0.1 B0.4 W0.2 B0.5 W0.3 W0.4 W0.5
+        worker 2: ..   ..   F0   B0   F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 F0.4 B0.4 W0   F0.5 B0.5 W0.1 W0.2 W0.3 W0.4 W0.5
+        """,
+    )
+
+
 def test_1f1b_drains_a_minibatch_before_it_starts_the_next() -> None:
     rows = [" ".join(map(str, OneFOneB(3, 2).until(worker, 2))) for worker in range(3)]
     assert rows == [
@@ -87,13 +125,49 @@ def test_how_many_microbatches_are_in_flight(workers: int, microbatches: int) ->
     assert check(Async(workers), workers).in_flight == tuple(workers - k for k in range(workers))
 
 
+@given(st.sampled_from(["gpipe", "1f1b", "async"]), st.integers(1, 6), st.integers(1, 6))
+def test_without_w_a_worker_holds_what_is_in_flight(name: str, workers: int, microbatches: int) -> None:
+    report = check(make(name, workers, microbatches), workers)
+    assert report.held == report.in_flight
+
+
+@given(st.sampled_from([ZeroBubbleH1, ZeroBubbleH2]), st.integers(1, 8), st.integers(1, 16))
+def test_how_many_microbatches_zero_bubble_holds(
+    kind: type[ZeroBubbleH1 | ZeroBubbleH2], workers: int, microbatches: int
+) -> None:
+    """The paper: as many on every worker as 1F1B on its first, or twice as many less one."""
+    report = check(kind(workers, microbatches), 2)
+    ahead = [kind.depth * (workers - 1 - k) + 1 for k in range(workers)]
+    assert report.in_flight == tuple(min(microbatches, a) for a in ahead)
+    assert report.held == (min(microbatches, kind.depth * (workers - 1) + 1),) * workers
+    assert held(kind(workers, microbatches)) == report.held
+
+
+@pytest.mark.parametrize(("workers", "microbatches"), [(2, 2), (2, 5), (3, 3), (4, 8), (4, 13)])
+def test_zb_h1_is_torchs_zb1p(workers: int, microbatches: int) -> None:
+    made = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for rank in range(workers):
+        ahead = min(microbatches, workers - 1 - rank)
+        operations = made._get_1f1b_rank_ops(
+            *(1, workers, ahead, microbatches - ahead, ahead, rank),
+            *(lambda _, rank=rank: rank,) * 2,
+            num_1f1b_microbatches=rank,
+            enable_zero_bubble=True,
+        )
+        names = [str(operation).removeprefix(str(rank)) for operation in operations if operation is not None]
+        assert names == [
+            f"{'I' if a.phase == 'B' else a.phase}{a.microbatch}"
+            for a in ZeroBubbleH1(workers, microbatches).until(rank, 1)
+        ]
+
+
 @given(schedules, st.integers(0, 5), st.integers(0, 5))
 def test_until_is_the_endless_schedule_without_later_minibatches(
     schedule: Schedule, start: int, minibatches: int
 ) -> None:
     stop = start + minibatches
     for worker in range(schedule.workers):
-        endless = islice(schedule.actions(worker, start), 2 * schedule.microbatches * (minibatches + schedule.workers))
+        endless = islice(schedule.actions(worker, start), 3 * schedule.microbatches * (minibatches + schedule.workers))
         assert list(schedule.until(worker, stop, start)) == [a for a in endless if a.minibatch < stop]
 
 
@@ -120,6 +194,8 @@ def test_the_names() -> None:
         "gpipe": GPipe,
         "1f1b": OneFOneB,
         "async": Async,
+        "zb-h1": ZeroBubbleH1,
+        "zb-h2": ZeroBubbleH2,
     }
     assert make("async", 3, 2) == Async(workers=3, microbatches=2)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import PHASES, Phase
 from fxpipe.schedule import Action, Async, OneFOneB, Schedule, Versions, make
 from fxpipe.schedule.versions import own_lag
 
@@ -73,7 +73,7 @@ def test_async_replicas_on_three_workers() -> None:
     assert lags(versions, "B", owner=2, workers=3) == [0, 0, 0]
 
 
-@given(st.sampled_from(["async", "gpipe", "1f1b"]), st.integers(1, 9), st.integers(1, 9))
+@given(st.sampled_from(["async", "gpipe", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 9), st.integers(1, 9))
 def test_a_row_alone_tells_how_late_its_worker_is(name: str, workers: int, microbatches: int) -> None:
     schedule = make(name, workers, microbatches)
     versions = Versions(schedule)
@@ -82,11 +82,21 @@ def test_a_row_alone_tells_how_late_its_worker_is(name: str, workers: int, micro
         assert own_lag(schedule, worker) == max(lates)
 
 
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 5))
+@given(st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 6), st.integers(1, 5))
 def test_with_a_flush_every_pass_sees_every_earlier_update(name: str, workers: int, microbatches: int) -> None:
     versions = Versions(make(name, workers, microbatches))
-    for reader, owner in product(range(workers), repeat=2):
-        assert versions.lag("F", reader, owner) == versions.lag("B", reader, owner) == 0
+    for reader, owner, phase, j in product(range(workers), range(workers), PHASES, range(microbatches)):
+        assert versions.lag(phase, reader, owner, j) == 0
+
+
+def test_a_flush_that_is_none_is_refused() -> None:
+    """Its F1 would have to see the update of minibatch 0, which comes after it."""
+
+    class Eager(Async):
+        synchronous = True
+
+    with pytest.raises(ScheduleError, match="worker 0 waits at F1 for B0 of worker 0"):
+        Versions(Eager(2))
 
 
 @given(st.integers(1, 6), st.integers(1, 5))

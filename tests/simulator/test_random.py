@@ -15,15 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.plan.spec import Phase
+from fxpipe.plan.spec import PHASES, Phase
 from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
-from fxpipe.schedule import Action, Schedule, make
+from fxpipe.schedule import SCHEDULES, Action, Schedule, make
 from fxpipe.schedule.order import read
 from fxpipe.simulator import NEVER, Message, Replica, Scenario, Simulation, WorkerCost, simulate
 
 Key = tuple[Any, ...]
-KINDS: list[tuple[Phase, Phase, bool]] = [("F", "F", True), ("B", "B", False), ("F", "B", True), ("F", "B", False)]
+NAMES = {"F": "forward", "B": "backward", "W": "weight"}
+KINDS: list[tuple[Phase, Phase, bool]] = [
+    *(("F", "F", True), ("B", "B", False), ("F", "B", True), ("F", "B", False)),
+    *(("F", "W", True), ("F", "W", False), ("B", "W", False), ("W", "W", False)),
+]
 
 
 _LAST = object()
@@ -133,29 +137,13 @@ class Events:
 
     def work(self, worker: int, row: list[Action]) -> Iterator[Any]:
         cost, last = self.scenario.workers[worker], self.schedule.microbatches - 1
+        apart = self.schedule.weights_apart
         for action in row:
             self.begun[worker, action] = self.now
-            for i, r in enumerate(self.scenario.replicas):
-                for phase, lags in r.reads:
-                    lag = lags[action.microbatch]
-                    if (worker, action.phase) == (r.reader, phase) and lag != NEVER and action.minibatch > lag:
-                        yield from self.receive(("weights", i, action.minibatch - lag), r.bytes)
-            seconds = cost.forward if action.phase == "F" else cost.backward
-            events: list[tuple[float, int, int, bool]] = []
-            for i, m in enumerate(self.messages):
-                if (worker, action.phase) == (m.dst, m.dst_phase):
-                    events.append((m.needed, m.places[1], i, False))
-                if (worker, action.phase) == (m.src, m.src_phase):
-                    events.append((m.made, m.places[0], i, True))
-            done = 0.0
-            for share, _, i, sends in sorted(events):
-                yield float((share - done) * seconds)
-                done = share
-                m = self.messages[i]
-                key = (i, action.minibatch, action.microbatch)
-                yield from self.send(m.src, m.dst, key, m.bytes, m.turn) if sends else self.receive(key, m.bytes)
-            yield float((1 - done) * seconds)
-            if action.phase == "B" and action.microbatch == last:
+            yield from self.compute(worker, action, action.phase, getattr(cost, NAMES[action.phase]))
+            if action.phase == "B" and not apart:
+                yield from self.compute(worker, action, "W", cost.weight)
+            if action.phase == ("W" if apart else "B") and action.microbatch == last:
                 yield float(cost.update)
                 for i, r in enumerate(self.scenario.replicas):
                     version = action.minibatch + 1
@@ -164,6 +152,27 @@ class Events:
                     ):
                         yield from self.send(r.owner, r.reader, ("weights", i, version), r.bytes, r.turn)
             self.ended[worker, action] = self.now
+
+    def compute(self, worker: int, action: Action, phase: Phase, seconds: float) -> Iterator[Any]:
+        for i, r in enumerate(self.scenario.replicas):
+            for reads, lags in r.reads:
+                lag = lags[action.microbatch]
+                if (worker, phase) == (r.reader, reads) and lag != NEVER and action.minibatch > lag:
+                    yield from self.receive(("weights", i, action.minibatch - lag), r.bytes)
+        events: list[tuple[float, int, int, bool]] = []
+        for i, m in enumerate(self.messages):
+            if (worker, phase) == (m.dst, m.dst_phase):
+                events.append((m.needed, m.places[1], i, False))
+            if (worker, phase) == (m.src, m.src_phase):
+                events.append((m.made, m.places[0], i, True))
+        done = 0.0
+        for share, _, i, sends in sorted(events):
+            yield float((share - done) * seconds)
+            done = share
+            m = self.messages[i]
+            key = (i, action.minibatch, action.microbatch)
+            yield from self.send(m.src, m.dst, key, m.bytes, m.turn) if sends else self.receive(key, m.bytes)
+        yield float((1 - done) * seconds)
 
 
 def ends(simulation: Simulation) -> dict[tuple[int, Action], float]:
@@ -175,11 +184,11 @@ def ends(simulation: Simulation) -> dict[tuple[int, Action], float]:
 def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
     """Costs in quarters, so that all sums are exact; every lag is one that the schedule can have."""
     workers = draw(st.integers(1, 4))
-    name = draw(st.sampled_from(["gpipe", "1f1b", "async"]))
+    name = draw(st.sampled_from(list(SCHEDULES)))
     microbatches = draw(st.integers(1, 3))
     small = st.integers(0, 12).map(lambda v: v / 4)
     share = st.integers(0, 4).map(lambda v: v / 4)
-    costs = draw(st.lists(st.builds(WorkerCost, small, small, small), min_size=workers, max_size=workers))
+    costs = draw(st.lists(st.builds(WorkerCost, small, small, small, weight=small), min_size=workers, max_size=workers))
     messages, replicas = [], []
     if workers > 1:
         pair = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1)).filter(lambda p: p[0] < p[1])
@@ -190,7 +199,7 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Scenario, int]:
             messages.append(Message(src, source, dst, target, draw(small), draw(share), draw(share), places))
         lag = st.sampled_from([NEVER, *range(0 if name != "async" else workers - 1, 5)])
         lags = st.tuples(*[lag] * microbatches).filter(lambda lags: max(lags) != NEVER)
-        reads = st.lists(st.tuples(st.sampled_from(["F", "B"]), lags), min_size=1, max_size=2)
+        reads = st.lists(st.tuples(st.sampled_from(PHASES), lags), min_size=1, max_size=2)
         for low, high in draw(st.lists(pair, max_size=3)):
             owner, reader = (low, high) if draw(st.booleans()) else (high, low)
             replicas.append(Replica(owner, reader, tuple(draw(reads)), draw(small)))  # type: ignore[arg-type]
@@ -283,7 +292,7 @@ def test_every_worker_is_busy_or_waits(run: tuple[Schedule, Scenario, int]) -> N
 def test_what_costs_more_ends_no_sooner(run: tuple[Schedule, Scenario, int], data: st.DataObject) -> None:
     schedule, scenario, minibatches = run
     worker = data.draw(st.integers(0, schedule.workers - 1))
-    field = data.draw(st.sampled_from(["forward", "backward", "update"]))
+    field = data.draw(st.sampled_from(["forward", "backward", "weight", "update"]))
     costs = list(scenario.workers)
     costs[worker] = replace(costs[worker], **{field: getattr(costs[worker], field) + 1})
     slower = [replace(scenario, workers=tuple(costs)), replace(scenario, links=replace(scenario.links, latency=4.0))]
@@ -295,7 +304,8 @@ def test_what_costs_more_ends_no_sooner(run: tuple[Schedule, Scenario, int], dat
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches", "minibatches"), [("1f1b", 256, 1), ("gpipe", 256, 1), ("async", 1, 256)]
+    ("name", "microbatches", "minibatches"),
+    [("1f1b", 256, 1), ("gpipe", 256, 1), ("async", 1, 256), ("zb-h2", 256, 1)],
 )
 def test_64_workers_and_256_microbatches_take_seconds(name: str, microbatches: int, minibatches: int) -> None:
     messages = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ TWO = (WorkerCost(1, 2), WorkerCost(1, 2))
         ({"messages": (Message(1, "F", 0, "F", 1),)}, "forwards of earlier workers alone"),
         ({"messages": (Message(0, "B", 1, "F", 1),)}, "forwards of earlier workers alone"),
         ({"messages": (Message(0, "B", 1, "B", 1),)}, "sends to earlier workers alone"),
+        ({"messages": (Message(0, "W", 1, "F", 1),)}, "forwards of earlier workers alone"),
+        ({"messages": (Message(1, "W", 0, "B", 1),)}, "a backward waits for no weight gradients"),
+        ({"messages": (Message(0, "W", 1, "W", 1),)}, "sends to earlier workers alone"),
         ({"replicas": (Replica(0, 2, (("F", (0,)),), 1),)}, r"Replica\(owner=0.* names a worker that is not there"),
         ({"replicas": (Replica(1, 1, (("F", (0,)),), 1),)}, "or one twice"),
         ({"replicas": (Replica(0, 1, (), 1),)}, "no reader"),
@@ -66,6 +70,8 @@ def test_a_minibatchs_busy_seconds() -> None:
         (Replica(1, 0, (("F", (1, 1, 1)), ("B", (0, 0, 0))), 1000),),
         Links(copy=0.5),
     )
+    more = replace(scenario, workers=(replace(scenario.workers[0], weight=7), *scenario.workers[1:]))
+    assert more.busy(0, 3) == scenario.busy(0, 3) + 21
     assert [scenario.busy(worker, 3) for worker in range(3)] == [
         3 * (1 + 2 + 55) + 4 + 500,
         3 * (8 + 16 + 55) + 500,

@@ -228,6 +228,64 @@ def test_the_bubble_of_a_flush(name: str, workers: int, microbatches: int) -> No
     assert found.seconds_per_minibatch == pytest.approx((microbatches + workers - 1) * 4.25)
 
 
+THIRDS = [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 3, 1), (3, 4, 2), (4, 4, 3), (2, 1, 1), (2, 0.5, 2), (1, 1, 0)]
+
+
+@pytest.mark.parametrize("times", THIRDS, ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_zero_bubble_in_closed_form(times: tuple[float, float, float], workers: int) -> None:
+    """Table 1 of the paper: what a minibatch takes beyond its work, with as many microbatches as H2 has in flight."""
+    forward, backward, weight = times
+    microbatches = 2 * workers - 1
+    whole = of([WorkerCost(forward, backward + weight)] * workers)
+    apart = of([WorkerCost(forward, backward, weight=weight)] * workers)
+    bubbles = {
+        name: simulate(make(name, workers, microbatches), scenario, 4).seconds_per_minibatch - microbatches * sum(times)
+        for name, scenario in (("1f1b", whole), ("zb-h1", apart), ("zb-h2", apart))
+    }
+    assert bubbles["1f1b"] == pytest.approx((workers - 1) * sum(times))
+    assert bubbles["zb-h1"] == pytest.approx((workers - 1) * (forward + backward - weight))
+    assert bubbles["zb-h2"] == pytest.approx(max(0, (workers - 1) * (forward + backward - 2 * weight)))
+
+
+def test_a_bubble_of_a_third_and_none() -> None:
+    workers, costs = 4, [WorkerCost(1, 1, weight=1)] * 4
+    whole = simulate(make("1f1b", workers, 8), of([WorkerCost(1, 2)] * 4), 4)
+    third, none = (simulate(make(name, workers, 8), of(costs), 4) for name in ("zb-h1", "zb-h2"))
+    waited = [found.bubble * found.seconds_per_minibatch for found in (whole, third, none)]
+    assert waited == pytest.approx([9, 3, 0])
+
+
+def test_weight_gradients_apart() -> None:
+    found = simulate(make("zb-h1", 2, 2), of([WorkerCost(1, 2, 0.5, weight=1)] * 2), 1)
+    assert shown(found) == [
+        "F0 0-1, F0.1 1-2, B0 4-6, W0 6-7, B0.1 7-9, W0.1 9-10, update 10-10.5",
+        "F0 1-2, B0 2-4, F0.1 4-5, B0.1 5-7, W0 7-8, W0.1 8-9, update 9-9.5",
+    ]
+    assert found.finished == (10.5,)
+
+
+def test_a_schedule_without_them_makes_weight_gradients_after_what_its_backward_sends() -> None:
+    found = simulate(make("1f1b", 2), of([WorkerCost(1, 2, 0.5, weight=1)] * 2), 1)
+    assert shown(found) == ["F0 0-1, B0 4-7, update 7-7.5", "F0 1-2, B0 2-5, update 5-5.5"]
+
+
+def test_a_message_for_weight_gradients_alone() -> None:
+    """W0 of worker 0 waits for it; the backwards do not."""
+    links = Links(bandwidth=1, latency=0)
+    messages = (Message(1, "B", 0, "B", 0), Message(1, "B", 0, "W", 6))
+    found = simulate(make("zb-h1", 2, 2), of([WorkerCost(1, 1, weight=1)] * 2, *messages, links=links), 1)
+    assert carried(found) == ["B0 1>0 3-9", "B0.1 1>0 9-15"]
+    assert shown(found)[0] == "F0 0-1, F0.1 1-2, B0 3-4, W0 9-10, B0.1 10-11, W0.1 15-16"
+
+
+def test_what_is_held_for_weight_gradients() -> None:
+    """Worker 0 holds three microbatches before B0; worker 2 one before its B, and two for their W."""
+    costs = [WorkerCost(1, 1, weight=1, static_bytes=1000, saved_bytes=100, deferred_bytes=10)] * 3
+    assert simulate(make("zb-h1", 3, 4), of(costs), 2).peak_bytes == (1300, 1210, 1120)
+    assert simulate(make("1f1b", 3, 4), of(costs), 2).peak_bytes == (1300, 1200, 1100)
+
+
 def test_peak_memory() -> None:
     costs = [WorkerCost(1, 1, 0, 100 * (w + 1), 10, 1) for w in range(3)]
     assert simulate(make("async", 3), of(costs), 9).peak_bytes == (131, 221, 311)

@@ -19,6 +19,15 @@ def test_the_picture() -> None:
     ]
 
 
+def test_weight_gradients_are_capital_letters() -> None:
+    workers = (WorkerCost(1, 1, weight=1),) * 2
+    assert picture(simulate(make("zb-h1", 2, 2), Scenario(workers), 1), width=7).splitlines() == [
+        "worker 0: 01.aAbB",
+        "worker 1: .0a1bAB",
+        "0-9 forward, a-j backward, A-J weight gradients, * update, . waits; a column is 1 s",
+    ]
+
+
 def test_a_part_of_the_picture() -> None:
     assert picture(small(), width=4, begin=3, end=5).splitlines()[:2] == ["worker 0: ..aa", "worker 1: aa11"]
 

@@ -45,7 +45,7 @@ def write(folder: Path, source: str) -> Path:
 def test_a_stage_as_emitted(tmp_path: Path) -> None:
     stage = load_stage(write(tmp_path, SOURCE), spec())
     assert not stage.edited
-    assert stage.forward.__code__.co_filename == str(tmp_path / "stage_0.py")
+    assert stage.functions["F"].__code__.co_filename == str(tmp_path / "stage_0.py")
     assert [p.name for p in tmp_path.iterdir()] == ["stage_0.py"]
 
 

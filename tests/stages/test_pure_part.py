@@ -75,7 +75,7 @@ def test_parts_equal_the_emitted_code(name: str) -> None:
         for part in trace_stage(build.plan, worker, stage):
             engine = Interpreter()
             call = calls[worker, part.phase]
-            expected = called(stage.function(part.phase), call)
+            expected = called(stage.functions[part.phase], call)
             assert equal(called(EnginePart(part, engine), call), expected)
             for inner in engine.built:
                 made = list(inner.graph.graph.output_node().args[0])
@@ -114,7 +114,7 @@ def test_saved_values_stay_views() -> None:
     stages, calls = opened(build, "gpt")
     part, _ = trace_stage(build.plan, 0, stages[0])
     made = called(EnginePart(part, Interpreter()), calls[0, "F"])
-    expected = called(stages[0].forward, calls[0, "F"])
+    expected = called(stages[0].functions["F"], calls[0, "F"])
 
     def memory(values: Sequence[Tensor | None]) -> int:
         storages = [v.untyped_storage() for v in values if v is not None]
@@ -137,7 +137,7 @@ def test_edited_stages_are_followed(tmp_path: Path) -> None:
     stage = load_stage(path, build.plan.stages[0])
     part, _ = trace_stage(build.plan, 0, stage)
     twice = called(EnginePart(part, Interpreter()), calls[0, "F"])[0]
-    once = called(stages[0].forward, calls[0, "F"])[0]
+    once = called(stages[0].functions["F"], calls[0, "F"])[0]
     assert twice is not None
     assert once is not None
     assert torch.equal(twice, 2 * once)

@@ -18,3 +18,10 @@ class Written(Schedule):
 
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
         yield from parse_row(self.rows[worker])
+
+
+@dataclass(frozen=True)
+class WrittenApart(Written):
+    """The same with weight gradients apart: `F0 B0 F1 W0 B1 W1`."""
+
+    weights_apart = True

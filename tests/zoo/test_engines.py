@@ -68,7 +68,7 @@ def errors(build: Build, batch: Any, folder: Path) -> Iterator[tuple[str, float]
         for part in trace_stage(plan, worker, stage):
             made = EnginePart(part, backend.make("onnxruntime"), folder)
             call = calls[worker, part.phase]
-            found, expected = (call.run(f, seed=0).flat() for f in (made, stage.function(part.phase)))
+            found, expected = (call.run(f, seed=0).flat() for f in (made, stage.functions[part.phase]))
             exact = functools.partial(exactly, call, part)
             yield part.name, check_outputs(made, expected, found, exact)
 

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 STEPS = 400
 """From this many steps on, a mean is drawn over the single values."""
 
-SPENT = ("F", "B", "predict", "update", "send", "receive", "wait", "data", "other")
+SPENT = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "other")
 
 _GREY, _BLUE = "#777777", "#4C6FE0"
 

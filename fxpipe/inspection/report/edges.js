@@ -35,7 +35,7 @@ function sizes(lines) {
   return { tall, pitch, thick: Math.min(9, (0.8 * tall) / crowd), height: 26 + workers * pitch };
 }
 
-const phaseName = (phase) => ({ F: "forward", B: "backward", FB: "forward and backward", update: "update" })[phase] ?? phase;
+const phaseName = (phase) => (phase === "update" ? phase : [...phase].map((p) => ({ F: "forward", B: "backward", W: "weight gradients" })[p]).join(" and "));
 
 function edgeLines(line) {
   const { edges } = facts;

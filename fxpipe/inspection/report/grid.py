@@ -9,7 +9,7 @@ from typing import Any
 from fxpipe.inspection.report.formats import plural
 from fxpipe.inspection.report.marks import colour, text_on, tint
 
-_CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
+_CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
 
 
 def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
@@ -21,7 +21,7 @@ def _cell(worker: int, label: str) -> tuple[str, str, str]:
     if not _CELL.fullmatch(label):
         return "", "", ""
     action, at, seen = label.partition("@")
-    if label[0] == "B":
+    if label[0] != "F":
         return action, at + seen, f"background:{colour(worker)};color:{text_on(worker)}"
     return action, at + seen, f"background:{tint(worker, 0.28)}"
 
@@ -33,7 +33,7 @@ def example(grid: dict[str, Any]) -> str:
     if not found:
         return f"{under}each row is a worker and each column one step of the pipeline."
     cell = max(found, key=lambda c: (bool(c[5]), bool(c[5]) and c[1] == "F" and int(c[4]) > 0, int(c[4]) > 0))
-    passes = "forward" if cell[1] == "F" else "backward"
+    passes = {"F": "forward", "B": "backward", "W": "weight gradients"}[cell[1]]
     microbatch = f", microbatch {cell[3]}," if cell[3] else ""
     ahead = f", predicted {cell[5]} further" if cell[5] else ""
     return (

@@ -33,7 +33,7 @@ SCRIPTS = ("page.js", "tree.js", "map.js", "edges.js", "timeline.js", "charts.js
 SINGLE = 60
 """More edges than this are drawn as bundles."""
 
-_TIMES = ("F", "B", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate")
+_TIMES = ("F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate")
 _RUN = ("workers", "time_losses", "evaluation", "timeline")  # what a run that did not end lacks
 
 
@@ -157,7 +157,7 @@ def _how_far(name: str, timeline: Json, last: float, end: float) -> str:
 
 
 def _route(edge: Json) -> str:
-    return f"{edge['src_phase']} → {'F and B' if edge['dst_phase'] == 'FB' else edge['dst_phase']}"
+    return f"{edge['src_phase']} → {' and '.join(edge['dst_phase'])}"
 
 
 def _total(values: Iterable[int | None]) -> int:

@@ -1,6 +1,7 @@
 // What every worker does when: the simulated run, and beneath it the measured one, on one axis of time.
 
-const KINDS = ["wait", "data", "save", "evaluate", "receive", "send", "F", "B", "predict", "update"]; // the last are drawn on top
+const KINDS = ["wait", "data", "save", "evaluate", "receive", "send", "F", "B", "W", "predict", "update"]; // the last are drawn on top
+const ACTIONS = ["F", "B", "W"];
 const LABELS = 300; // that are written into spans at once
 
 function timelineSection(host) {
@@ -34,7 +35,7 @@ function stretch(start, stop) {
 
 function spanLines(panel, span) {
   const [worker, kind, minibatch, microbatch, start, stop] = span;
-  const action = kind === "F" || kind === "B" ? `${kind}${minibatch}${microbatch ? `.${microbatch}` : ""}` : kind;
+  const action = ACTIONS.includes(kind) ? `${kind}${minibatch}${microbatch ? `.${microbatch}` : ""}` : kind;
   return [`${action} on worker ${worker}, ${panel.name}`,
     missing(minibatch) || minibatch < 0 ? null : `minibatch ${minibatch}${microbatch ? `, microbatch ${microbatch}` : ""}`,
     stretch(start, stop)];
@@ -132,7 +133,7 @@ class Timeline {
       if (this.row >= 18) {
         for (const span of panel.spans) {
           const [worker, kind, minibatch, microbatch, start, stop] = span;
-          if ((kind !== "F" && kind !== "B") || stop < from || start > to || written >= LABELS) continue;
+          if (!ACTIONS.includes(kind) || stop < from || start > to || written >= LABELS) continue;
           const name = `${kind}${minibatch}${microbatch ? `.${microbatch}` : ""}`;
           const space = Math.min(stop, to) - Math.max(start, from);
           if (space * pixels < name.length * 6.6 + 6) continue;

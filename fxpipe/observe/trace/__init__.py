@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-Kind = Literal["F", "B", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate"]
+Kind = Literal["F", "B", "W", "predict", "update", "send", "receive", "wait", "data", "save", "evaluate"]
 """The kind of an event: an action's phase, or what happens inside and between actions."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_TRAINING: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "evaluate")
 """The kinds whose times add up to that of a run, which does not include evaluations."""
 
-ACTIONS: tuple[Kind, ...] = ("F", "B")
+ACTIONS: tuple[Kind, ...] = ("F", "B", "W")
 """The kinds of events that contain others."""
 
 HEAD = '{"traceEvents": ['

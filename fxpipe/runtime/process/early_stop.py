@@ -16,7 +16,7 @@ from fxpipe.runtime.process.coming_shapes import AHEAD
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.schedule.action import Action
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.check import in_flight
+from fxpipe.schedule.check import held
 
 
 def lead(recipe: Recipe, shapes: bool) -> int:
@@ -32,7 +32,7 @@ def lead(recipe: Recipe, shapes: bool) -> int:
 
 def furthest(schedule: Schedule) -> int:
     """How far a worker at version v has looked ahead, at most: to an action of minibatch v plus this."""
-    begun = -(-max(in_flight(schedule)) // schedule.microbatches)
+    begun = -(-max(held(schedule)) // schedule.microbatches)
     expected = -(-(LOOKAHEAD + 1) // schedule.microbatches)
     return begun + expected + 1
 

@@ -325,7 +325,7 @@ class JoinedPipeline(OwnLoop):
         if self._upcoming.minibatch >= self.fed:
             return None
         action, self._upcoming = self._upcoming, next(self._row)
-        if action.phase == "B" and action.microbatch == self.plan.microbatches - 1:
+        if self.recipe.schedule.updates(action):
             self._pulled += 1
         return action
 

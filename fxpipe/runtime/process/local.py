@@ -357,7 +357,7 @@ class LocalPipeline(OwnLoop):
             if self.callbacks is not None:
                 self.callbacks.tell(action.minibatch, loss)
         self._next[worker] = next(self._rows[worker])
-        if worker == 0 and executor.store.version == action.minibatch + 1 and action.phase == "B":
+        if worker == 0 and self.recipe.schedule.updates(action):
             reported = self._losses.pop(action.minibatch)
             if self.report:
                 updater = executor.store.updater
@@ -383,10 +383,12 @@ class LocalPipeline(OwnLoop):
     def _ready(self, worker: int, action: Action) -> bool:
         if action.minibatch >= self.fed:
             return False
-        edges, replicas = self.executors[worker].waits_for(action)
-        transport = self.transports[worker]
-        return all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges) and all(
-            transport.arrived_weights(*key) for key in replicas
+        executor, transport = self.executors[worker], self.transports[worker]
+        edges, replicas = executor.waits_for(action)
+        return (
+            executor.heard(action)
+            and all(transport.arrived(e, action.minibatch, action.microbatch) for e in edges)
+            and all(transport.arrived_weights(*key) for key in replicas)
         )
 
     def _whole(self) -> None:

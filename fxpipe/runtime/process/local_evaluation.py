@@ -101,8 +101,7 @@ class LocalEvaluation:
         """Before an action: copy the weights that its update changes, if they have yet to be evaluated."""
         executor = self._executors[worker]
         version = executor.store.version
-        updates = action.phase == "B" and action.microbatch == self.plan.microbatches - 1
-        if updates and version > self.evaluated and executor.evaluates(version):
+        if executor.schedule.updates(action) and version > self.evaluated and executor.evaluates(version):
             trained = executor.store.trained
             state = executor.state(version)
             self._passed[worker, version] = {n: t.clone() if n in trained else t for n, t in state.items()}

@@ -30,23 +30,24 @@ if TYPE_CHECKING:
 
 _OWN: tuple[Kind, ...] = tuple(kind for kind in OF_TRAINING if kind != "wait")
 _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
-_PLANNED: tuple[Kind, ...] = ("F", "B", "update")
+_PLANNED: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 
 def worker_row(executor: Executor) -> dict[str, Any]:
     """What a worker did.
 
-    `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with updates) are means over
-    actions, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the time of the worker's training,
-    and the entries of `spent` add up to it; `evaluate` is the time of evaluations during training, which comes on top.
-    `took` is the time of its forwards, of its backwards without updates, and of its updates, each without waits and
-    receives, as the plan has it (see `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and
-    from whom, `fill` how much of that came before the first backward that no flush followed. `staleness` is there if it
-    was logged (see `StalenessLog.summary`).
+    `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with weight gradients and
+    updates) are means over microbatches, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the
+    time of the worker's training, and the entries of `spent` add up to it; `evaluate` is the time of evaluations during
+    training, which comes on top. `took` is the time of its forwards, of its backwards and weight gradients without
+    updates, and of its updates, each without waits and receives, as the plan has it (see
+    `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and from whom, `fill` how much of
+    that came before the first backward that no flush followed. `staleness` is there if it was logged (see
+    `StalenessLog.summary`).
     """
     watch, log = executor.watch, executor.store.staleness
     forward = watch.seconds(*_OWN, within="F")
-    backward = watch.seconds(*_OWN, within="B") + watch.seconds(*_OWN, within="update")
+    backward = sum(watch.seconds(*_OWN, within=whole) for whole in ("B", "W", "update"))
     row = {
         "rank": executor.worker,
         "engines": list(executor.stage.engines),
@@ -57,7 +58,9 @@ def worker_row(executor: Executor) -> dict[str, Any]:
         "seconds": watch.training,
         "evaluate": watch.seconds("evaluate"),
         "spent": watch.spent,
-        "took": {whole: watch.seconds(*_COMPUTE, within=whole) for whole in _PLANNED},
+        "took": {
+            name: sum(watch.seconds(*_COMPUTE, within=whole) for whole in wholes) for name, wholes in _PLANNED.items()
+        },
         "waits": watch.waits,
         "fill": watch.fill,
         "not_finite": asdict(NotFinite.of(executor)),
@@ -261,9 +264,10 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         "workers": [
             {
                 "forward_ms": 1e3 * cost.forward,
-                "backward_ms": 1e3 * cost.backward,
+                "backward_ms": 1e3 * (cost.backward + cost.weight),
                 "update_ms": 1e3 * cost.update,
-                "copy_ms": 1e3 * (scenario.busy(k, count) - count * (cost.forward + cost.backward) - cost.update),
+                "copy_ms": 1e3
+                * (scenario.busy(k, count) - count * (cost.forward + cost.backward + cost.weight) - cost.update),
             }
             for k, cost in enumerate(scenario.workers)
         ],

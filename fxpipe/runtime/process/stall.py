@@ -46,6 +46,7 @@ _WHATS = {
 _DOES = {
     "F": "computes the forward of step {step}",
     "B": "computes the backward of step {step}",
+    "W": "computes the weight gradients of step {step}",
     "predict": "predicts weights for step {step}",
     "update": "makes the update of step {step}",
     "send": "sends a value of step {step}",

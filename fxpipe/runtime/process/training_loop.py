@@ -39,7 +39,6 @@ def train(
         tell: on the loss worker, called with each minibatch and its loss, with its metrics after it.
         between: called between actions, after any update that waited, with the number of updates made so far.
     """
-    last = plan.microbatches - 1
     window: deque[Action] = deque()
     leaves: list[tuple[Any, ...]] = []
     losses: dict[int, Tensor] = {}
@@ -47,7 +46,7 @@ def train(
     while True:
         while len(window) <= LOOKAHEAD and (action := next(actions, None)) is not None:
             executor.expect(action)
-            if first and remote_loss and action.phase == "B" and action.microbatch == last:
+            if first and remote_loss and executor.schedule.updates(action):
                 transport.expect_loss(action.minibatch)
             window.append(action)
         executor.settle()
@@ -75,7 +74,7 @@ def train(
             transport.send_loss(loss)
         elif loss is not None:
             losses[action.minibatch] = loss
-        if first and action.phase == "B" and action.microbatch == last:
+        if first and executor.schedule.updates(action):
             found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
             if report is not None:
                 value, metrics = named_numbers(found, plan.metrics)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fxpipe
-from fxpipe.observe.trace import KINDS
+from fxpipe.observe.trace import KINDS, Kind
 from fxpipe.observe.trace.writer import TraceWriter
 from fxpipe.observe.watch import Cause, Spans, Watch
 from fxpipe.plan.spec import Plan
@@ -68,7 +68,7 @@ def write_trace(path: str, plan: Plan, recipe: Recipe, seconds: float, fetch: Ca
                 worker,
                 [KINDS[kind] for kind in spans.kinds],
                 [
-                    _name(KINDS[kind], causes[cause], Action("F" if kind == 0 else "B", minibatch, microbatch))
+                    _name(KINDS[kind], causes[cause], minibatch, microbatch)
                     for kind, cause, minibatch, microbatch in zip(
                         spans.kinds, spans.causes, spans.minibatches, spans.microbatches, strict=True
                     )
@@ -133,10 +133,10 @@ def _since(origin: int, times: Iterable[int], trace: WorkerTrace) -> list[int]:
     return [max(aligned(time, trace.before, trace.after) - origin, 0) for time in times]
 
 
-def _name(kind: str, cause: Cause | None, action: Action) -> str:
+def _name(kind: Kind, cause: Cause | None, minibatch: int, microbatch: int) -> str:
     if cause is not None:
         joint = {"send": "send {} to worker {}", "receive": "receive {} from worker {}"}
         return joint.get(kind, "wait for {} from worker {}").format(cause.name, cause.worker)
-    if kind in ("F", "B"):
-        return str(action)
-    return f"update {action.minibatch}" if kind == "update" else kind
+    if kind == "F" or kind == "B" or kind == "W":
+        return str(Action(kind, minibatch, microbatch))
+    return f"update {minibatch}" if kind == "update" else kind

@@ -229,7 +229,9 @@ class DistTransport(Transport):
     @staticmethod
     def of_training(plan: Plan, worker: int, wires: Wires, addresses: Addresses, schedule: Schedule) -> DistTransport:
         """The transport of a worker's messages of training."""
-        in_flight = check(schedule, 2 * plan.workers + 2).in_flight[0]
+        report = check(schedule, 2 * plan.workers + 2)
+        # Who has ended B of a microbatch has ended W of the one that many earlier.
+        in_flight = report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
         transport = DistTransport(plan, worker, wires, addresses, plan.all_edges, plan.microbatches, in_flight)
         transport.set_order(*(of_shape.edges for of_shape in plan.of_shapes))
         return transport

@@ -113,5 +113,4 @@ def on_engines(
 
 
 def _weight_names(plan: Plan, worker: int) -> set[str]:
-    stage = plan.stages[worker]
-    return {*stage.forward.weights, *stage.backward.weights}
+    return {name for part in plan.stages[worker].parts.values() for name in part.weights}

@@ -2,7 +2,8 @@
 
 They travel in the pipeline's own order: from the last worker to the first after the backwards, and from the first to
 the last before the forwards. So there is no collective call, no worker waits for a worker that it would not wait for
-anyway, and every run sees the same numbers.
+anyway, and every run sees the same numbers. Only where weight gradients are apart does a worker wait for the later ones
+to end their minibatch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.segments import Segments
 
 
@@ -60,9 +62,13 @@ class Clip(ABC):
         """Whether `apply` may have to wait for other workers."""
         return False
 
+    def heard(self, minibatch: int) -> bool:
+        """Whether what `announce` waits for has arrived; for drivers that run several workers in turn."""
+        return True
+
     @abstractmethod
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
-        """The minibatch's gradients are complete on this worker: tell the others."""
+        """The minibatch's gradients are complete on this worker: tell the others; waits for what the next one tells."""
 
     def ready(self, minibatch: int) -> bool:
         """Whether what `apply` waits for has arrived; for drivers that run several workers in turn."""
@@ -76,19 +82,22 @@ class Clip(ABC):
 class _ByNorm(Clip):
     """What both ways of clipping have in common: norms come up after the backwards."""
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
+    def __init__(self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> None:
         self.limit = limit
         self.worker = worker
         self.last = plan.workers - 1
         self.transport = transport
-        self._final = plan.microbatches - 1
+        self._schedule = schedule
         self._dtypes = [getattr(torch, p.tensor.dtype) for p in plan.parameters if p.trained]
         # The norm's dtype: torch's own norm of tensors of these dtypes has it.
         self._dtype: torch.dtype = reduce(torch.promote_types, (dtype.to_real() for dtype in self._dtypes))
 
     def expect(self, action: Action) -> None:
-        if action.phase == "B" and action.microbatch == self._final and self.worker < self.last:
+        if self._schedule.updates(action) and self.worker < self.last:
             self.transport.expect_note(self.worker + 1, ("behind", action.minibatch), self._behind)
+
+    def heard(self, minibatch: int) -> bool:
+        return self.worker == self.last or self.transport.arrived_note(self.worker + 1, ("behind", minibatch))
 
     @property
     @abstractmethod
@@ -117,8 +126,8 @@ class ExactClip(_ByNorm):
     from k on.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport) -> None:
-        super().__init__(limit, plan, worker, transport)
+    def __init__(self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport) -> None:
+        super().__init__(limit, plan, worker, schedule, transport)
         trained = [p for p in plan.parameters if p.trained]
         self._order = sorted(range(len(trained)), key=lambda i: trained[i].owner)  # stable: each worker's own order
         self._count = sum(p.owner > worker for p in trained)
@@ -129,7 +138,7 @@ class ExactClip(_ByNorm):
 
     def expect(self, action: Action) -> None:
         super().expect(action)
-        if action.phase == "B" and action.microbatch == self._final and self.worker > 0:
+        if self._schedule.updates(action) and self.worker > 0:
             self.transport.expect_note(self.worker - 1, ("total", action.minibatch), 1)
 
     def waits(self, minibatch: int) -> bool:
@@ -178,8 +187,10 @@ class PipelinedClip(_ByNorm):
         lag: how many updates of its own weights a forward of this worker misses.
     """
 
-    def __init__(self, limit: float, plan: Plan, worker: int, transport: Transport, lag: int) -> None:
-        super().__init__(limit, plan, worker, transport)
+    def __init__(
+        self, limit: float, plan: Plan, worker: int, schedule: Schedule, transport: Transport, lag: int
+    ) -> None:
+        super().__init__(limit, plan, worker, schedule, transport)
         self._elements = sum(prod(p.tensor.shape) for p in plan.parameters if p.trained)
         self._before = torch.zeros(2, dtype=torch.float64)  # the norm's square, and the number of elements in it
         self._own = torch.zeros(2, dtype=torch.float64)
@@ -269,6 +280,9 @@ class ClipInSegments(Clip):
     def waits(self, minibatch: int) -> bool:
         return self._of(minibatch).waits(minibatch)
 
+    def heard(self, minibatch: int) -> bool:
+        return self._of(minibatch).heard(minibatch)
+
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         if self._segments.is_single(minibatch) and not self._segments.is_single(minibatch + 1):
             self._pipelined.learn(minibatch, parameters)
@@ -305,10 +319,11 @@ def make_clip(limit: float | None, plan: Plan, worker: int, recipe: Recipe, tran
         return None
     if not limit > 0:
         raise RunError(f"gradients cannot be clipped to a norm of {limit}", hint="give a clip_norm above 0, or None")
-    if recipe.schedule.synchronous:
-        return ExactClip(limit, plan, worker, transport)
+    schedule = recipe.schedule
+    if schedule.synchronous:
+        return ExactClip(limit, plan, worker, schedule, transport)
     lag = recipe.demand.versions.lag("F", worker, worker)
-    pipelined = PipelinedClip(limit, plan, worker, transport, lag)
+    pipelined = PipelinedClip(limit, plan, worker, schedule, transport, lag)
     if not recipe.segments.single:
         return pipelined
-    return ClipInSegments(ExactClip(limit, plan, worker, transport), pipelined, recipe.segments)
+    return ClipInSegments(ExactClip(limit, plan, worker, schedule, transport), pipelined, recipe.segments)

@@ -1,10 +1,11 @@
-"""Walks one worker's actions: reads weights, runs the stage's code, keeps saved values, makes the update."""
+"""Walks one worker's actions: reads weights, runs the stage's code, keeps what it leaves, makes the update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fxpipe.checkpoint.shard import Shard
 from fxpipe.observe.scaled_step import ScaledStep
 from fxpipe.observe.watch import Watch
-from fxpipe.plan.spec import EdgeSpec, Plan
+from fxpipe.plan.spec import FUNCTIONS, EdgeSpec, Plan
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.loss_scaler import LossScaler
@@ -21,6 +22,18 @@ from fxpipe.runtime.worker.stage_of_shape import StageOfShape
 from fxpipe.runtime.worker.weights import WeightStore
 from fxpipe.schedule.action import Action
 from fxpipe.stages.loaded import LoadedStage
+
+
+class _Left(NamedTuple):
+    """What a part has left for the next one of the same microbatch.
+
+    Attributes:
+        values: saved or deferred; the code that takes them empties the list.
+        taken: the memory (storage addresses) that gradients among them must not be written into: weights, sent values.
+    """
+
+    values: list[Any]
+    taken: set[int]
 
 
 class Executor:
@@ -33,6 +46,7 @@ class Executor:
             on what ran before.
 
     Attributes:
+        schedule: of the run.
         watch: where the worker's time goes.
         shape_of: tells which shape the batch of a minibatch has.
         draws: whether a stage draws random numbers.
@@ -61,6 +75,7 @@ class Executor:
         self.seed = seed
         self.device = torch.device(device)
         self.watch = transport.watch = Watch(self.device)
+        self.schedule = store.demand.schedule
         self._last = plan.microbatches - 1
         self._divisor = plan.loss_divisor
         self.stages: tuple[LoadedStage, ...] = ()
@@ -71,7 +86,7 @@ class Executor:
         self._stages: list[StageOfShape] = []
         for of_shape, stage in zip(plan.of_shapes, stages, strict=True):
             self.add(of_shape, stage)
-        self._saved: dict[tuple[int, int], list[Any]] = {}
+        self._left: dict[tuple[int, int], _Left] = {}
         self._loss: Tensor | None = None
         self.evaluates: Callable[[int], bool] = lambda version: False
         self.on_loss: Callable[[int, Tensor], None] | None = None
@@ -93,22 +108,36 @@ class Executor:
         added = StageOfShape(of_shape, self.worker, stage, self.transport, self._plan, self.seed)
         self._stages.append(added)
         self.stages = (*self.stages, stage)
-        self.draws |= added.forward.random or added.backward.random
+        self.draws |= any(part.random for part in added.parts.values())
         if self.scaler is not None:
             self.scaler.add(of_shape)
 
     def expect(self, action: Action) -> None:
         """Announce what an action will receive, some actions before it."""
-        for edge in self._stage(action).incoming[action.phase]:
-            self.transport.expect(edge, action.minibatch, action.microbatch)
-        self.store.expect(action)
+        stage = self._stage(action)
+        for part in self._parts(action):
+            for edge in stage.incoming[part.phase]:
+                self.transport.expect(edge, action.minibatch, action.microbatch)
+            self.store.expect(part)
 
     def waits_for(self, action: Action) -> tuple[list[EdgeSpec], list[tuple[int, int, int]]]:
         """The edges an action receives from, and the replicas (owner, version, ahead) it has yet to receive."""
-        return self._stage(action).incoming[action.phase], self.store.waits_for(action)
+        stage, parts = self._stage(action), self._parts(action)
+        edges = [edge for part in parts for edge in stage.incoming[part.phase]]
+        return edges, [key for part in parts for key in self.store.waits_for(part)]
+
+    def heard(self, action: Action) -> bool:
+        """Whether what an update at the end of the action waits for has arrived, but for what `settle` waits for."""
+        clip = self.store.updater.clip
+        return clip is None or not self.schedule.updates(action) or clip.heard(action.minibatch)
+
+    def leave_out(self, action: Action) -> None:
+        """The action will not run: forget what only it would have read."""
+        for part in self._parts(action):
+            self.store.release(part)
 
     def execute(self, action: Action, leaves: Sequence[Any] | None = None) -> Tensor | None:
-        """Run one action; a minibatch's last B makes the update, or leaves it to `settle`.
+        """Run one action; a minibatch's last one makes the update, or leaves it to `settle`.
 
         Args:
             leaves: the batch leaves of this microbatch, in the plan's order, for a forward on worker 0.
@@ -129,7 +158,10 @@ class Executor:
             if action.phase == "F":
                 result = self._run_forward(stage, action, leaves)
             else:
-                self._run_backward(stage, action)
+                for part in self._parts(action):
+                    self._run_later(stage, part)
+                if self.schedule.updates(action):
+                    self.store.update(action.minibatch)
         self.watch.close()
         self.transport.done(action.phase, action.minibatch, action.microbatch)
         if result is not None and self.on_loss is not None:
@@ -186,55 +218,67 @@ class Executor:
 
     def reset(self) -> None:
         """Forget whatever an interrupted segment left."""
-        self._saved.clear()
+        self._left.clear()
         self._kept.clear()
         self._loss = None
 
     def _stage(self, action: Action) -> StageOfShape:
         return self._stages[self.shape_of(action.minibatch)]
 
+    def _parts(self, action: Action) -> list[Action]:
+        """What an action runs, one action for each part: B weight gradients, too, if the schedule has no W."""
+        phases = [phase for phase in self._stage(action).parts if self.schedule.runs_in(phase) == action.phase]
+        return [action if phase == action.phase else replace(action, phase=phase) for phase in phases]
+
     def _run_forward(self, stage: StageOfShape, action: Action, leaves: Sequence[Any] | None) -> Tensor | None:
-        part = stage.forward
+        part = stage.parts["F"]
         if action.microbatch == 0:
             self.beginning(action.minibatch)
             if self.resets is not None and self.resets.due(action.minibatch):
                 self.resets(self.buffers, action.minibatch)
             self.store.updater.begin(action.minibatch)
         weights = stage.weights("F", self.store.read(action))
-        buffers = tuple([self.buffers[name] for name in stage.forward_buffers])
+        buffers = tuple([self.buffers[name] for name in stage.buffers["F"]])
         if leaves is not None and self.scaler is not None:
             leaves = self.scaler.leaves(leaves, self.shape_of(action.minibatch), self.device)
         batch = tuple([leaves[i] for i in stage.batch]) if leaves is not None else ()
         if part.random:
             self._reseed(action)
         with self._explained(stage, action):
-            loss, new, saved = stage.code.forward(weights, buffers, batch, stage.comm)
+            loss, new, saved = stage.code.functions["F"](weights, buffers, batch, stage.comm)
             self._check(len(new), len(part.updates), "new buffer values")
             self._check(len(saved), len(part.saved), "saved values")
         for name, value in zip(stage.updates, new, strict=True):
             self.buffers[name] = value
         if action.microbatch == self._last and self.evaluates(action.minibatch + 1):
             self._kept[action.minibatch + 1] = dict(self.buffers)  # later forwards put others in their place
-        self._saved[action.minibatch, action.microbatch] = saved
+        self._left[action.minibatch, action.microbatch] = _Left(saved, set())
         self.store.release(action)
         return self._add_loss(loss, action) if part.loss else None
 
-    def _run_backward(self, stage: StageOfShape, action: Action) -> None:
-        part = stage.backward
-        weights = stage.weights("B", self.store.read(action))
-        buffers = tuple([self.buffers[name] for name in stage.backward_buffers])
-        saved = self._saved.pop((action.minibatch, action.microbatch))
+    def _run_later(self, stage: StageOfShape, action: Action) -> None:
+        """The backward or the weight gradients of a microbatch."""
+        phase, key = action.phase, (action.minibatch, action.microbatch)
+        part, makes_gradients = stage.parts[phase], phase == stage.last
+        weights = stage.weights(phase, self.store.read(action))
+        buffers = tuple([self.buffers[name] for name in stage.buffers[phase]])
+        values, taken = self._left.pop(key)
         if part.random:
             self._reseed(action)
         with self._explained(stage, action):
-            gradients = stage.code.backward(weights, buffers, saved, stage.comm)
-            self._check(len(gradients), len(part.gradients), "gradients")
-        del weights
-        self.store.add(stage.gradients(gradients), stage.comm.sent)
-        del gradients
+            made = stage.code.functions[phase](weights, buffers, values, stage.comm)
+            if makes_gradients:
+                self._check(len(made), len(part.gradients), "gradients")
+            else:
+                self._check(len(made), len(part.deferred), "deferred values")
+        del weights, values
+        taken = taken | stage.comm.sent
+        if makes_gradients:
+            self.store.add(phase, stage.gradients(made), taken)
+        else:
+            self._left[key] = _Left(list(made), taken | self.store.storages(phase))
+        del made
         self.store.release(action)
-        if action.microbatch == self._last:
-            self.store.update(action.minibatch)
 
     def _add_loss(self, loss: Tensor, action: Action) -> Tensor | None:
         loss = loss.detach().float()
@@ -249,8 +293,7 @@ class Executor:
 
     def _explained(self, stage: StageOfShape, action: Action) -> AbstractContextManager[None]:
         def what() -> str:
-            name = "forward" if action.phase == "F" else "backward"
-            return f"{name} of step {action.minibatch + 1} ({action})"
+            return f"{FUNCTIONS[action.phase]} of step {action.minibatch + 1} ({action})"
 
         return explained(stage.code.path, self.worker, what, "use more workers, smaller batches or more microbatches")
 

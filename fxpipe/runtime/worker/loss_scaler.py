@@ -23,6 +23,7 @@ from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.clip import Clip
 from fxpipe.schedule.action import Action
+from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.loss_scaling import check_loss_scaling
 
 GROWTH = 2.0
@@ -74,7 +75,14 @@ class LossScaler(Clip):
     """
 
     def __init__(
-        self, initial: float, interval: int, plan: Plan, worker: int, transport: Transport, clip: Clip | None
+        self,
+        initial: float,
+        interval: int,
+        plan: Plan,
+        worker: int,
+        schedule: Schedule,
+        transport: Transport,
+        clip: Clip | None,
     ) -> None:
         self.scale = Scale(initial)
         self.last: ScaledStep | None = None
@@ -82,7 +90,7 @@ class LossScaler(Clip):
         self._interval = interval
         self._inner = clip
         self._end = plan.workers - 1
-        self._final = plan.microbatches - 1
+        self._schedule = schedule
         self._divisor = plan.loss_divisor
         self._transport = transport
         self._found = 0.0
@@ -120,7 +128,7 @@ class LossScaler(Clip):
             self._inner.load(state["clip"], same)
 
     def expect(self, action: Action) -> None:
-        if action.phase == "B" and action.microbatch == self._final:
+        if self._schedule.updates(action):
             if self.worker < self._end:
                 self._transport.expect_note(self.worker + 1, ("overflow", action.minibatch), 1)
             if self.worker > 0:
@@ -134,6 +142,11 @@ class LossScaler(Clip):
 
     def waits(self, minibatch: int) -> bool:
         return self.worker > 0
+
+    def heard(self, minibatch: int) -> bool:
+        if self.worker < self._end and not self._transport.arrived_note(self.worker + 1, ("overflow", minibatch)):
+            return False
+        return self._inner is None or self._inner.heard(minibatch)
 
     def announce(self, minibatch: int, parameters: Sequence[nn.Parameter]) -> None:
         self._found = unscale([p.grad for p in parameters if p.grad is not None], self.scale.value)
@@ -216,4 +229,4 @@ def make_scaler(
             f"a loss scale of {initial:g}, doubled after {interval} steps, makes no sense",
             hint="loss_scale is a finite number above 0, loss_scale_interval one above 0",
         )
-    return LossScaler(initial, interval, plan, worker, transport, clip)
+    return LossScaler(initial, interval, plan, worker, recipe.schedule, transport, clip)

@@ -24,9 +24,11 @@ class StageOfShape:
         seed: of the run.
 
     Attributes:
-        incoming: the edges that an action of each phase receives.
+        parts: the interfaces of its functions.
+        last: the phase of the last one, which makes gradients.
+        incoming: the edges that each part receives.
         batch: the places of its leaves among those of a microbatch.
-        forward_buffers, backward_buffers, updates: the names of buffers that it reads and updates, those of the worker.
+        buffers, updates: the names of buffers that each part reads and that it updates, those of the worker.
     """
 
     def __init__(
@@ -34,23 +36,22 @@ class StageOfShape:
     ) -> None:
         spec, of_first = plan.stages[worker], first.stages[worker]
         self.code = code
-        self.forward = spec.forward
-        self.backward = spec.backward
+        self.parts = spec.parts
+        self.last = next(reversed(self.parts))
         places = {leaf.name: i for i, leaf in enumerate(plan.batch)}
         self.batch = [places[name] for name in spec.forward.batch]
         self.incoming: dict[Phase, list[EdgeSpec]] = {
-            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in ("F", "B")
+            phase: [e for e in plan.edges if (e.dst, e.dst_phase) == (worker, phase)] for phase in self.parts
         }
         edges = {e.name: e for e in plan.edges if worker in (e.src, e.dst)}
         self.comm = EdgeComm(edges, transport, transport.watch, seed)
         aliases = {name: buffer.name for buffer in plan.buffers for name in buffer.names}
-        self.forward_buffers = [aliases[name] for name in spec.forward.buffers]
-        self.backward_buffers = [aliases[name] for name in spec.backward.buffers]
+        self.buffers = {phase: [aliases[name] for name in part.buffers] for phase, part in self.parts.items()}
         self.updates = [aliases[name] for name in spec.forward.updates]
         self._weights = {
-            phase: _places(spec.part(phase).weights, of_first.part(phase).weights) for phase in self.incoming
+            phase: _places(part.weights, of_first.part(phase).weights) for phase, part in self.parts.items()
         }
-        self._gradients = _places(of_first.backward.gradients, spec.backward.gradients)
+        self._gradients = _places(of_first.gradients, spec.gradients)
 
     def weights(self, phase: Phase, held: tuple[Any, ...]) -> tuple[Any, ...]:
         """The weights that its code takes, out of those that the first shape's takes."""

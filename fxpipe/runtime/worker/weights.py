@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.shard import Past, Sent
 from fxpipe.observe.watch import Cause
-from fxpipe.plan.spec import ParameterSpec, Phase, Plan
-from fxpipe.policy.demand import PHASES, Demand, WeightReads
+from fxpipe.plan.spec import PHASES, ParameterSpec, Phase, Plan
+from fxpipe.policy.demand import Demand, WeightReads
 from fxpipe.policy.replica_messages import Filling, ReplicaMessages
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.averages import Averages, MovingAverage
@@ -38,7 +38,9 @@ class _Argument:
 
 
 class WeightStore:
-    """What one worker's forward and backward read, and where its gradients go.
+    """What one worker's forward, backward and weight gradients read, and where its gradients go.
+
+    Where these are parts of a stage, an action here is that of a part: W's, whether or not the schedule has it.
 
     Args:
         initial: the initial values of all parameters the worker owns or reads, by name; the store takes them over.
@@ -85,7 +87,7 @@ class WeightStore:
         self.trained = {p.name: self.parameters[p.name] for p in plan.owned(worker) if p.trained}
         index = {name: i for i, name in enumerate(self.trained)}
         live = list(self.trained.values())
-        order = [index[demand.parameters[n].name] for n in plan.stages[worker].backward.gradients]
+        order = [index[demand.parameters[n].name] for n in plan.stages[worker].gradients]
         self._sum = GradientSum(live, order)
         self.updater = Updater(
             worker=worker,
@@ -252,16 +254,20 @@ class WeightStore:
             if self._unread.read(key, action.phase):
                 self._forget(key)
 
-    def add(self, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
-        """Add a backward's gradients to its minibatch's; the weights it read and what it `sent` are never written."""
-        part = self._parts["B"]
+    def add(self, phase: Phase, gradients: Sequence[Tensor | None], sent: set[int]) -> None:
+        """Add a microbatch's gradients, made in a phase; weights that it read and what it `sent` are never written."""
+        self._sum.add(gradients, self.storages(phase) | sent)
+
+    def storages(self, phase: Phase) -> set[int]:
+        """The addresses of the weights that the newest action of a phase has read."""
+        part = self._parts[phase]
         if part.storages is None:
             weights = part.argument if part.readings else part.weights
             part.storages = {weight.untyped_storage().data_ptr() for weight in weights}
-        self._sum.add(gradients, part.storages | sent)
+        return part.storages
 
     def update(self, minibatch: int) -> None:
-        """The minibatch's last backward is over: make the update, or begin it if it must wait for other workers.
+        """The minibatch's last action is over: make the update, or begin it if it must wait for other workers.
 
         Raises:
             RunError: the user's optimizer or scheduler failed.

@@ -38,6 +38,7 @@ def test_the_innermost_counts(tmp_path: Path) -> None:
         {
             "F": 8.5e-6,
             "B": 1.5e-5,
+            "W": 0,
             "predict": 0,
             "update": 5e-6,
             "send": 1e-6,

@@ -1,0 +1,98 @@
+"""Weight gradients as actions of their own: the numbers of 1F1B to the last bit, and of eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from as_eager import equals_eager, optimizer
+from cached import captured, cuts, lowered
+from covering import covering
+from random_cuts import random_cuts
+from small_models import CASES
+
+from fxpipe.build.build import Build
+from fxpipe.errors import ExportError, ScheduleError
+from fxpipe.export.stages import export
+
+NAMES = [name for name in CASES if name != "gpt-dropout"]
+ZB = ["zb-h1", "zb-h2"]
+
+
+def trained(build: Build, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of some steps, and the state after them."""
+    batches = captured("gpt-dropout", build.plan.microbatches)[0].batches(4)
+    pipeline = build.local(optimizer=optimizer, **options)
+    losses = [float(pipeline.step(batch)) for batch in batches]
+    pipeline.flush()
+    return losses, pipeline.state_dict()
+
+
+def are_equal(found: tuple[list[float], dict[str, Any]], expected: tuple[list[float], dict[str, Any]]) -> None:
+    assert found[0] == expected[0]
+    assert len(set(found[0])) == 4
+    assert found[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "where"),
+    covering(NAMES, ZB, [(2, 0), (2, 1), (2, -1), (3, 1), (3, -1), (4, 0), (4, 1)], strength=1),
+)
+def test_it_equals_eager(name: str, schedule: str, where: tuple[int, int]) -> None:
+    workers, shift = where
+    build = lowered(name, 4, workers=workers, schedule=schedule, **cuts(CASES[name], workers, shift))
+    assert build.plan.weights_apart
+    equals_eager(name, 3, build)
+
+
+@pytest.mark.parametrize(("name", "schedule", "workers"), covering(NAMES, ZB, [2, 3, 4], strength=1))
+def test_any_legal_cuts_equal_eager(name: str, schedule: str, workers: int) -> None:
+    """Forward, backward and weight gradients cut apart, parts empty, runs recomputed."""
+    build = lowered(name, 4, workers=workers, schedule=schedule, cuts=random_cuts(name, workers, seed=2))
+    equals_eager(name, 3, build)
+
+
+@pytest.mark.parametrize("schedule", ZB)
+def test_it_has_the_bits_of_1f1b(schedule: str) -> None:
+    where = cuts(CASES["gpt-dropout"], 3, 1)
+    plain = lowered("gpt-dropout", 4, workers=3, schedule="1f1b", **where)
+    apart = lowered("gpt-dropout", 4, workers=3, schedule=schedule, **where)
+    are_equal(trained(apart), trained(plain))
+    are_equal(trained(apart, clip_norm=0.1), trained(plain, clip_norm=0.1))
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_on_another_worker_weight_gradients_have_the_same_bits(seed: int) -> None:
+    where = random_cuts("gpt-dropout", 3, seed)
+    assert where.weights != where.backward
+    plain = lowered("gpt-dropout", 4, workers=3, schedule="1f1b", cuts=where, split_backward=True)
+    are_equal(trained(lowered("gpt-dropout", 4, workers=3, schedule="zb-h1", cuts=where)), trained(plain))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy"), [("1f1b", "latest"), ("gpipe", "latest"), ("async", "stash"), ("async", "spectrain")]
+)
+def test_a_schedule_without_them_makes_them_in_its_backwards(schedule: str, policy: str) -> None:
+    where = random_cuts("gpt-dropout", 3, 3)
+    apart = lowered("gpt-dropout", 4, workers=3, schedule="zb-h1", cuts=where)
+    plain = lowered("gpt-dropout", 4, workers=3, schedule="1f1b", cuts=where, split_backward=True)
+    options = {"schedule": schedule, "policy": policy}
+    are_equal(trained(apart, **options), trained(plain, **options))
+
+
+def test_a_build_without_them_is_told_how_to_compile() -> None:
+    build = lowered("gpt", 2, workers=2, schedule="1f1b", **cuts(CASES["gpt"], 2, 0))
+    with pytest.raises(ScheduleError, match="'zb-h1' makes weight gradients apart") as caught:
+        build.local(optimizer=optimizer, schedule="zb-h1")
+    assert caught.value.hint is not None
+    assert "fxpipe compile MODEL --schedule zb-h1" in caught.value.hint
+
+
+def test_it_is_not_exported(tmp_path: Path) -> None:
+    build = lowered("gpt", 2, workers=2, schedule="zb-h1", **cuts(CASES["gpt"], 2, 0))
+    with pytest.raises(ExportError, match="apart from their backward"):
+        export(build, tmp_path / "onnx", captured("gpt", 2)[0].batches(1)[0])
