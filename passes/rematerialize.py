@@ -207,9 +207,9 @@ class _Copier:
             made.meta[INFO] = record
             self.made[node, worker, phase] = made
             self.original[made] = node
-        made = self._made(source, worker, phase)
-        assert made is not None
-        return made
+        found = self._made(source, worker, phase)
+        assert found is not None
+        return found
 
     def _made(self, node: fx.Node, worker: int, phase: Phase) -> fx.Node | None:
         """The copy that a worker's part reads."""

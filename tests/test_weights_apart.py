@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,15 @@ from covering import covering
 from random_cuts import random_cuts
 from small_models import CASES
 
+import fxpipe
 from fxpipe.build.build import Build
-from fxpipe.errors import ExportError, ScheduleError
+from fxpipe.errors import BuildError, ExportError, ScheduleError
 from fxpipe.export.stages import export
+from fxpipe.plan import consistency
+from fxpipe.plan.spec import PHASES
+from fxpipe.policy.recipe import choose
+from fxpipe.stages.loaded import load_stage_text
+from fxpipe.typed_json import Malformed
 
 NAMES = [name for name in CASES if name != "gpt-dropout"]
 ZB = ["zb-h1", "zb-h2"]
@@ -82,6 +90,72 @@ def test_a_schedule_without_them_makes_them_in_its_backwards(schedule: str, poli
     plain = lowered("gpt-dropout", 4, workers=3, schedule="1f1b", cuts=where, split_backward=True)
     options = {"schedule": schedule, "policy": policy}
     are_equal(trained(apart, **options), trained(plain, **options))
+
+
+@pytest.mark.parametrize("policy", ["stash", "spectrain", "vertical"])
+def test_weight_gradients_read_the_version_of_their_backward(policy: str) -> None:
+    """What they compute again is made of weights: those that the backward read."""
+    where = random_cuts("lstm", 3, 9)
+    build = lowered("lstm", 4, workers=3, schedule="zb-h1", cuts=where)
+    demand = choose(build.plan, "async", policy).demand
+    lags = {
+        (worker, phase, name): reading.lags
+        for worker in range(3)
+        for phase in PHASES
+        for reading in demand.readings(worker, phase)
+        for name in reading.names
+    }
+    both = [(worker, name) for worker, phase, name in lags if phase == "W" and (worker, "B", name) in lags]
+    assert both
+    for worker, name in both:
+        assert lags[worker, "W", name] == lags[worker, "B", name]
+    plain = lowered("lstm", 4, workers=3, schedule="1f1b", cuts=where, split_backward=True)
+    batches = captured("lstm", 4)[0].batches(8)
+    apart, expected = (
+        made.local(optimizer=optimizer, schedule="async", policy=policy).run(batches) for made in (build, plain)
+    )
+    assert apart == expected
+
+
+def test_shapes_of_batches(tmp_path: Path) -> None:
+    """Each has three functions, and trains as with one backward."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    torch.manual_seed(0)
+    batches = [torch.randn(4, length, 4) for length in (3, 5, 3, 5)]
+    trained_as: dict[str, list[float]] = {}
+    for schedule in ("1f1b", "zb-h1"):
+        build = fxpipe.compile(
+            model, lambda m, x: m(x).square().mean(), batches[0], workers=2, schedule=schedule, microbatches=2,
+            cost="analytic", forward_at=["2"], shapes=batches[1:2], split_backward=True,
+        )  # fmt: skip
+        assert [stage.weights is not None for plan in build.plan.of_shapes for stage in plan.stages] == [
+            schedule == "zb-h1"
+        ] * 4
+        loaded = fxpipe.load(build.save(tmp_path / schedule).folder)
+        trained_as[schedule] = loaded.local(optimizer=optimizer).run(batches)
+    assert trained_as["zb-h1"] == trained_as["1f1b"]
+
+
+def test_a_stage_without_them_among_others_is_refused(tmp_path: Path) -> None:
+    build = lowered("gpt", 2, workers=2, schedule="zb-h1", **cuts(CASES["gpt"], 2, 0))
+    first, second = build.plan.stages
+    mixed = replace(build.plan, stages=(first, replace(second, weights=None)))
+    with pytest.raises(Malformed, match="some stages make weight gradients apart"):
+        consistency.check(mixed)
+
+
+def test_an_edited_stage_that_does_not_fit_is_refused() -> None:
+    build = lowered("gpt", 2, workers=2, schedule="zb-h1", **cuts(CASES["gpt"], 2, 0))
+    text, spec = build.files["stage_0.py"], build.plan.stages[0]
+    assert spec.weights is not None
+    assert set(load_stage_text(text, spec).functions) == {"F", "B", "W"}
+    with pytest.raises(BuildError, match="there is no function weights"):
+        load_stage_text(text.replace("def weights(", "def others("), spec)
+    one = f"    return [{spec.weights.deferred[0]}]"
+    with pytest.raises(
+        BuildError, match=rf"backward returns 1 deferred values, the plan has {len(spec.backward.deferred)}"
+    ):
+        load_stage_text(re.sub(r"    return \[[^\]]*\]\n", one + "\n", text), spec)
 
 
 def test_a_build_without_them_is_told_how_to_compile() -> None:

@@ -31,7 +31,8 @@ CAPTURE = "capture"
 
 _MADE_BY = ", made by: "
 _FOR = {
-    "split_backward": ": it is for three-way cuts",
+    "split_backward": ": it is for weight gradients with cuts, or actions, of their own",
+    "defer": ": it is for schedules that have weight gradients apart",
     "whole_loss": ": it is for several microbatches",
     "encode": ": it is for edges that have codecs",
 }
@@ -45,7 +46,8 @@ def pass_names() -> tuple[str, ...]:
     from fxpipe.passes import default_passes
     from fxpipe.passes.encode import Encode
 
-    passes = default_passes(Cuts((0, 1), (0, 1)), split_backward=True, microbatches=2, encode=Encode())
+    cuts = Cuts((0, 1), (0, 1))
+    passes = default_passes(cuts, split_backward=True, microbatches=2, encode=Encode(), weights_apart=True)
     return (CAPTURE, *(p.name for p in passes))
 
 

@@ -119,7 +119,7 @@ def _flush(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> Callable[[in
     """What each worker's first action of a minibatch waits for under a flush: all updates of the one before."""
     if not schedule.synchronous:
         return lambda worker, action: ()
-    first = {}
+    first: dict[tuple[int, int], Action] = {}
     for worker, row in enumerate(rows):
         for action in row:
             first.setdefault((worker, action.minibatch), action)

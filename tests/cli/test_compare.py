@@ -56,7 +56,7 @@ def test_the_text_fits_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "steps                  40            100000\n",
         "loss at the same step, and the mean of the last 20\n",
         "loss after the same time, and the mean of the last 20\n",
-        "worker  run  busy   F   B  predict  update  send  receive  wait  data  other\n",
+        "worker  run  busy   F   B   W  predict  update  send  receive  wait  data  other\n",
         "where run 1 lost time\n- worker 1 waits 10%\n",
     ):
         assert text in out, text

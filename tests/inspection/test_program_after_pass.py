@@ -39,8 +39,8 @@ def compiled(folder: Path, name: str, *arguments: object) -> dict[str, str]:
 
 def test_the_passes_in_their_order() -> None:
     assert pass_names() == (
-        "capture", "fold", "whole_loss", "keep_layouts", "split_backward", "units", "cost", "cut", "rematerialize",
-        "comm", "encode", "split", "codegen",
+        "capture", "fold", "whole_loss", "keep_layouts", "split_backward", "units", "cost", "cut", "defer",
+        "rematerialize", "comm", "encode", "split", "codegen",
     )  # fmt: skip
 
 
@@ -51,11 +51,13 @@ def test_the_passes_in_their_order() -> None:
         ("planned", ("-n", 3, "--cuts", "bidirectional")),
         ("three-way", ("-n", 3, "--cuts", "three-way", "--schedule", "1f1b", "--microbatches", 2)),
         ("autocast", ("--autocast", "bf16", *PINS)),
+        ("apart", ("--schedule", "zb-h1", "--microbatches", 2, *PINS)),
     ],
 )
 def test_of_a_build_it_is_what_its_compile_had(folder: Path, name: str, arguments: tuple[Any, ...]) -> None:
     dumped = compiled(folder, name, *arguments)
-    assert ("split_backward" in dumped) == (name == "three-way")
+    assert ("split_backward" in dumped) == (name in ("three-way", "apart"))
+    assert ("defer" in dumped) == (name == "apart")
     said: list[str] = []
     for pass_name in dumped if name == "three-way" else ("units", "cut", "codegen"):
         assert after(folder / name, pass_name, warn=said.append) == dumped[pass_name], pass_name

@@ -108,6 +108,19 @@ def test_what_a_checkpoint_copies_in_an_update_is_no_part_of_it(clock: Clock) ->
     assert watch.busy == 2.0
 
 
+def test_weight_gradients_are_a_whole_without_their_update(clock: Clock) -> None:
+    watch = Watch()
+    watch.at(Action("W", 0))
+    for kind in ("W", "send", "update"):
+        watch.open(kind)  # type: ignore[arg-type]
+        clock.pass_seconds(1)
+    for _ in range(3):
+        watch.close()
+    assert watch.seconds("W", "send", "update", within="W") == 2.0
+    assert watch.seconds("update", within="update") == 1.0
+    assert (watch.count("W"), watch.count("B")) == (1, 0)
+
+
 def test_the_waits_before_the_first_backward_fill(clock: Clock) -> None:
     watch = Watch()
     for kind in ("F", "F", "B", "F", "B"):

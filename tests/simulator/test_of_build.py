@@ -48,6 +48,31 @@ def test_costs_and_memory_are_the_tables() -> None:
     assert found.peak_bytes == tuple(row.memory_bytes for row in build.workers)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "1f1b", "async"])
+def test_weight_gradients_apart(schedule: str) -> None:
+    """Their seconds and bytes are their own, and another worker's share of a tied weight's gradient arrives in W."""
+    build = shifted(4, schedule="zb-h1")
+    recipe = choose(build.plan, schedule)
+    made = scenario_of(build.plan, dataclasses.replace(build.costs, links=Links()), recipe.demand)
+    plain = dataclasses.replace(build.costs, links=Links(), timings=())
+    for cost, row in zip(made.workers, build.workers, strict=True):
+        assert cost.backward == pytest.approx(row.backward)
+        assert cost.weight == pytest.approx(row.weight)
+        assert cost.deferred_bytes == row.deferred_bytes
+        assert row.deferred_bytes
+    arriving = {(m.src, m.src_phase, m.dst) for m in made.messages if m.dst_phase == "W"}
+    assert (2, "B", 0) in arriving
+    assert not any(phase == "W" for _, phase, _ in arriving)
+    found = simulate(recipe.schedule, made, 2)
+    kinds = {span.kind for spans in found.spans for span in spans}
+    assert ("W" in kinds) == recipe.schedule.weights_apart
+    if schedule == build.plan.schedule:
+        assert found.peak_bytes == tuple(row.memory_bytes for row in build.workers)
+    busy = simulate(recipe.schedule, scenario_of(build.plan, plain, recipe.demand), 2).busy
+    expected = [8 * (row.forward + row.backward + row.weight) + 2 * row.update for row in build.workers]
+    assert busy == pytest.approx(expected)
+
+
 def test_a_slower_worker_takes_longer() -> None:
     build = shifted()
     equal = simulate(choose(build.plan).schedule, scenario(build), 12)
