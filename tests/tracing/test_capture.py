@@ -321,7 +321,7 @@ def test_no_stage_sends_the_memory_of_a_weight() -> None:
     weights = [build.tensors[name] for name in spec.weights]
     leaves = dict(zip([leaf.name for leaf in build.plan.batch], batch(), strict=True))
     comm = ReadyComm({})
-    load_stages(build.plan, build.files)[0].forward(weights, [], [leaves[n] for n in spec.batch], comm)
+    load_stages(build.plan, build.files)[0].functions["F"](weights, [], [leaves[n] for n in spec.batch], comm)
     sent = list(comm.sent.values())
     assert len(sent) >= 2, "the slice of positions goes to worker 1"
     owned = {w.untyped_storage().data_ptr() for w in weights}
