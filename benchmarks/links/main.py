@@ -35,7 +35,7 @@ LATE = "100Mbit,20ms"
 GPT_LINKS = ("200Mbit", "200Mbit,50ms")
 MODELS = {"snn": (*LINKS, LATE), "vgg": LINKS, "lstm": LINKS, "transformer": LINKS, "gpt": GPT_LINKS}
 LOSS_OF = {"gpt": 300}
-"""Minibatches after which synchronous training's loss is the one to reach; a GPT's stands still before that."""
+"""Minibatches after which synchronous training's loss is the one to reach; a GPT's hardly falls before that."""
 
 CODECS = ("int8", "auto")
 GOAL_DDP, GOAL_PIPELINING, GOAL_AUTO = 8.91, 3.0, 0.99

@@ -96,12 +96,14 @@ class Demand:
         """All trained weights that `worker` reads in `phase`, by owner and lag."""
         return self._readings[worker, phase]
 
+    def readings_of(self, owner: int, reader: int) -> Iterator[WeightReads]:
+        """What `reader` reads of `owner`'s trained weights, by phase."""
+        return (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner)
+
     def readers(self, owner: int) -> tuple[int, ...]:
         """The other workers that hold replicas of `owner`'s trained parameters."""
         return tuple(
-            worker
-            for worker in range(self.plan.workers)
-            if worker != owner and any(r.owner == owner for ph in PHASES for r in self.readings(worker, ph))
+            worker for worker in range(self.plan.workers) if worker != owner and any(self.readings_of(owner, worker))
         )
 
     def turn(self, owner: int, reader: int) -> int:
@@ -109,8 +111,7 @@ class Demand:
 
         It follows from what they are at most: all that the reader reads of the owner, whole.
         """
-        readings = (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner)
-        names = {self.parameters[name].name for reading in readings for name in reading.names}
+        names = {self.parameters[name].name for r in self.readings_of(owner, reader) for name in r.names}
         return turn_of("weights", sum(self.parameters[name].tensor.bytes for name in names))
 
     def delays(self, owner: int) -> dict[str, int]:
@@ -172,7 +173,7 @@ class Demand:
         """
         uses: dict[int, dict[Phase, int]] = {}
         names: dict[int, dict[Phase, dict[str, None]]] = {}
-        for reading in (r for phase in PHASES for r in self.readings(reader, phase) if r.owner == owner):
+        for reading in self.readings_of(owner, reader):
             for action in self._reads(reading, version, start):
                 ahead, phase = self.ahead(reading, action, version), reading.phase
                 names.setdefault(ahead, {}).setdefault(phase, {}).update(dict.fromkeys(reading.names))

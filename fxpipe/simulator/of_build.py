@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.cost_records import EdgeTiming
-from fxpipe.plan.spec import PHASES, EdgeSpec, Phase, Plan
+from fxpipe.plan.spec import EdgeSpec, Phase, Plan
 from fxpipe.plan.urgency import turn_of
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
@@ -86,7 +86,7 @@ def _replicas(demand: Demand, sizes: ReplicaMessages, owner: int) -> Iterator[Re
     for reader in demand.readers(owner):
         turn = demand.turn(owner, reader)
         reads: dict[int, list[tuple[Phase, tuple[int, ...]]]] = {}
-        for reading in (r for phase in PHASES for r in demand.readings(reader, phase) if r.owner == owner):
+        for reading in demand.readings_of(owner, reader):
             distances = [
                 demand.ahead(reading, Action(reading.phase, version + lag, microbatch), version)
                 for microbatch, lag in enumerate(reading.lags)

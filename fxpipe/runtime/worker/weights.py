@@ -108,7 +108,7 @@ class WeightStore:
         self.replicas = Replicas(ReplicaMessages(demand), worker, transport, seed)
         self._copies: dict[Key, dict[str, Tensor]] = {}
         self._unread = Unread(demand, worker)
-        own = (r for phase in PHASES for r in demand.readings(worker, phase) if r.owner == worker)
+        own = demand.readings_of(worker, worker)
         self._counts_own = self.updater.predictor is not None or any(reading.past for reading in own)
         self._frozen = {n: t for n, t in initial.items() if not demand.parameters[n].trained}
         self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
