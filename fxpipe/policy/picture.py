@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fxpipe.policy.base import Policy
 from fxpipe.schedule import Action, Schedule, Versions
-from fxpipe.schedule.order import play, read, timeline
-from fxpipe.schedule.picture import picture
+from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
 from fxpipe.schedule.versions import versions_of
 
 
@@ -16,11 +15,11 @@ def sees(policy: Policy, schedule: Schedule, minibatches: int) -> str:
         PolicyError: the policy refuses the schedule.
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
-    return picture(sight_rows(policy, schedule, minibatches))
+    return picture_of(schedule, sight_rows(policy, schedule, minibatches))
 
 
 def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[list[str]]:
-    """A row of cells for each worker: its actions, and what each sees of its own weights; `..` where it waits.
+    """A row of cells for each rank: its workers' actions, and what each sees of its own weights; `..` where it waits.
 
     `F3@1+2` is the forward of minibatch 3 with the weights after 1 update, predicted 2 further.
 
@@ -29,13 +28,13 @@ def sight_rows(policy: Policy, schedule: Schedule, minibatches: int) -> list[lis
         ScheduleError: the schedule is unlawful or has no fixed lags.
     """
     policy.check(schedule)
-    known = versions_of(schedule)
+    known, plain = versions_of(schedule), label_of(schedule)
 
     def label(worker: int, action: Action) -> str:
         version, ahead = sight(policy, known, action, worker)
-        return f"{action}@{version}" + (f"+{ahead}" if ahead else "")
+        return f"{plain(worker, action)}@{version}" + (f"+{ahead}" if ahead else "")
 
-    return timeline(schedule.workers, play(schedule, read(schedule, minibatches)), label)
+    return timeline(schedule, play(schedule, read(schedule, minibatches)), label)
 
 
 def sight(policy: Policy, versions: Versions, action: Action, worker: int) -> tuple[int, int]:

@@ -30,6 +30,10 @@ class Action:
         text = f"{self.phase}{self.minibatch}"
         return f"{text}.{self.microbatch}" if self.microbatch else text
 
+    def of(self, minibatch: int) -> Action:
+        """The same of another minibatch."""
+        return Action(self.phase, minibatch, self.microbatch)
+
     @staticmethod
     def parse(text: str) -> Action:
         """Read `str(action)`.
@@ -44,6 +48,10 @@ class Action:
                 hint="an action is F, B or W, the minibatch, and .microbatch unless that is 0: F3, B3.1, W3.1",
             )
         return Action(cast(Phase, written["phase"]), int(written["minibatch"]), int(written["microbatch"] or 0))
+
+
+Event = tuple[int, Action]
+"""An action of a worker."""
 
 
 def parse_row(text: str) -> list[Action]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from math import isqrt
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
+from fxpipe.schedule.merge import merged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,23 +25,66 @@ class Schedule(ABC):
     A worker updates its weights as part of the last action of a minibatch's last microbatch, and at no other time: that
     is its B, or its W in a schedule that has weight gradients apart.
 
+    A rank is a process with one device. It runs one worker, or several: then their actions take turns there, in an
+    order that is the schedule's, too. A schedule that says nothing of it lets whatever can begin first go first.
+
     Attributes:
         name: its name on the command line.
         synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
         weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
+        usual_virtual: how many workers a rank has, where nothing is asked.
+        placement: the rank that each worker runs on; empty stands for worker k on rank k.
     """
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
     weights_apart: ClassVar[bool] = False
+    usual_virtual: ClassVar[int] = 1
     workers: int
     microbatches: int = 1
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what in ("workers", "microbatches"):
             value = getattr(self, what)
             if value < 1:
                 raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
+        if not self.placement:
+            object.__setattr__(self, "placement", tuple(range(self.workers)))
+        self.check_placement()
+
+    def check_placement(self) -> None:
+        """Refuse a placement that the schedule cannot have.
+
+        Raises:
+            ScheduleError: it names no rank for a worker, or leaves a rank without one; worker 0 is not on rank 0; or
+                the schedule cannot have several workers on a rank.
+        """
+        ranks = set(self.placement)
+        if len(self.placement) != self.workers or ranks != set(range(len(ranks))) or self.placement[0] != 0:
+            raise ScheduleError(
+                f"schedule '{self.name}' of {self.workers} workers cannot run on ranks {list(self.placement)}",
+                hint="every worker has a rank, every rank from 0 on a worker, and worker 0 is on rank 0",
+            )
+        if self.several and not self.synchronous:
+            raise ScheduleError(
+                f"schedule '{self.name}' has one worker on each rank, not {list(self.placement)}",
+                hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return max(self.placement) + 1
+
+    @property
+    def several(self) -> bool:
+        """Whether a rank has several workers."""
+        return self.ranks < self.workers
+
+    def hosted(self, rank: int) -> tuple[int, ...]:
+        """The workers of a rank, in rising order."""
+        return tuple(worker for worker, own in enumerate(self.placement) if own == rank)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -70,9 +118,36 @@ class Schedule(ABC):
         """
         return min((d for d in divisors(samples) if d >= workers), default=samples)
 
+    @classmethod
+    def usual_placement(cls, ranks: int, virtual: int | None = None) -> tuple[int, ...]:
+        """Where the workers run, if each rank is to have `virtual` of them; None: as many as the schedule is made for.
+
+        By default one after the other in rounds: with two ranks 0, 1, 0, 1.
+
+        Raises:
+            ScheduleError: the schedule cannot have so many.
+        """
+        if ranks < 1 or (virtual is not None and virtual < 1):
+            raise ScheduleError(f"there are no {virtual or 1} workers on each of {ranks} ranks")
+        return tuple(range(ranks)) * (virtual or cls.usual_virtual)
+
     @abstractmethod
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
         """The endless schedule of `worker` from minibatch `start` on, beginning with an empty pipeline."""
+
+    def row(self, rank: int, start: int = 0) -> Iterator[Event]:
+        """The endless schedule of a rank: the actions of its workers, in the order in which it does them."""
+        if not self.several:
+            worker = self.placement.index(rank)
+            yield from ((worker, action) for action in self.actions(worker, start))
+            return
+        for minibatch in count(start):
+            yield from ((worker, action.of(minibatch)) for worker, action in self._merged[rank])
+
+    @cached_property
+    def _merged(self) -> list[list[Event]]:
+        """The rows of one minibatch, by rank."""
+        return merged([list(self.until(worker, 1)) for worker in range(self.workers)], self.placement)
 
     def until(self, worker: int, stop: int, start: int = 0) -> Iterator[Action]:
         """The finite schedule of minibatches [start, stop): the endless one without the later minibatches.
@@ -83,18 +158,27 @@ class Schedule(ABC):
         It ends with the last update of its minibatches. A schedule that lacks a backward would never end: it is cut off
         after more later actions than a pipeline could hold, and `check` names what is missing.
         """
-        last, left = self.last_phase, (stop - start) * self.microbatches
+        return self._finite(self.actions(worker, start), lambda action: action, stop, (stop - start) * self.microbatches)
+
+    def row_until(self, rank: int, stop: int, start: int = 0) -> Iterator[Event]:
+        """The finite schedule of a rank, as `until`."""
+        left = (stop - start) * self.microbatches * len(self.hosted(rank))
+        return self._finite(self.row(rank, start), lambda event: event[1], stop, left)
+
+    def _finite(self, row: Iterable[T], action_of: Callable[[T], Action], stop: int, left: int) -> Iterator[T]:
+        """What of an endless row is before minibatch `stop`, which has so many last actions of microbatches."""
         patience = 4 * self.workers * self.microbatches
         if left <= 0:
             return
-        for action in self.actions(worker, start):
+        for place in row:
+            action = action_of(place)
             if action.minibatch >= stop:
                 patience -= 1
                 if patience < 0:
                     return
                 continue
-            yield action
-            left -= action.phase == last
+            yield place
+            left -= action.phase == self.last_phase
             if left == 0:
                 return
 

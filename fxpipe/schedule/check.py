@@ -8,10 +8,9 @@ from itertools import accumulate
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.order import Event, plain, play, read, timeline
-from fxpipe.schedule.picture import picture
+from fxpipe.schedule.order import label_of, picture_of, play, read, timeline
 from fxpipe.schedule.versions import versions_of
 
 
@@ -42,10 +41,11 @@ def check(schedule: Schedule, minibatches: int, start: int = 0, replicas: Sequen
     """
     rows = read(schedule, minibatches, start)
     steps = play(schedule, rows, _weights(schedule, replicas, start)) if replicas else play(schedule, rows)
+    own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
     return Report(
-        in_flight=tuple(_at_once(row, "B") for row in rows),
-        held=tuple(_at_once(row, schedule.last_phase) for row in rows),
-        grid=picture(timeline(schedule.workers, steps, plain)),
+        in_flight=tuple(_at_once(row, "B") for row in own),
+        held=tuple(_at_once(row, schedule.last_phase) for row in own),
+        grid=picture_of(schedule, timeline(schedule, steps, label_of(schedule))),
     )
 
 
@@ -78,19 +78,22 @@ def kept(schedule: Schedule, worker: int, saved: float, deferred: float = 0.0) -
     return max(accumulate(change[action.phase] for action in row))
 
 
-def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] = plain) -> str:
+def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] | None = None) -> str:
     """The picture of a run from an empty pipeline to an empty pipeline; each action takes one unit of time.
 
         worker 0: F0 F1 .. B0 .. B1
         worker 1: .. F0 B0 F1 B1
 
-    `label(worker, action)` is the text of a cell.
+    Where a rank runs several workers, it has one row: `rank 0: 0:F0 1:F0 .. 1:B0 0:B0`.
+
+    Args:
+        label: the text of a cell, given worker and action.
 
     Raises:
         ScheduleError: like `check`.
     """
     steps = play(schedule, read(schedule, minibatches))
-    return picture(timeline(schedule.workers, steps, label))
+    return picture_of(schedule, timeline(schedule, steps, label or label_of(schedule)))
 
 
 def _full(schedule: Schedule) -> int:

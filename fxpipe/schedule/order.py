@@ -13,13 +13,10 @@ from itertools import islice
 from textwrap import indent
 
 from fxpipe.errors import ScheduleError
-from fxpipe.plan.spec import Phase
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.merge import sender
 from fxpipe.schedule.picture import IDLE, marked, picture
-
-Event = tuple[int, Action]  # an action on a worker
-_SENDER: dict[Phase, int] = {"F": -1, "B": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +29,43 @@ class TimedAction:
     after: tuple[Event, ...]
 
 
-def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Action]]:
-    """Every worker's actions for `minibatches` minibatches from `start` on; each row is lawful by itself.
+def read(schedule: Schedule, minibatches: int, start: int = 0) -> list[list[Event]]:
+    """Every rank's actions for `minibatches` minibatches from `start` on; what each worker does is lawful by itself.
 
-    The law of a row: every action once, no others, F before its B, B before its W if there are W, and the B in order,
-    as the W, because the update belongs to the last of a minibatch's actions, and so that sums of gradients have one
-    order.
+    The law: every action once, no others, F before its B, B before its W if there are W, and the B in order, as the W,
+    because the update belongs to the last of a minibatch's actions, and so that sums of gradients have one order. A
+    rank does what its workers do, each in that order, and nothing else.
 
     Raises:
-        ScheduleError: rows break this law; the picture marks the first offence of each.
+        ScheduleError: rows break this law; the picture marks the first offence of each worker.
     """
-    limit = len(schedule.phases) * schedule.microbatches * minibatches + 1  # one more than there should be
+    wanted = len(schedule.phases) * schedule.microbatches * minibatches
     stop = start + minibatches
-    rows = [list(islice(schedule.until(worker, stop, start), limit)) for worker in range(schedule.workers)]
+    rows = [  # at most one action more than there should be
+        list(islice(schedule.row_until(rank, stop, start), wanted * len(schedule.hosted(rank)) + 1))
+        for rank in range(schedule.ranks)
+    ]
     problems: list[str] = []
-    cells = [[str(action) for action in row] for row in rows]
-    for worker, row in enumerate(rows):
-        offence = _offence(row, schedule, range(start, stop))
-        if offence is not None:
-            place, action, what = offence
-            cells[worker][place : place + 1] = [marked(action)]
-            problems.append(f"worker {worker} {what}")
+    label = label_of(schedule)
+    cells = [[label(*event) for event in row] for row in rows]
+    for rank, row in enumerate(rows):
+        hosted = schedule.hosted(rank)
+        places: dict[int, list[int]] = {worker: [] for worker in hosted}
+        for place, (worker, action) in enumerate(row):
+            if worker not in places:
+                cells[rank][place] = marked(label(worker, action))
+                problems.append(f"rank {rank} does {action} of worker {worker}, which is not there")
+                break
+            places[worker].append(place)
+        for worker in reversed(hosted):
+            offence = _offence([row[place][1] for place in places[worker]], schedule, range(start, stop))
+            if offence is not None:
+                place, action, what = offence
+                where = [*places[worker], len(row)][place]
+                cells[rank][where : where + 1] = [marked(label(worker, action))]
+                problems.append(f"worker {worker} {what}")
     if problems:
-        raise ScheduleError(_message(f"schedule '{schedule.name}' is wrong", problems, cells))
+        raise ScheduleError(_message(f"schedule '{schedule.name}' is wrong", problems, picture_of(schedule, cells)))
     return rows
 
 
@@ -89,10 +100,10 @@ def _offence(row: Sequence[Action], schedule: Schedule, wanted: range) -> tuple[
 
 def play(
     schedule: Schedule,
-    rows: Sequence[Sequence[Action]],
+    rows: Sequence[Sequence[Event]],
     needs: Callable[[int, Action], Iterable[Event]] = lambda worker, action: (),
 ) -> list[TimedAction]:
-    """Run the rows: the actions in an order in which each comes after all that it depends on.
+    """Run the ranks' rows: the actions in an order in which each comes after all that it depends on.
 
     F waits for the F of the previous worker, B for the B of the next worker, W for nothing on other workers, and all
     for what `needs` adds. Edges of other kinds add nothing: a saved value, no matter where it was made, is older than
@@ -109,62 +120,63 @@ def play(
     clock = [0] * len(rows)
     awake = list(reversed(range(len(rows))))
     while awake:
-        worker = awake.pop()
-        if place[worker] == len(rows[worker]):
+        rank = awake.pop()
+        if place[rank] == len(rows[rank]):
             continue
-        action = rows[worker][place[worker]]
-        after = (*_pipeline(schedule, worker, action), *needs(worker, action))
+        worker, action = rows[rank][place[rank]]
+        pipeline = sender(worker, action, schedule.workers)
+        after = (*((pipeline,) if pipeline else ()), *needs(worker, action))
         missing = next((event for event in after if event not in finished), None)
         if missing is not None:
-            waiting[missing].append(worker)
+            waiting[missing].append(rank)
             continue
-        time = max([clock[worker], *(finished[event] for event in after)])
+        time = max([clock[rank], *(finished[event] for event in after)])
         steps.append(TimedAction(worker, action, time, after))
-        clock[worker] = finished[worker, action] = time + 1
-        place[worker] += 1
-        awake += [worker, *waiting.pop((worker, action), ())]
+        clock[rank] = finished[worker, action] = time + 1
+        place[rank] += 1
+        awake += [rank, *waiting.pop((worker, action), ())]
     if waiting:
-        raise _deadlock(schedule, rows, steps, waiting)
+        raise _deadlock(schedule, rows, place, steps, waiting)
     return steps
 
 
-def _pipeline(schedule: Schedule, worker: int, action: Action) -> tuple[Event, ...]:
-    """The action on another worker for which the pipeline itself makes an action wait."""
-    step = _SENDER.get(action.phase)
-    return ((worker + step, action),) if step and 0 <= worker + step < schedule.workers else ()
-
-
-def timeline(workers: int, steps: Iterable[TimedAction], label: Callable[[int, Action], str]) -> list[list[str]]:
-    """The rows of cells of a run, one column per unit of time."""
-    rows: list[list[str]] = [[] for _ in range(workers)]
+def timeline(schedule: Schedule, steps: Iterable[TimedAction], label: Callable[[int, Action], str]) -> list[list[str]]:
+    """The rows of cells of a run, one for each rank, with one column per unit of time."""
+    rows: list[list[str]] = [[] for _ in range(schedule.ranks)]
     for step in steps:
-        row = rows[step.worker]
+        row = rows[schedule.placement[step.worker]]
         row += [IDLE] * (step.time - len(row))
         row.append(label(step.worker, step.action))
     return rows
 
 
-def plain(worker: int, action: Action) -> str:
-    """The label of an action in a picture that shows actions only."""
-    return str(action)
+def label_of(schedule: Schedule) -> Callable[[int, Action], str]:
+    """The label of an action in a picture that shows actions only; with its worker, where a rank has several."""
+    return (lambda worker, action: f"{worker}:{action}") if schedule.several else (lambda worker, action: str(action))
+
+
+def picture_of(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, one for each rank, as text."""
+    return picture(rows, "rank" if schedule.several else "worker")
 
 
 def _deadlock(
     schedule: Schedule,
-    rows: Sequence[Sequence[Action]],
+    rows: Sequence[Sequence[Event]],
+    place: Sequence[int],
     steps: Sequence[TimedAction],
     waiting: dict[Event, list[int]],
 ) -> ScheduleError:
-    cells = timeline(schedule.workers, steps, plain)
+    label = label_of(schedule)
+    cells = timeline(schedule, steps, label)
     problems: list[str] = []
-    for (sender, event), workers in sorted(waiting.items(), key=lambda item: item[1]):
-        for worker in workers:
-            done = sum(step.worker == worker for step in steps)
-            stuck = rows[worker][done]
-            cells[worker].append(marked(stuck))
-            problems.append(f"worker {worker} waits at {stuck} for {event} of worker {sender}")
-    return ScheduleError(_message(f"schedule '{schedule.name}' deadlocks", problems, cells))
+    for (source, event), ranks in sorted(waiting.items(), key=lambda item: item[1]):
+        for rank in ranks:
+            worker, stuck = rows[rank][place[rank]]
+            cells[rank].append(marked(label(worker, stuck)))
+            problems.append(f"worker {worker} waits at {stuck} for {event} of worker {source}")
+    return ScheduleError(_message(f"schedule '{schedule.name}' deadlocks", problems, picture_of(schedule, cells)))
 
 
-def _message(what: str, problems: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return f"{what}: {'; '.join(problems)}\n{indent(picture(cells), '  ')}"
+def _message(what: str, problems: Sequence[str], grid: str) -> str:
+    return f"{what}: {'; '.join(problems)}\n{indent(grid, '  ')}"

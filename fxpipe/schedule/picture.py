@@ -7,8 +7,8 @@ from collections.abc import Sequence
 IDLE = ".."
 
 
-def picture(rows: Sequence[Sequence[str]]) -> str:
-    """One line per worker, the cells in columns of one width.
+def picture(rows: Sequence[Sequence[str]], of: str = "worker") -> str:
+    """One line per worker, or rank, the cells in columns of one width.
 
     worker 0: F0 F1 .. B0
     worker 1: .. F0 B0
@@ -16,8 +16,8 @@ def picture(rows: Sequence[Sequence[str]]) -> str:
     width = max((len(cell) for row in rows for cell in row), default=0)
     number = len(str(len(rows) - 1))
     return "\n".join(
-        f"worker {worker:>{number}}: {' '.join(cell.ljust(width) for cell in row)}".rstrip()
-        for worker, row in enumerate(rows)
+        f"{of} {place:>{number}}: {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for place, row in enumerate(rows)
     )
 
 

@@ -8,9 +8,9 @@ from math import ceil
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.spec import Phase
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
-from fxpipe.schedule.order import Event, TimedAction, play, read
+from fxpipe.schedule.order import TimedAction, play, read
 
 
 class Versions:
@@ -115,13 +115,13 @@ def own_lag(schedule: Schedule, worker: int) -> int:
     return most
 
 
-def _flush(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> Callable[[int, Action], Iterable[Event]]:
+def _flush(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> Callable[[int, Action], Iterable[Event]]:
     """What each worker's first action of a minibatch waits for under a flush: all updates of the one before."""
     if not schedule.synchronous:
         return lambda worker, action: ()
     first: dict[tuple[int, int], Action] = {}
-    for worker, row in enumerate(rows):
-        for action in row:
+    for row in rows:
+        for worker, action in row:
             first.setdefault((worker, action.minibatch), action)
 
     def needs(worker: int, action: Action) -> list[Event]:
