@@ -52,6 +52,11 @@ def check(plan: Plan) -> None:
     for place, count in _stage_counts(plan):
         if count != plan.workers:
             raise Malformed(f"there are {count} stages for {plan.workers} workers", place)
+    ranks = set(plan.placement)
+    if ranks and (
+        len(plan.placement) != plan.workers or ranks != set(range(len(ranks))) or plan.placement[0] or not plan.virtual
+    ):
+        raise Malformed(f"{plan.workers} workers cannot run on ranks {list(plan.placement)[:80]}", ", $.placement")
     for place, worker in _workers(plan):
         if not 0 <= worker < plan.workers:
             raise Malformed(f"there is no worker {worker}", place)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fxpipe.plan.signed import digest_of, signed
 
-FORMAT = 10
+FORMAT = 11
 LOSS_WEIGHT = "loss_weight"  # the hook, and the leaf that is made of what it gives
 LOSS_SCALE = "loss_scale"  # the leaf that a backward under float16 begins with
 Phase = Literal["F", "B", "W"]  # forward, backward, and weight gradients where a schedule has them apart
@@ -284,6 +284,10 @@ class Plan:
         padding: how batches are padded, in training and in evaluation; the shapes are those of padded batches.
         evaluations: one for each shape of batch that `eval_data()` gives; empty without validation hooks.
         not_evaluated: why the validation hooks could not be cut into stages; '' if they were, or if there are none.
+        placement: the rank that each worker runs on: a rank is a process with one device; empty where worker k is on
+            rank k. Worker 0 is on rank 0.
+        rows: of a schedule that was read from a file (`schedule` is 'csv'), what each rank does of a minibatch, as the
+            file has it.
         weights_codec: what packs the changes of weights that owners send to their readers (`fxpipe.codecs`), with its
             option; '' sends the weights as they are.
     """
@@ -321,6 +325,26 @@ class Plan:
     evaluations: tuple[EvaluationSpec, ...] = ()
     not_evaluated: str = ""
     weights_codec: str = ""
+    placement: tuple[int, ...] = ()
+    rows: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many processes a run has."""
+        return max(self.placement, default=self.workers - 1) + 1
+
+    @property
+    def virtual(self) -> bool:
+        """Whether a rank has several workers."""
+        return self.ranks < self.workers
+
+    def rank_of(self, worker: int) -> int:
+        """The rank that a worker runs on."""
+        return self.placement[worker] if self.placement else worker
+
+    def hosted(self, rank: int) -> tuple[int, ...]:
+        """The workers of a rank, in rising order."""
+        return tuple(worker for worker in range(self.workers) if self.rank_of(worker) == rank)
 
     @property
     def code(self) -> tuple[StageSpec | EvaluationStage, ...]:

@@ -40,10 +40,10 @@ def choose(plan: Plan, schedule: str | None = None, policy: str | Policy | None 
         sync_steps: how many of the run's first steps are synchronous.
 
     Raises:
-        ScheduleError, PolicyError: an unknown name, a combination that makes no sense, or weight gradients apart, which
-            the stages have not as a function of their own.
+        ScheduleError, PolicyError: an unknown name, a schedule for other workers, a combination that makes no sense, or
+            weight gradients apart, which the stages have not as a function of their own.
     """
-    made = schedules.make(schedule or plan.schedule, plan.workers, plan.microbatches)
+    made = schedules.of_plan(plan, schedule)
     if made.weights_apart and not plan.weights_apart:
         raise ScheduleError(
             f"schedule '{made.name}' makes weight gradients apart, and the stages make them in their backward",

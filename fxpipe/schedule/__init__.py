@@ -1,22 +1,30 @@
 """Schedules by name. Pure Python: nothing here imports torch.
 
-action → base → gpipe, one_f_one_b, asynchronous, zero_bubble; then order (the laws, and a run in which nothing is
+action → merge → base → gpipe, one_f_one_b, asynchronous, zero_bubble, and, with several workers on a rank,
+table → interleaved, v_shaped; then order (the laws, and a run in which nothing is
 computed) → versions (which weights every action sees) → check (the user's verdict and picture).
 """
 
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError, near
+from fxpipe.plan.spec import Plan
 from fxpipe.schedule.action import Action, parse_row
 from fxpipe.schedule.asynchronous import Async
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import Report, check, grid
+from fxpipe.schedule.csv_rows import ENDING, from_csv, read_csv
 from fxpipe.schedule.gpipe import GPipe
+from fxpipe.schedule.interleaved import Interleaved
 from fxpipe.schedule.one_f_one_b import OneFOneB
+from fxpipe.schedule.v_shaped import DualPipeV, VHalf, VMin, ZeroBubbleV
 from fxpipe.schedule.versions import Versions
 from fxpipe.schedule.zero_bubble import ZeroBubbleH1, ZeroBubbleH2
 
-_KINDS: tuple[type[Schedule], ...] = (GPipe, OneFOneB, Async, ZeroBubbleH1, ZeroBubbleH2)
+_KINDS: tuple[type[Schedule], ...] = (
+    *(GPipe, OneFOneB, Async, ZeroBubbleH1, ZeroBubbleH2),
+    *(Interleaved, ZeroBubbleV, VHalf, VMin, DualPipeV),
+)
 SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
 
 
@@ -33,29 +41,70 @@ def kind_of(name: str) -> type[Schedule]:
     return SCHEDULES[name]
 
 
-def make(name: str, workers: int, microbatches: int = 1) -> Schedule:
+def make(name: str, workers: int, microbatches: int = 1, placement: tuple[int, ...] = ()) -> Schedule:
     """The schedule called `name`.
 
+    Args:
+        placement: the rank of each worker; empty stands for the schedule's usual one.
+
     Raises:
-        ScheduleError: no schedule has this name, or `workers` or `microbatches` is below 1.
+        ScheduleError: no schedule has this name, or it cannot have so many workers or microbatches, there.
     """
-    return kind_of(name)(workers, microbatches)
+    return kind_of(name)(workers, microbatches, placement)
+
+
+def of_plan(plan: Plan, name: str | None = None) -> Schedule:
+    """The schedule of a plan, or another one for its workers.
+
+    Args:
+        name: a name, a file (`….csv`), or the text of one.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it is for other workers, ranks or microbatches.
+    """
+    if name is None or name == plan.schedule:
+        text = "\n".join(plan.rows)
+        made = from_csv(text, "the plan's schedule") if plan.rows else None
+    else:
+        made = read_csv(name) if name.endswith(ENDING) else from_csv(name) if "," in name else None
+    if made is None:
+        return make(name or plan.schedule, plan.workers, plan.microbatches, plan.placement)
+    placement = plan.placement or tuple(range(plan.workers))
+    for what, found, wanted in (
+        ("ranks", made.ranks, plan.ranks),
+        ("stages", made.workers, plan.workers),
+        ("microbatches", made.microbatches, plan.microbatches),
+    ):
+        if found != wanted:
+            raise ScheduleError(f"the schedule is for {found} {what}, the build has {wanted}")
+    if made.placement != placement:
+        raise ScheduleError(
+            f"the schedule has its stages on ranks {list(made.placement)}, the build on {list(placement)}",
+            hint="compile the model for it: fxpipe compile MODEL --schedule FILE.csv",
+        )
+    return made
 
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Async",
+    "DualPipeV",
     "GPipe",
+    "Interleaved",
     "OneFOneB",
     "Report",
     "Schedule",
+    "VHalf",
+    "VMin",
     "Versions",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
+    "ZeroBubbleV",
     "check",
     "grid",
     "kind_of",
     "make",
+    "of_plan",
     "parse_row",
 ]

@@ -33,7 +33,7 @@ class Schedule(ABC):
         synchronous: every action of minibatch m sees exactly the updates of the minibatches before m.
         weights_apart: each microbatch has an action W after its B, which makes its weight gradients.
         usual_virtual: how many workers a rank has, where nothing is asked.
-        placement: the rank that each worker runs on; empty stands for worker k on rank k.
+        placement: the rank that each worker runs on; empty stands for `usual_placement`.
     """
 
     name: ClassVar[str]
@@ -50,7 +50,9 @@ class Schedule(ABC):
             if value < 1:
                 raise ScheduleError(f"schedule '{self.name}' needs at least 1 of {what}, not {value}")
         if not self.placement:
-            object.__setattr__(self, "placement", tuple(range(self.workers)))
+            ranks, rest = divmod(self.workers, self.usual_virtual)
+            usual = tuple(range(self.workers)) if rest else self.usual_placement(ranks)
+            object.__setattr__(self, "placement", usual)
         self.check_placement()
 
     def check_placement(self) -> None:
@@ -129,7 +131,13 @@ class Schedule(ABC):
         """
         if ranks < 1 or (virtual is not None and virtual < 1):
             raise ScheduleError(f"there are no {virtual or 1} workers on each of {ranks} ranks")
-        return tuple(range(ranks)) * (virtual or cls.usual_virtual)
+        count = virtual or cls.usual_virtual
+        if count > 1 and not cls.synchronous:
+            raise ScheduleError(
+                f"schedule '{cls.name}' has one worker on each rank, not {count}",
+                hint="for several stages on a rank: --schedule interleaved, zb-v, or another one with a flush",
+            )
+        return tuple(range(ranks)) * count
 
     @abstractmethod
     def actions(self, worker: int, start: int = 0) -> Iterator[Action]:
@@ -158,7 +166,9 @@ class Schedule(ABC):
         It ends with the last update of its minibatches. A schedule that lacks a backward would never end: it is cut off
         after more later actions than a pipeline could hold, and `check` names what is missing.
         """
-        return self._finite(self.actions(worker, start), lambda action: action, stop, (stop - start) * self.microbatches)
+        return self._finite(
+            self.actions(worker, start), lambda action: action, stop, (stop - start) * self.microbatches
+        )
 
     def row_until(self, rank: int, stop: int, start: int = 0) -> Iterator[Event]:
         """The finite schedule of a rank, as `until`."""

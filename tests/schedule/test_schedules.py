@@ -18,11 +18,16 @@ from fxpipe.schedule import (
     SCHEDULES,
     Action,
     Async,
+    DualPipeV,
     GPipe,
+    Interleaved,
     OneFOneB,
     Schedule,
+    VHalf,
+    VMin,
     ZeroBubbleH1,
     ZeroBubbleH2,
+    ZeroBubbleV,
     check,
     grid,
     make,
@@ -30,7 +35,13 @@ from fxpipe.schedule import (
 )
 from fxpipe.schedule.check import held
 
-schedules = st.builds(make, st.sampled_from(list(SCHEDULES)), st.integers(1, 7), st.integers(1, 6))
+
+def on_ranks(name: str, ranks: int, microbatches: int) -> Schedule:
+    """With as many workers on each rank as the schedule is made for."""
+    return make(name, ranks * SCHEDULES[name].usual_virtual, microbatches)
+
+
+schedules = st.builds(on_ranks, st.sampled_from(list(SCHEDULES)), st.integers(1, 7), st.integers(1, 6))
 
 
 def is_drawn(schedule: Schedule, minibatches: int, picture: str) -> None:
@@ -190,12 +201,17 @@ def test_a_schedule_of_nothing_is_refused(workers: int, microbatches: int, what:
 
 
 def test_the_names() -> None:
-    assert {name: type(make(name, 3, 2)) for name in SCHEDULES} == {
+    assert {name: type(make(name, 4, 2)) for name in SCHEDULES} == {
         "gpipe": GPipe,
         "1f1b": OneFOneB,
         "async": Async,
         "zb-h1": ZeroBubbleH1,
         "zb-h2": ZeroBubbleH2,
+        "interleaved": Interleaved,
+        "zb-v": ZeroBubbleV,
+        "v-half": VHalf,
+        "v-min": VMin,
+        "dualpipev": DualPipeV,
     }
     assert make("async", 3, 2) == Async(workers=3, microbatches=2)
 

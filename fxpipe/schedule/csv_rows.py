@@ -1,0 +1,185 @@
+"""Schedules as text: torch's CSV of pipeline schedules, read, checked and written.
+
+A line has the actions of one rank in a minibatch, `0F0,0F1,2I0,2W0`: the number of the stage (here: the worker), what
+it does, and the number of the microbatch. F is a forward; I makes the gradients of inputs and W those of weights; B is
+both at once. `(0F1;3B0)OVERLAP_F_B` is two actions, one after the other here. What a rank sends, receives, gathers or
+reduces may be in a file, too (`0SEND_F1`, `1UNSHARD`): it is left out, for it follows from the rest. So are empty
+cells.
+
+The form is that of `torch.distributed.pipelining`, whose schedules have `_load_csv` and `_dump_csv`, and of
+torchtitan's `pipeline_parallel_schedule_csv`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, cast
+
+from fxpipe.errors import ScheduleError
+from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
+from fxpipe.plan.spec import Phase
+from fxpipe.schedule.action import Action, Event
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.order import play, read
+from fxpipe.schedule.picture import marked, picture
+from fxpipe.schedule.table import Table
+
+ENDING = ".csv"
+NAME = "csv"
+"""What a plan calls the schedule whose rows it has."""
+
+_NUMBER = "0|[1-9][0-9]{0,5}"
+_CELL = re.compile(rf"(?P<worker>{_NUMBER})(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})")
+_LEFT_OUT = re.compile(rf"(?:{_NUMBER})(?:UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(?:{_NUMBER})?")
+_TOGETHER = re.compile(r"\((?P<inner>[^()]*)\)OVERLAP_F_B")
+_HINT = "a cell is a stage, one of F, B, I, W, and a microbatch: 0F0, 2I1, 2W1; a row has the actions of one rank"
+
+
+@dataclass(frozen=True)
+class RowsOfText(Table):
+    """A schedule that was read from text; backwards make the weight gradients.
+
+    Attributes:
+        lines: one for each rank, as `to_csv` writes them.
+    """
+
+    name: ClassVar[str] = NAME
+    lines: tuple[str, ...] = ()
+
+    def rows(self) -> list[list[Event]]:
+        return [
+            [(worker, Action("B" if kind == "I" else cast(Phase, kind), 0, j)) for worker, kind, j in _cells(line, "")]
+            for line in self.lines
+        ]
+
+
+@dataclass(frozen=True)
+class RowsOfTextApart(RowsOfText):
+    """The same with weight gradients apart."""
+
+    weights_apart: ClassVar[bool] = True
+
+
+def from_csv(text: str, where: str = "the schedule") -> RowsOfText:
+    """The schedule that a text describes: how many workers, microbatches and ranks there are, it says itself.
+
+    Where it has weight gradients apart anywhere, a B that has no W of its own stands for both, one after the other; a B
+    that has one is an I, as in files of older versions of torch.
+
+    Args:
+        where: what messages call it.
+
+    Raises:
+        ScheduleError: a cell means nothing, a stage is on two ranks, an action is missing or there twice, actions are
+            out of order, or the rows deadlock; the message has the grid with the place marked.
+    """
+    lines = [line for line in text.splitlines() if line.strip(" ,\t")]
+    cells = [list(_cells(line, f"{where}, row {place + 1}")) for place, line in enumerate(lines)]
+    if not any(cells):
+        raise ScheduleError(f"{where} has no actions", hint=_HINT)
+    workers = 1 + max(worker for row in cells for worker, _, _ in row)
+    microbatches = 1 + max(j for row in cells for _, _, j in row)
+    if workers > MOST_WORKERS or microbatches > MOST_MICROBATCHES:
+        what = f"{workers} stages and {microbatches} microbatches"
+        raise ScheduleError(
+            f"{where} has {what}: there can be {MOST_WORKERS} and {MOST_MICROBATCHES}", hint="numbers begin with 0"
+        )
+    placement = _placement(cells, workers, where)
+    apart = any(kind in "IW" for row in cells for _, kind, _ in row)
+    own = {(worker, j) for row in cells for worker, kind, j in row if kind == "W"}
+    written = [",".join(_written(row, apart, own)) for row in cells]
+    kind = RowsOfTextApart if apart else RowsOfText
+    try:
+        schedule = kind(workers, microbatches, tuple(placement), tuple(written))
+        play(schedule, read(schedule, 1))
+    except ScheduleError as error:
+        error.what = error.what.replace(f"schedule '{NAME}'", where, 1)
+        raise
+    return schedule
+
+
+def read_csv(path: str | Path) -> RowsOfText:
+    """The schedule in a file, as `from_csv`.
+
+    Raises:
+        ScheduleError: the file cannot be read, or is wrong.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"the schedule {path} cannot be read: {error}") from None
+    return from_csv(text, f"the schedule {path}")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The text of a schedule's minibatch, a line for each rank, for torch and for `from_csv`.
+
+    Raises:
+        ScheduleError: the schedule has no flush, so that no minibatch stands alone.
+    """
+    if not schedule.synchronous:
+        raise ScheduleError(
+            f"schedule '{schedule.name}' cannot be written as a file: its minibatches overlap",
+            hint="schedules with a flush can be, such as 1f1b, zb-h1 and interleaved",
+        )
+    backward = "I" if schedule.weights_apart else "B"
+    rows = (
+        ",".join(
+            f"{worker}{backward if action.phase == 'B' else action.phase}{action.microbatch}" for worker, action in row
+        )
+        for row in read(schedule, 1)
+    )
+    return "\n".join(rows) + "\n"
+
+
+def _cells(line: str, where: str) -> Iterator[tuple[int, str, int]]:
+    """The actions of a row: worker, F, B, I or W, and microbatch.
+
+    Raises:
+        ScheduleError: a cell is none.
+    """
+    cells = [cell.strip().strip('"') for cell in line.split(",")]
+    for place, cell in enumerate(cells):
+        together = _TOGETHER.fullmatch(cell)
+        for text in together["inner"].split(";") if together else [cell]:
+            found = _CELL.fullmatch(text.strip())
+            if found:
+                yield int(found["worker"]), found["kind"], int(found["microbatch"])
+            elif text.strip() and not _LEFT_OUT.fullmatch(text.strip()):
+                shown = [marked(cell) if i == place else cell or ".." for i, cell in enumerate(cells)]
+                raise ScheduleError(f"{where}: '{text.strip()[:40]}' is not an action\n  {' '.join(shown)}", hint=_HINT)
+
+
+def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, where: str) -> list[int]:
+    """The rank of each worker: that of the row which has it."""
+    placement: dict[int, int] = {}
+    for rank, row in enumerate(cells):
+        for place, (worker, _, _) in enumerate(row):
+            if placement.setdefault(worker, rank) != rank:
+                shown = [[f"{k}{kind}{j}" for k, kind, j in other] for other in cells]
+                shown[rank][place] = marked(shown[rank][place])
+                raise ScheduleError(
+                    f"{where}: stage {worker} is on rank {placement[worker]} and on rank {rank}\n"
+                    f"{picture(shown, '  rank')}",
+                    hint="every stage is in one row",
+                )
+    missing = [worker for worker in range(workers) if worker not in placement]
+    if missing:
+        raise ScheduleError(
+            f"{where}: it has stage {workers - 1}, and none of stage {missing[0]}", hint="stages are 0, 1, 2, …"
+        )
+    return [placement[worker] for worker in range(workers)]
+
+
+def _written(row: Sequence[tuple[int, str, int]], apart: bool, own: set[tuple[int, int]]) -> Iterator[str]:
+    """The cells of a row as `to_csv` would write them."""
+    for worker, kind, j in row:
+        if kind == "B" and apart:
+            yield f"{worker}I{j}"
+            if (worker, j) not in own:
+                yield f"{worker}W{j}"
+        else:
+            yield f"{worker}{kind}{j}"
