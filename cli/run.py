@@ -189,11 +189,11 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         return run_local(options)
     from fxpipe.runtime.process.launch import launch
 
-    return launch(options, plan.workers)
+    return launch(options, plan.ranks, plan.placement)
 
 
 def _other_node() -> str | None:
-    """The workers of a machine where worker 0 is not, in the first process of that machine; None in all others."""
+    """The processes of a machine where worker 0 is not, in the first process of that machine; None in all others."""
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if local or not rank or os.environ.get("GROUP_RANK") in (None, "0"):
         return None

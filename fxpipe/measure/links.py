@@ -248,7 +248,7 @@ def measured(
 
     for source, target in pairs:
         dist.barrier()
-        mine = _End(wires, source, target).measure(total, rounds) if wires.worker in (source, target) else None
+        mine = _End(wires, source, target).measure(total, rounds) if wires.rank in (source, target) else None
         ends: list[Any] = [None] * workers
         dist.all_gather_object(ends, mine)
         sent, received = ends[source], ends[target]
@@ -267,7 +267,7 @@ class _End:
 
     def __init__(self, wires: Wires, source: int, target: int) -> None:
         self.wires = wires
-        self.sends = wires.worker == source
+        self.sends = wires.rank == source
         self.peer = target if self.sends else source
         self.there, self.back = ("link", source, target), ("link", target, source)
 

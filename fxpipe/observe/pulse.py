@@ -1,4 +1,4 @@
-"""A worker's pulse: a few numbers that say what it does right now, where others can read them.
+"""The pulse of a process: a few numbers that say what its workers do right now, where others can read them.
 
 In a run on one machine the numbers of all workers lie in one small file that each of them maps into its memory: they
 cost nothing to write, the file never grows, and they outlive a worker that is killed. Under torchrun each worker puts
@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 from array import array
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -159,7 +159,7 @@ class Followed(Protocol):
 
 
 class Pulse:
-    """One worker's pulse. `watches` are what it measures with; the last one in which a span is open says what it does.
+    """The pulse of one process. The last watch in which a span is open says what it does.
 
     Args:
         numbers: where others read them, or its own, which `after_beat` passes on.
@@ -168,7 +168,8 @@ class Pulse:
     def __init__(self, numbers: MutableSequence[int] | None = None) -> None:
         self.numbers = no_numbers() if numbers is None else numbers
         self.after_beat: Callable[[], None] = lambda: None
-        self._watches: tuple[Followed, ...] = ()
+        self._watches: Sequence[Followed] = ()
+        self._besides: Sequence[Followed] = ()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="fxpipe pulse", daemon=True)
 
@@ -191,11 +192,16 @@ class Pulse:
         """The worker makes progress."""
         self.numbers[MOVES] += 1
 
-    def follow(self, *watches: Followed) -> None:
-        """From now on the spans of these watches are progress, and say what the worker does."""
-        for watch in watches:
+    def follow(self, watches: Sequence[Followed], besides: Sequence[Followed] = ()) -> None:
+        """From now on the spans of these watches are progress, and say what the process does.
+
+        Args:
+            watches: one for each of its workers; they say how busy it is.
+            besides: what else is measured.
+        """
+        for watch in (*watches, *besides):
             watch.pulse = self.numbers
-        self._watches = watches
+        self._watches, self._besides = watches, besides
 
     def begin(self) -> None:
         """Let it beat."""
@@ -217,7 +223,8 @@ class Pulse:
         numbers[_BEAT] += 1
         for place, value in zip(range(_STATUS.start, _STATUS.stop), self._status(), strict=True):
             numbers[place] = value
-        doing = next((found for watch in reversed(self._watches) if (found := watch.doing) is not None), None)
+        every = (*self._watches, *self._besides)
+        doing = next((found for watch in reversed(every) if (found := watch.doing) is not None), None)
         kind, cause = (None, None) if doing is None else doing
         numbers[_DOING] = _NOTHING if kind is None else KINDS.index(kind)
         numbers[_WHAT] = _NOTHING if cause is None else WHATS.index(cause.what)
@@ -225,7 +232,10 @@ class Pulse:
         self.after_beat()
 
     def _status(self) -> Status:
-        return self._watches[0].status if self._watches else Status(0, 0, 0, 0)
+        found = [watch.status for watch in self._watches]
+        if not found:
+            return Status(0, 0, 0, 0)
+        return Status(found[0].now, *(sum(numbers) for numbers in list(zip(*found, strict=True))[1:]))
 
     def _keep_beating(self) -> None:
         while not self._over.wait(PERIOD):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 
 
@@ -61,8 +61,7 @@ class Segments:
         They come in the row's own order, which a pipeline that fills again must keep: `actions` begins some minibatches
         earlier, where no effect of its start is left.
         """
-        settled = 3 * -(-schedule.workers // schedule.microbatches) + 4  # as `Versions` studies it
-        begin = max(start, step - settled)
+        begin = _again(schedule, step, start)
         row = self.actions(schedule, worker, begin) if stop is None else self.until(schedule, worker, stop, begin)
         return (action for action in row if action.minibatch >= step)
 
@@ -71,3 +70,20 @@ class Segments:
         for minibatch in range(start, min(stop, self.single)):
             yield from schedule.until(worker, minibatch + 1, minibatch)
         yield from schedule.until(worker, stop, max(start, self.single))
+
+    def row_after(self, schedule: Schedule, rank: int, step: int, start: int, stop: int) -> Iterator[Event]:
+        """The rest of a rank's row, as `after`."""
+        row = self.row_until(schedule, rank, stop, _again(schedule, step, start))
+        return (event for event in row if event[1].minibatch >= step)
+
+    def row_until(self, schedule: Schedule, rank: int, stop: int, start: int = 0) -> Iterator[Event]:
+        """The row of a rank with minibatches [start, stop), as `Schedule.row_until`."""
+        for minibatch in range(start, min(stop, self.single)):
+            yield from schedule.row_until(rank, minibatch + 1, minibatch)
+        yield from schedule.row_until(rank, stop, max(start, self.single))
+
+
+def _again(schedule: Schedule, step: int, start: int) -> int:
+    """Where a row that began with minibatch `start` begins again, to be what it was from minibatch `step` on."""
+    settled = 3 * -(-schedule.workers // schedule.microbatches) + 4  # as `Versions` studies it
+    return max(start, step - settled)

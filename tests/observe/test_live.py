@@ -133,7 +133,7 @@ def test_the_board_is_what_the_pulses_say() -> None:
     store = StorePulses(dist.HashStore(), 2)
     assert Looker(PulseBoard(store)).look() == [], "nobody has said anything"
     watch, pulse = Watch(), Pulse()
-    pulse.follow(watch)
+    pulse.follow([watch])
     store.put(0, pulse.numbers)
     watch.open("F")
     pulse.after_beat = lambda: store.put(1, pulse.numbers)

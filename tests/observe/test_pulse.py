@@ -21,7 +21,7 @@ from fxpipe.schedule.action import Action
 def test_numbers_say_what_a_worker_does() -> None:
     watch, inner, pulse = Watch(), Watch(), Pulse()
     assert Signs.of(pulse.numbers).place == "starting"
-    pulse.follow(watch, inner)
+    pulse.follow([watch], [inner])
     pulse.phase = "training"
     watch.at(Action("F", 11))
     watch.open("F")
@@ -49,7 +49,7 @@ def test_numbers_say_what_a_worker_does() -> None:
 
 def test_every_cause_has_a_number() -> None:
     watch, pulse = Watch(), Pulse()
-    pulse.follow(watch)
+    pulse.follow([watch])
     for what in ("input", "activation", "saved", "gradient", "token", "weights", "norm", "loss", "sent"):
         watch.open("wait", Cause(what, "name", 1))
         pulse.beat()

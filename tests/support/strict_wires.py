@@ -1,4 +1,4 @@
-"""Workers in threads of one process, over wires as strict as wires may be."""
+"""The ranks of a run in threads of one process, over wires as strict as wires may be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import LocalExchange
+from fxpipe.runtime.wires.line import Line
+from fxpipe.runtime.wires.loopback import Loopback, Passing
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -65,38 +67,61 @@ class StrictWires:
 
     Args:
         by_channel: as with NCCL, all edges of a channel share one line and must keep its order.
+        placement: the rank of each worker; empty where worker k is on rank k.
     """
 
-    def __init__(self, hub: Hub, worker: int, by_channel: bool) -> None:
-        self.hub, self.worker, self.ordered = hub, worker, by_channel
+    def __init__(self, hub: Hub, rank: int, by_channel: bool, placement: Sequence[int] = ()) -> None:
+        self.hub, self.rank, self.ordered, self.placement = hub, rank, by_channel, placement
+        self.loopback = Loopback()
 
-    def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0) -> Message:
+    def isend(self, flat: Tensor, to: int, channel: Any, tag: int | None = None, turn: int = 0) -> Message | None:
+        target = self.rank_of(to)
+        if target == self.rank:
+            self.loopback.send(self.number(channel, tag), flat)
+            return None
         time.sleep(random.random() * 2e-4)
-        return self.hub.put(self.hub.sends, self.key(self.worker, to, channel, tag), flat)
+        return self.hub.put(self.hub.sends, self.key(self.rank, target, channel, tag), flat)
 
     def irecv(
         self, count: int, dtype: torch.dtype, source: int, channel: Any, tag: int | None = None, turn: int = 0
-    ) -> Message:
-        key = self.key(source, self.worker, channel, tag)
+    ) -> Message | Passing:
+        if (rank := self.rank_of(source)) == self.rank:
+            return self.loopback.expect(self.number(channel, tag))
+        key = self.key(rank, self.rank, channel, tag)
         return self.hub.put(self.hub.receives, key, torch.empty(count, dtype=dtype))
 
-    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Message:
-        return self.hub.put(self.hub.sends, (self.worker, to, "numbers", tag), numbers)
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Message | None:
+        target = self.rank_of(to)
+        if target == self.rank:
+            self.loopback.send(tag, numbers)
+            return None
+        return self.hub.put(self.hub.sends, (self.rank, target, "numbers", tag), numbers)
 
-    def irecv_numbers(self, count: int, source: int, tag: int) -> Message:
+    def irecv_numbers(self, count: int, source: int, tag: int) -> Message | Passing:
+        if (rank := self.rank_of(source)) == self.rank:
+            return self.loopback.expect(tag)
         numbers = torch.empty(count, dtype=torch.float64)
-        return self.hub.put(self.hub.receives, (source, self.worker, "numbers", tag), numbers)
+        return self.hub.put(self.hub.receives, (rank, self.rank, "numbers", tag), numbers)
+
+    def rank_of(self, worker: int) -> int:
+        return self.placement[worker] if self.placement else worker
+
+    def number(self, channel: Any, tag: int | None) -> Any:
+        return channel if tag is None else tag
 
     def key(self, source: int, target: int, channel: Any, tag: int | None) -> Any:
         return (source, target, channel if self.ordered or tag is None else tag)
+
+    def passing(self, pending: Message | Passing) -> Passing | None:
+        return pending if isinstance(pending, Passing) else None
 
     def received(self, message: Message) -> Tensor:
         return message.flat
 
     received_numbers = received
 
-    def finished(self, message: Message) -> None:
-        assert message.over.wait(10), "deadlock"
+    def finished(self, message: Message | None) -> None:
+        assert message is None or message.over.wait(10), "deadlock"
 
     come = finished
 
@@ -125,15 +150,15 @@ class ThreadedRun:
 class _Evaluating:
     """Evaluates where it is due, once."""
 
-    def __init__(self, run: ThreadedRun, executor: Executor, evaluation: DistributedEvaluation) -> None:
-        self.run, self.executor, self.evaluation, self.last = run, executor, evaluation, 0
+    def __init__(self, run: ThreadedRun, executors: list[Executor], evaluation: DistributedEvaluation) -> None:
+        self.run, self.executors, self.evaluation, self.last = run, executors, evaluation, 0
 
     def __call__(self, version: int) -> None:
-        if version == self.last or not self.executor.evaluates(version):
+        if version == self.last or not self.executors[0].evaluates(version):
             return
         self.last = version
-        found = self.evaluation.run(self.executor.state(version))
-        assert not self.evaluation._transport._posted
+        found = self.evaluation.run([executor.state(version) for executor in self.executors])
+        assert not any(transport._posted for transport in self.evaluation._transports.values())
         if found is not None:
             self.run.evaluations.append((version, found))
 
@@ -148,7 +173,7 @@ def run_in_threads(
     options: PipelineOptions = PipelineOptions(),  # noqa: B008 (it is frozen)
     hooks: StepHooks | None = None,
 ) -> ThreadedRun:
-    """Train a build on `data`, a thread a worker; every message that was sent was received.
+    """Train a build on `data`, a thread a rank; every message that was sent was received.
 
     Args:
         evaluated: batches for an evaluation after every step but the last.
@@ -161,51 +186,64 @@ def run_in_threads(
     run = ThreadedRun()
     exchange = LocalExchange()
     threads = []
+    loopbacks: list[Loopback] = []
+    of_worker: dict[int, Executor] = {}
     evaluations: list[_Evaluating | None] = []
     computing = torch.get_num_threads()
 
-    def work(worker: int) -> None:
+    def work(rank: int) -> None:
         torch.set_num_threads(computing)  # a number of this thread's own
         try:
-            first = worker == 0
-            transport = run.executors[worker].transport
-            assert isinstance(transport, DistTransport)
+            first = rank == 0
+            own = [run.executors[worker] for worker in plan.hosted(rank)]
+            transports = [executor.transport for executor in own]
+            line = Line.of(plan, rank)
             coming = None
             shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), exchange)
-            split = ShapedMinibatches(plan, folder, run.executors[worker].buffers, None)
-            shapes.attach([run.executors[worker]], split if first else None)
+            split = ShapedMinibatches(plan, folder, own[0].buffers, None)
+            shapes.attach(own, split if first else None)
             if several_shapes(plan, options):
                 read = (lambda m: split(data[m], m)[0]) if first else None
-                coming = ComingShapes(plan, worker, transport, len(data), read, shapes.hear)
-                run.executors[worker].shape_of = coming
+                speaks = transports[plan.hosted(rank).index(line.own)]
+                coming = ComingShapes(line, speaks, len(data), read, shapes.hear)
+                for executor in own:
+                    executor.shape_of = coming
                 coming.begin()
             train(
                 plan,
-                run.executors[worker],
-                transport,
-                recipe.segments.until(recipe.schedule, worker, len(data)),
+                own,
+                transports,  # type: ignore[arg-type]
+                recipe.segments.row_until(recipe.schedule, rank, len(data)),
                 (lambda m: split(data[m], m)[1]) if first else None,
                 (lambda m, loss, lr, norm, metrics: run.losses.append(loss)) if first else None,
-                evaluations[worker],
+                evaluations[rank],
                 coming and coming.reach,
             )
-            transport.finish()
+            for transport in transports:
+                transport.finish()
         except BaseException as error:
             run.failures.append(error)
 
-    for worker in range(plan.workers):
+    for rank in range(plan.ranks):
         addresses = Addresses(plan, recipe.demand)
-        wires: Any = StrictWires(hub, worker, by_channel)
-        transport = DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
-        run.executors.append(open_worker(plan, folder, worker, recipe, transport, task, options))
+        wires: Any = StrictWires(hub, rank, by_channel, plan.placement)
+        loopbacks.append(wires.loopback)
+        own = []
+        for worker in plan.hosted(rank):
+            transport = DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule)
+            own.append(open_worker(plan, folder, worker, recipe, transport, task, options))
+            of_worker[worker] = own[-1]
         evaluations.append(None)
         if evaluated is not None:
-            run.executors[-1].evaluates = lambda version: 0 < version < len(data)
-            source = EvaluationData(plan, lambda: evaluated, 0) if worker == 0 else None
-            evaluation = DistributedEvaluation(plan, str(folder), 0, wires, addresses, source)
-            evaluations[-1] = _Evaluating(run, run.executors[-1], evaluation)
-        run.executors[-1].store.begin(0, len(data))
-        threads.append(threading.Thread(target=work, args=(worker,)))
+            for executor in own:
+                executor.evaluates = lambda version: 0 < version < len(data)
+            source = EvaluationData(plan, lambda: evaluated, 0) if rank == 0 else None
+            evaluation = DistributedEvaluation(plan, plan.hosted(rank), str(folder), 0, wires, addresses, source)
+            evaluations[-1] = _Evaluating(run, own, evaluation)
+        for executor in own:
+            executor.store.begin(0, len(data))
+        threads.append(threading.Thread(target=work, args=(rank,)))
+    run.executors += [of_worker[worker] for worker in range(plan.workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,4 +251,5 @@ def run_in_threads(
     if not run.failures:
         assert not any(hub.sends.values())
         assert not any(hub.receives.values())
+        assert all(loopback.is_empty for loopback in loopbacks)
     return run

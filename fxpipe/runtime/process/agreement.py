@@ -28,6 +28,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.check_run import check_run, files_read, writing
 from fxpipe.runtime.process.newest_of_all import newest_of_all
+from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.resume import NEWEST, resumed_options
 from fxpipe.runtime.process.together import gathered
 from fxpipe.runtime.worker.checkpoint import Checkpoint
@@ -100,11 +101,12 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
         options = resumed_options(options, options.out)
         files = files_read(options)
         plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
-        if world != plan.workers:
+        if world != plan.ranks:
+            on = f" on {plan.ranks} ranks" if plan.virtual else ""
             raise RunError(
-                f"the build has {plan.workers} workers, but {world} processes were started",
+                f"the build has {plan.workers} workers{on}, but {world} processes were started",
                 where=options.build,
-                hint=f"start {plan.workers} processes in all, or compile with -n {world}",
+                hint=f"start {plan.ranks} processes in all, or compile with -n {world}",
             )
         task = task or task_of_build(plan, options.build, options.model_file)
         facts = facts_of(plan, options) | {"callbacks": ", ".join(task.callbacks.names) or "none"}
@@ -118,12 +120,12 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
     said = gathered(_Said(host, facts, identities, problem), rank, world)
     if problem is not None:
         raise problem
-    _refuse_with(said)
+    assert plan is not None
+    _refuse_with(said, plan.placement)
     if any(other.checkpoint != said[0].checkpoint for other in said):
         digests = {f"--weights: {file.name}": _digest(file) for file in unsigned}
         said = gathered(_Said(host, facts | digests), rank, world)
-    _refuse_differences(said, options)
-    assert plan is not None
+    _refuse_differences(said, options, plan.placement)
     assert task is not None
     return Agreed(options, plan, task, files, checkpoint)
 
@@ -170,19 +172,19 @@ def _shelf(options: RunOptions) -> Shelf | None:
     return Shelf.of(str(options.out)) if asked else None
 
 
-def _refuse_with(said: Sequence[_Said]) -> None:
-    """Refuse if another worker has."""
-    for worker, other in enumerate(said):
+def _refuse_with(said: Sequence[_Said], placement: Sequence[int]) -> None:
+    """Refuse if another process has."""
+    for rank, other in enumerate(said):
         if (problem := other.problem) is not None:
-            what = f"worker {worker} on {other.host} refused to begin: {problem.what}"
+            what = f"{process_name(rank, placement)} on {other.host} refused to begin: {problem.what}"
             raise PeerRefused(what, where=problem.where, hint=problem.hint, page=problem.page)
 
 
-def _refuse_differences(said: Sequence[_Said], options: RunOptions) -> None:
+def _refuse_differences(said: Sequence[_Said], options: RunOptions, placement: Sequence[int]) -> None:
     first = said[0]
     lines = [
-        f"worker {worker} on {other.host}: {line}"
-        for worker, other in enumerate(said)
+        f"{process_name(rank, placement)} on {other.host}: {line}"
+        for rank, other in enumerate(said)
         for line in differences(other.facts, first.facts)
     ]
     if not lines:

@@ -1,4 +1,4 @@
-"""What happens between two actions of a worker while it trains: callbacks, checkpoints, evaluations, in this order.
+"""What happens between two actions while workers train: callbacks, checkpoints, evaluations, in this order.
 
     on_step → checkpoint → evaluation → on_eval → on_epoch
 
@@ -15,28 +15,32 @@ from fxpipe.runtime.worker.executor import Executor
 
 
 def between_actions(
-    executor: Executor,
-    others: Sequence[Executor],
+    acted: Sequence[Executor],
+    here: Sequence[Executor],
     callbacks: RunCallbacks | None,
     checkpoints: Checkpoints | None,
     evaluate: Callable[[], None] | None,
     rates_follow: bool,
 ) -> None:
-    """Do what is due on a worker.
+    """Do what is due on some workers.
 
     Args:
-        others: all workers of this process: an evaluation may have held some of them.
+        acted: these, all at the same version.
+        here: all workers of this process: an evaluation may have held some of them.
         evaluate: evaluates, if that is due; None where nothing is evaluated.
         rates_follow: an evaluation changes learning rates.
     """
     if callbacks is not None:
-        callbacks.stepped(executor)
+        for executor in acted:
+            callbacks.stepped(executor)
     if checkpoints is not None and (rates_follow or (callbacks is not None and callbacks.follows)):
-        checkpoints.take(executor.worker)
+        for executor in acted:
+            checkpoints.take(executor.worker)
     if evaluate is not None:
         evaluate()
     if callbacks is not None:
-        for each in others:
-            callbacks.epoch_over(each)
+        for executor in here:
+            callbacks.epoch_over(executor)
     if checkpoints is not None:
-        checkpoints.take(executor.worker)
+        for executor in acted:
+            checkpoints.take(executor.worker)

@@ -22,10 +22,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(text: str, launcher: int) -> NoReturn:
-    """Run a worker for `launch`, and leave its error or its summary in the exchange folder."""
+    """Run the workers of a rank for `launch`, and leave its error or its summary in the exchange folder."""
     end_with(launcher)
-    exchange, rank, workers = Path(json.loads(text)["exchange"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    pulse = Pulse(PulseFile(exchange / PULSES, workers).numbers(rank))
+    exchange, rank, ranks = Path(json.loads(text)["exchange"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pulse = Pulse(PulseFile(exchange / PULSES, ranks).numbers(rank))
     pulse.phase = "importing"
     pulse.begin()
     only_here()
@@ -37,12 +37,24 @@ def main(text: str, launcher: int) -> NoReturn:
     try:
         summary = join(RunOptions.from_json(text), pulse=pulse)
     except BaseException as error:
-        leave_error(exchange, rank, error)
+        leave_error(exchange, rank, error, _name(json.loads(text)["build"], rank))
         end_process(1)
     if summary is not None:
         (exchange / "summary.json").write_text(json.dumps(summary))
     pulse.phase = "done"
     end_process(0)
+
+
+def _name(build: str, rank: int) -> str:
+    """What to call this process."""
+    from fxpipe.errors import FxpipeError
+    from fxpipe.plan.build_folder import read_plan
+    from fxpipe.runtime.process.process_name import process_name
+
+    try:
+        return process_name(rank, read_plan(build).placement)
+    except FxpipeError:  # there is another error to tell
+        return process_name(rank)
 
 
 def end_with(launcher: int) -> None:

@@ -1,8 +1,8 @@
-"""Which shape the batches of coming minibatches have: worker 0 reads ahead, and each worker tells the next one.
+"""Which shape the batches of coming minibatches have: worker 0 reads ahead, and each process tells the next one.
 
 A worker posts receives before it needs them (`training_loop`), and must know by then what will come. So a minibatch's
-shape is told when the forward of an earlier one begins, `AHEAD` minibatches before: that forward cannot begin on a
-worker before it has begun on the one before, so that nobody waits for a message that is not under way.
+shape is told when the first forward of an earlier one begins, `AHEAD` minibatches before: that forward cannot begin on
+a worker before it has begun on the one before, so that nobody waits for a message that is not under way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.wires.addresses import BATCH
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.transport import Transport
 
 AHEAD = LOOKAHEAD + 1
@@ -27,26 +28,25 @@ def several_shapes(plan: Plan, options: PipelineOptions) -> bool:
 
 
 class ComingShapes:
-    """The shapes that one worker of a distributed run knows.
+    """The shapes that one process of a distributed run knows.
 
     Args:
+        transport: of the worker that speaks for it.
         total: how many minibatches the run has; may be set to fewer, on all workers at the same version.
         read: on worker 0, reads a minibatch and returns its shape; called for each in turn.
-        hear: elsewhere, called with each shape that this worker hears, before it may have to do with it.
+        hear: elsewhere, called with each shape that this process hears, before it may have to do with it.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        worker: int,
+        line: Line,
         transport: Transport,
         total: int,
         read: Callable[[int], int] | None,
         hear: Callable[[int], None] = lambda shape: None,
     ) -> None:
         self._hear = hear
-        self._worker = worker
-        self._last = plan.workers - 1
+        self._line = line
         self._transport = transport
         self.total = total
         self._read = read
@@ -74,13 +74,15 @@ class ComingShapes:
 
     def _learn(self, minibatch: int) -> None:
         note = (BATCH, minibatch)
+        before, after = self._line.before, self._line.after
         if self._read is not None:
             shape = self._read(minibatch)
         else:
-            self._transport.expect_note(self._worker - 1, note, 1)
-            shape = int(self._transport.recv_note(self._worker - 1, note)[0])
-        if self._worker < self._last:
-            self._transport.send_note(self._worker + 1, note, torch.tensor([shape], dtype=torch.float64))
+            assert before is not None
+            self._transport.expect_note(before, note, 1)
+            shape = int(self._transport.recv_note(before, note)[0])
+        if after is not None:
+            self._transport.send_note(after, note, torch.tensor([shape], dtype=torch.float64))
         if self._read is None:
             self._hear(shape)
         self._shapes[minibatch] = shape

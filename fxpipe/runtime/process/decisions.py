@@ -5,6 +5,7 @@
     worker 0:                    decides  ◄─┘
 
 The message goes the way of the backwards, so it has come when a worker makes the update itself: no worker waits for it.
+Where a process has several workers, the first of them speaks for all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.transport import Transport
 
 _ENDS, _SAVES, _RATES = 1, 2, 4
@@ -41,37 +43,36 @@ class Decisions:
     """Those of one process of several.
 
     Args:
-        workers: how many processes there are.
+        transport: of the worker that speaks for it.
     """
 
-    def __init__(self, worker: int, workers: int, transport: Transport) -> None:
-        self._worker = worker
-        self._last = workers - 1
+    def __init__(self, line: Line, transport: Transport) -> None:
+        self._line = line
         self._transport = transport
 
     def expect(self, hook: str, step: int) -> None:
-        """The next worker will tell what it decides after so many steps."""
-        if self._worker < self._last:
-            self._transport.expect_note(self._worker + 1, (hook, step), 2)
+        """The next process will tell what it decides after so many steps."""
+        if (after := self._line.after) is not None:
+            self._transport.expect_note(after, (hook, step), 2)
 
     def compare(self, hook: str, step: int, decision: Decision) -> None:
-        """Tell the worker before, and compare with that of the next one; `expect` comes before.
+        """Tell the process before, and compare with that of the next one; `expect` comes before.
 
         Raises:
             RunError: they differ.
         """
         own = decision.numbers()
-        if self._worker:
-            self._transport.send_note(self._worker - 1, (hook, step), own)
-        if self._worker == self._last:
+        before, after = self._line.before, self._line.after
+        if before is not None:
+            self._transport.send_note(before, (hook, step), own)
+        if after is None:
             return
-        theirs = self._transport.recv_note(self._worker + 1, (hook, step))
+        theirs = self._transport.recv_note(after, (hook, step))
         if not theirs.equal(own):
             next_one = _said(theirs)
             ours = "sets other learning rates" if _said(own) == next_one else _said(own)
             raise RunError(
-                f"{hook}() on worker {self._worker} {ours} after step {step}, and on worker {self._worker + 1} it "
-                f"{next_one}",
+                f"{hook}() on worker {self._line.own} {ours} after step {step}, and on worker {after} it {next_one}",
                 hint="it is called in every process with the same numbers: decide by these alone, not by the time, the "
                 "rank or a file",
             )

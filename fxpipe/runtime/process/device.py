@@ -28,11 +28,11 @@ def own_device(kind: str) -> torch.device:
     return device
 
 
-def common_backend(device: torch.device, rank: int, workers: int) -> str:
-    """NCCL if every worker on every machine has a device of its own, else gloo."""
-    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
-    own = device.type == "cuda" and torch.cuda.device_count() >= local_workers
-    answers: list[Any] = [None] * workers
+def common_backend(device: torch.device, rank: int, ranks: int) -> str:
+    """NCCL if every process on every machine has a device of its own, else gloo."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    own = device.type == "cuda" and torch.cuda.device_count() >= local_ranks
+    answers: list[Any] = [None] * ranks
     with peers(rank):
         dist.all_gather_object(answers, own)
     return "nccl" if all(answers) and dist.is_nccl_available() else "gloo"

@@ -1,26 +1,34 @@
 """Evaluation over worker processes: batches enter at worker 0 and go down the pipeline, several at a time.
 
-    worker 0     reads a batch, tells the next worker its shape, runs its code
+    worker 0     reads a batch, tells the next process its shape, runs its code
     worker k     receives the shape, passes it on, runs its code: receives, sends, keeps its metrics
-    at the end   metrics go to worker 0; once it has all of them, they go from worker to worker, and all train on
+    at the end   metrics go to worker 0; once it has all of them, they go from process to process, and all train on
 
 A worker waits for the workers after it only until they have what it sent two batches ago, so that no worker runs far
 ahead. It receives the shape of a batch, and posts that batch's receives, before it computes the batch before it.
+
+Of a process with several workers, worker k computes a batch k − j turns after worker j: then what it receives was sent
+a turn ago, and all processes compute at the same time. With workers 0 and 2 here, and 1 and 3 there:
+
+    rank 0:  0·b0      0·b1      0·b2 2·b0  0·b3 2·b1
+    rank 1:  ..        1·b0      1·b1       1·b2 3·b0
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxpipe.observe.watch import Watch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.goal import metrics_of
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
@@ -37,14 +45,15 @@ class DistributedEvaluation:
     """What one process does in the evaluations of a run.
 
     Args:
+        hosted: the workers of this process, in rising order.
         folder: of the build.
         seed: of the run.
         data: the batches, on worker 0; None elsewhere.
         resets: the hook `reset(model)`, if there is one.
 
     Attributes:
-        watch: measures its messages, apart from those of training.
-        heard: the metrics of the newest evaluation, the same on every worker.
+        evaluators: of its workers.
+        heard: the metrics of the newest evaluation, the same in every process.
 
     Raises:
         BuildError: as `Evaluator`.
@@ -53,6 +62,7 @@ class DistributedEvaluation:
     def __init__(
         self,
         plan: Plan,
+        hosted: Sequence[int],
         folder: str,
         seed: int,
         wires: Wires,
@@ -61,109 +71,147 @@ class DistributedEvaluation:
         resets: BuffersReset | None = None,
     ) -> None:
         self.plan = plan
-        self.worker = wires.worker
-        self._transport = DistTransport(plan, wires.worker, wires, addresses, evaluation_edges(plan), 1, AHEAD)
-        self.evaluator = Evaluator(plan, wires.worker, folder, seed, self._transport)
-        self.watch = self._transport.watch
+        self._hosted = hosted
+        edges = evaluation_edges(plan)
+        self._transports = {
+            worker: DistTransport(plan, worker, wires, addresses, edges, 1, AHEAD) for worker in hosted
+        }
+        self.evaluators = [
+            Evaluator(plan, worker, folder, seed, transport) for worker, transport in self._transports.items()
+        ]
+        self._line = Line.of(plan, wires.rank)
+        self._speaks = self._transports[self._line.own]
         self._data = data
         self._resets = resets
         self._names = metrics_of(plan)
         self.heard: dict[str, float] = {}
         self._batches: Iterator[Placed] | None = None
         self._moves = moves(plan)
-        self._fixed: dict[str, Tensor] = {}  # received once, since they never change
-        self._given: set[str] = set()  # names of the messages that this worker sends only once, and has sent
+        self._fixed: dict[tuple[int, str], Tensor] = {}  # received once, since they never change; by worker
+        self._given: set[str] = set()  # names of the messages that are sent only once, and were
         self._upcoming: _Batch | None = None
 
+    @property
+    def watches(self) -> list[Watch]:
+        """They measure its messages, apart from those of training."""
+        return [transport.watch for transport in self._transports.values()]
+
+    @property
+    def before(self) -> int | None:
+        """The worker that tells this process of batches; None where worker 0 is."""
+        return self._line.before
+
     def await_start(self) -> None:
-        """Wait until worker 0 has begun; on worker 0 itself, return at once."""
-        if self.worker:
+        """Wait until worker 0 has begun; where that is, return at once."""
+        if self.before is not None:
             self._begin()
 
-    def run(self, state: dict[str, Tensor]) -> dict[str, float] | None:
-        """One evaluation; every worker calls it at the same point of its training.
+    def run(self, states: Sequence[dict[str, Tensor]]) -> dict[str, float] | None:
+        """One evaluation; every process calls it at the same point of its training.
 
         Args:
-            state: this worker's tensors (see `Executor.state`); they must not change meanwhile.
+            states: the tensors of each worker here (see `Executor.state`); they must not change meanwhile.
 
         Returns:
-            The mean of every metric on worker 0, None elsewhere.
+            The mean of every metric where worker 0 is, None elsewhere.
 
         Raises:
             FxpipeError: making the data, or computing with them, failed; or another worker failed.
         """
         if self._upcoming is None:
             self._begin()
-        state = dict(state)
+        held = {worker: dict(state) for worker, state in zip(self._hosted, states, strict=True)}
         if self._resets is not None:
-            self._resets(state, "evaluation")
-        state |= self._exchange(state)
-        shapes, weights = list[int](), list[float]()
-        values: list[Tensor] = []
+            for state in held.values():
+                self._resets(state, "evaluation")
+        self._exchange(held)
+        batches: list[_Batch] = []
+        values: dict[int, list[Tensor]] = {worker: [] for worker in self._hosted}
         upcoming, self._upcoming = self._upcoming, None
         assert upcoming is not None
-        while upcoming.shape != _OVER:
-            number = len(shapes)
-            batch, upcoming = upcoming, self._hear(number + 1)
-            self._transport.set_order(self.plan.evaluations[batch.shape].edges)
-            values += self.evaluator.run(batch.shape, number, state, batch.leaves)
-            shapes.append(batch.shape)
-            weights.append(batch.weight)
-            self._transport.done("F", number, 0)
-        found = self._gather(shapes, weights, values)
-        self._transport.finish()
+        turn = 0
+        while upcoming.shape != _OVER or turn < len(batches) + self._hosted[-1] - self._hosted[0]:
+            if upcoming.shape != _OVER:
+                batches.append(upcoming)
+                upcoming = self._hear(len(batches))
+            for evaluator in self.evaluators:
+                number = turn - (evaluator.worker - self._hosted[0])
+                if 0 <= number < len(batches):
+                    batch = batches[number]
+                    transport = self._transports[evaluator.worker]
+                    transport.set_order(self.plan.evaluations[batch.shape].edges)
+                    state, leaves = held[evaluator.worker], batch.leaves if evaluator.worker == 0 else None
+                    values[evaluator.worker] += evaluator.run(batch.shape, number, state, leaves)
+                    transport.done("F", number, 0)
+                    if evaluator.worker == 0:
+                        batches[number] = batch._replace(leaves=None)
+            turn += 1
+        found = self._gather([batch.shape for batch in batches], [batch.weight for batch in batches], values)
+        self._finish()
         self._pass_word(found)
         return found
 
     def _begin(self) -> None:
         self._batches = None if self._data is None else self._data()
-        self._transport.set_order()
-        for move in self._moves:
-            if move.reader == self.worker and move.name not in self._fixed:
-                self._transport.expect(move.edge, 0, 0)
+        for worker, transport in self._transports.items():
+            transport.set_order()
+            for move in self._moves:
+                if move.reader == worker and (worker, move.name) not in self._fixed:
+                    transport.expect(move.edge, 0, 0)
         self._upcoming = self._hear(0)
 
-    def _exchange(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send this worker's tensors to the workers that read them; return the tensors of others that it reads."""
+    def _exchange(self, held: dict[int, dict[str, Tensor]]) -> None:
+        """Send the tensors of the workers here to the workers that read them; put those that they read in place."""
+        begun = {worker: dict(state) for worker, state in held.items()}
         for move in self._moves:
-            if move.source == self.worker and move.edge.name not in self._given:
-                self._transport.send(move.edge, 0, 0, state[move.name])
+            if move.source in held and move.edge.name not in self._given:
+                self._transports[move.source].send(move.edge, 0, 0, begun[move.source][move.name])
                 if move.once:
                     self._given.add(move.edge.name)
-        found = dict(self._fixed)
         for move in self._moves:
-            if move.reader == self.worker and move.name not in self._fixed:
-                found[move.name] = self._transport.recv(move.edge, 0, 0)
+            if move.reader not in held:
+                continue
+            key = (move.reader, move.name)
+            found = self._fixed.get(key)
+            if found is None:
+                found = self._transports[move.reader].recv(move.edge, 0, 0)
                 if move.once:
-                    self._fixed[move.name] = found[move.name]
-        return found
+                    self._fixed[key] = found
+            held[move.reader][move.name] = found
 
     def _hear(self, number: int) -> _Batch:
-        """The batch that comes next; pass its shape on to the next worker, and post its receives."""
+        """The batch that comes next; pass its shape on to the next process, and post its receives."""
         if self._batches is not None:
             batch = next(map(_Batch._make, self._batches), _Batch(_OVER, None))
         else:
-            batch = _Batch(int(self._numbers(self.worker - 1, "shape", 1)[0]), None)
-        self._tell(batch.shape)
+            assert self._line.before is not None
+            batch = _Batch(int(self._numbers(self._line.before, "shape", 1)[0]), None)
+        if self._line.after is not None:
+            self._speaks.send_note(self._line.after, ("shape", 0), torch.tensor([batch.shape], dtype=torch.float64))
         if batch.shape != _OVER:
             for edge in self.plan.evaluations[batch.shape].edges:
-                if edge.dst == self.worker:
-                    self._transport.expect(edge, number, 0)
+                if edge.dst in self._transports:
+                    self._transports[edge.dst].expect(edge, number, 0)
         return batch
 
-    def _tell(self, shape: int) -> None:
-        if self.worker < self.plan.workers - 1:
-            self._transport.send_note(self.worker + 1, ("shape", 0), torch.tensor([shape], dtype=torch.float64))
-
-    def _gather(self, shapes: list[int], weights: list[float], values: list[Tensor]) -> dict[str, float] | None:
-        """The means of all workers' metrics on worker 0, None elsewhere."""
-        own = torch.stack(values).cpu() if values else torch.empty(0, dtype=torch.float64)
-        if self.worker:
-            if values:
-                self._transport.send_note(0, ("metrics", 0), own)
+    def _gather(
+        self, shapes: list[int], weights: list[float], values: dict[int, list[Tensor]]
+    ) -> dict[str, float] | None:
+        """The means of all workers' metrics where worker 0 is, None elsewhere."""
+        own = {
+            worker: torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.float64)
+            for worker, found in values.items()
+        }
+        if 0 not in own:
+            for worker, found in own.items():
+                if len(found):
+                    self._transports[worker].send_note(0, ("metrics", 0), found)
             return None
-        made = [own.tolist()]
-        for worker in range(1, self.plan.workers):
+        made = []
+        for worker in range(self.plan.workers):
+            if worker in own:
+                made.append(own[worker].tolist())
+                continue
             parts = [self.plan.evaluations[shape].stages[worker].part for shape in shapes]
             count = sum(len(part.metrics) for part in parts)
             made.append(self._numbers(worker, "metrics", count).tolist() if count else [])
@@ -172,18 +220,23 @@ class DistributedEvaluation:
     def _pass_word(self, found: dict[str, float] | None) -> None:
         """Wait until worker 0 has all metrics, and pass them on; so no training waits for another evaluation, too."""
         if found is None:
-            heard = self._numbers(self.worker - 1, "heard", len(self._names))
+            assert self._line.before is not None
+            heard = self._numbers(self._line.before, "heard", len(self._names))
             self.heard = dict(zip(self._names, heard.tolist(), strict=True))
         else:
             self.heard = {name: found.get(name, math.nan) for name in self._names}
             heard = torch.tensor([found.get(name, math.nan) for name in self._names], dtype=torch.float64)
-        if self.worker < self.plan.workers - 1:
-            self._transport.send_note(self.worker + 1, ("heard", 0), heard)
-        self._transport.finish()
+        if self._line.after is not None:
+            self._speaks.send_note(self._line.after, ("heard", 0), heard)
+        self._finish()
+
+    def _finish(self) -> None:
+        for transport in self._transports.values():
+            transport.finish()
 
     def _numbers(self, source: int, kind: str, count: int) -> Tensor:
-        self._transport.expect_note(source, (kind, 0), count)
-        return self._transport.recv_note(source, (kind, 0))
+        self._speaks.expect_note(source, (kind, 0), count)
+        return self._speaks.recv_note(source, (kind, 0))
 
 
 class _Batch(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.process.coming_shapes import AHEAD
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import held
 
@@ -37,15 +37,15 @@ def furthest(schedule: Schedule) -> int:
     return begun + expected + 1
 
 
-def ending(actions: Iterator[Action], end: Callable[[], int], recipe: Recipe) -> Iterator[Action]:
-    """The actions of minibatches before `end()`, which may become smaller meanwhile.
+def ending(row: Iterator[Event], end: Callable[[], int], recipe: Recipe) -> Iterator[Event]:
+    """What a row has of minibatches before `end()`, which may become smaller meanwhile.
 
     As `Schedule.until` has it, all of them come before so many later ones.
     """
     patience = 4 * recipe.schedule.workers * recipe.schedule.microbatches
-    for action in actions:
-        if action.minibatch < end():
-            yield action
+    for event in row:
+        if event[1].minibatch < end():
+            yield event
         else:
             patience -= 1
             if patience < 0:

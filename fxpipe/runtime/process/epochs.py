@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -75,24 +75,27 @@ def agree_length(options: RunOptions, feed: Feed | None, rank: int, epochs: bool
     return int(box[0]), in_steps(dataclasses.replace(options, steps_per_epoch=box[1]))
 
 
-def agree_epoch(executor: Executor, feed: Feed | None, rank: int, workers: int) -> int | None:
-    """Tell this worker's scheduler and its hook `reset` how long an epoch is, if any worker's must know; called by all.
+def agree_epoch(executors: Sequence[Executor], feed: Feed | None, rank: int, ranks: int) -> int | None:
+    """Tell the schedulers and the hook `reset` of the workers here how long an epoch is, if any worker's must know;
+    called by all processes.
 
     Returns:
-        How long one is, as far as this worker knows.
+        How long one is, as far as this process knows.
     """
-    updater = executor.store.updater
-    wanted: list[Any] = [None] * workers
+    wanted: list[Any] = [None] * ranks
     with peers(rank):
-        dist.all_gather_object(wanted, _must_know(executor))
+        dist.all_gather_object(wanted, any(map(_must_know, executors)))
     if any(wanted):
         box = [None if feed is None else epoch_of(feed)]
         with peers(rank):
             dist.broadcast_object_list(box, 0)
-        updater.steps_per_epoch = box[0]
-    if executor.resets is not None:
-        executor.resets.every = updater.steps_per_epoch
-    return updater.steps_per_epoch or (None if feed is None else feed.length)
+        for executor in executors:
+            executor.store.updater.steps_per_epoch = box[0]
+    steps = executors[0].store.updater.steps_per_epoch
+    for executor in executors:
+        if executor.resets is not None:
+            executor.resets.every = steps
+    return steps or (None if feed is None else feed.length)
 
 
 def tell_epoch(executors: Iterable[Executor], epoch: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""The evaluations of a run in one worker's process, and what its worker does about them."""
+"""The evaluations of a run in one of its processes, and what its workers do about them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fxpipe.schedule.action import Action
 
 
 class WorkerEvaluations:
-    """Those of one worker.
+    """Those of the workers of one process, all of which have made as many updates whenever something is due.
 
     Args:
         evaluation: what evaluates; None if the run has nothing to evaluate.
@@ -39,20 +39,22 @@ class WorkerEvaluations:
         self,
         options: RunOptions,
         recipe: Recipe,
-        executor: Executor,
+        executors: Sequence[Executor],
+        rank: int,
         evaluation: DistributedEvaluation | None,
         consequences: Consequences,
         pulse: Pulse,
         step: int,
     ) -> None:
         self.evaluation, self.consequences = evaluation, consequences
-        self._options, self._recipe, self._executor, self._pulse = options, recipe, executor, pulse
+        self._options, self._recipe, self._executors, self._rank, self._pulse = options, recipe, executors, rank, pulse
         self._evaluated = self._step = step
         self._record: Record | None = None
         self._keeps = False
         self._best: BestWeights | None = None  # on worker 0
         if evaluation is not None:
-            executor.evaluates = consequences.due
+            for executor in executors:
+                executor.evaluates = consequences.due
 
     def begin(self, record: Record | None, goes_on: bool, earlier: Path | None) -> None:
         """Called by all workers before training begins: what earlier evaluations of the run have led to.
@@ -67,7 +69,7 @@ class WorkerEvaluations:
         if goes_on and self.evaluation is not None:
             if record is not None:
                 rows = [record.evaluations]
-            with peers(self._executor.worker):
+            with peers(self._rank):
                 dist.broadcast_object_list(rows, 0)
         self.consequences.replay(rows[0])
         if self.evaluation is not None and self.consequences.missing:
@@ -82,7 +84,7 @@ class WorkerEvaluations:
             self._best = BestWeights(out, self._write, goal, plan.digest, best, earlier if goes_on else None)
             missing = [best is not None and self._best.held is None]
         if goes_on:
-            with peers(self._executor.worker):
+            with peers(self._rank):
                 dist.broadcast_object_list(missing, 0)
         if missing[0]:
             self.consequences.forget_best()
@@ -91,37 +93,41 @@ class WorkerEvaluations:
         """Write a file of what all workers have evaluated; called by all."""
         assert self.evaluation is not None
         out, plan = str(self._options.out), self.evaluation.plan
-        files = DistributedFinalFiles(out, plan, self._executor, self._pulse, SHORT_PAUSES)
-        files.write(name, states[0])
+        files = DistributedFinalFiles(out, plan, self._executors, self._rank, self._pulse, SHORT_PAUSES)
+        files.write(name, states)
         return None if files.files is None else files.files.problem
 
     def if_due(self, version: int) -> None:
-        """Evaluate, between two actions, if this worker has just reached a version that is due."""
-        if self.evaluation is None or version == self._evaluated or not self._executor.evaluates(version):
+        """Evaluate, between two actions, if the workers here have just reached a version that is due."""
+        if self.evaluation is None or version == self._evaluated or not self._executors[0].evaluates(version):
             return
         self._evaluated = version
-        watch = self._executor.watch
-        if version > self._step:
-            watch.at(Action("B", version - 1))
+        watches = [executor.watch for executor in self._executors]
         flushed = self._recipe.schedule.synchronous or self._recipe.segments.is_single(version - 1)
-        watch.refills = not flushed
-        if self._executor.worker and flushed:  # otherwise it would wait as long for the next minibatch
-            watch.open("wait", Cause("token", "evaluation", self._executor.worker - 1))
+        for watch in watches:
+            if version > self._step:
+                watch.at(Action("B", version - 1))
+            watch.refills = not flushed
+        if (before := self.evaluation.before) is not None and flushed:
+            # otherwise it would wait as long for the next minibatch
+            watches[0].open("wait", Cause("token", "evaluation", before))
             self.evaluation.await_start()
-            watch.close()
+            watches[0].close()
         begin = perf_counter()
-        watch.open("evaluate")
+        for watch in watches:
+            watch.open("evaluate")
         self._pulse.phase = "evaluating"
-        state = self._executor.state(version)
-        self.evaluation.run(state)
+        states = [executor.state(version) for executor in self._executors]
+        self.evaluation.run(states)
         metrics = self.evaluation.heard
-        best = self._heard(version, metrics, state)
+        best = self._heard(version, metrics, states)
         self._pulse.phase = "training"
-        watch.close()
+        for watch in watches:
+            watch.close()
         if self._record is not None:
             self._record.evaluated(version, metrics, perf_counter() - begin, best)
 
-    def last(self, summary: dict[str, Any] | None, averages: Mapping[str, Tensor] | None) -> None:
+    def last(self, summary: dict[str, Any] | None, averages: Sequence[Mapping[str, Tensor]] | None) -> None:
         """Evaluate the trained weights, which are written by now, and the averages of them, if there are any.
 
         Args:
@@ -132,17 +138,18 @@ class WorkerEvaluations:
             return
         begin = perf_counter()
         self._pulse.phase = "evaluating"
-        state = self._executor.state(total)
+        states = [executor.state(total) for executor in self._executors]
         with weights_are_safe(out):
-            self.evaluation.run(state)
+            self.evaluation.run(states)
         metrics = self.evaluation.heard
-        best = self._heard(total, metrics, state)
+        best = self._heard(total, metrics, states)
         if record is not None and summary is not None:
             self.consequences.tell(summary, None if self._best is None else self._best.held)
             evaluated_last(record, summary, metrics, perf_counter() - begin, best)
         if averages is not None:
+            pairs = zip(self._executors, averages, strict=True)
             with weights_are_safe(out):
-                self.evaluation.run({**self._executor.state(total), **averages})
+                self.evaluation.run([{**executor.state(total), **own} for executor, own in pairs])
             if summary is not None:
                 averages_evaluated(summary, self.evaluation.heard)
 
@@ -158,11 +165,11 @@ class WorkerEvaluations:
             self.consequences.tell(summary, None if self._best is None else self._best.held)
             write_run(summary)
 
-    def _heard(self, version: int, metrics: dict[str, float], state: dict[str, Tensor]) -> bool:
+    def _heard(self, version: int, metrics: dict[str, float], states: list[dict[str, Tensor]]) -> bool:
         best = self.consequences.heard(version, metrics)
         if best and self._best is not None:
             assert self.consequences.best is not None
-            self._best.keep([state], self.consequences.best)
+            self._best.keep(states, self.consequences.best)
         elif best and self._keeps:
-            self._write(BEST_WEIGHTS, [state])
+            self._write(BEST_WEIGHTS, states)
         return best

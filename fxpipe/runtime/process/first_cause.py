@@ -14,15 +14,20 @@ from typing import Any
 from fxpipe import errors
 from fxpipe.errors import FxpipeError, PeerLost, PeerRefused, RunError, WorkerLost
 from fxpipe.observe.pulse import Signs
+from fxpipe.runtime.process.process_name import process_name
 
 ECHOES = (PeerLost.__name__, PeerRefused.__name__)
 """Kinds of errors that only follow from another worker's."""
 
 
-def leave_error(exchange: Path, rank: int, error: BaseException) -> None:
-    """In a worker: write down why it ends."""
+def leave_error(exchange: Path, rank: int, error: BaseException, who: str = "") -> None:
+    """In a worker process: write down why it ends.
+
+    Args:
+        who: what to call it (see `process_name`).
+    """
     if isinstance(error, SystemExit):
-        error = ended_by_exit(error, f"worker {rank}")
+        error = ended_by_exit(error, who or process_name(rank))
     if isinstance(error, FxpipeError):
         said = {"what": error.what, "where": error.where, "hint": error.hint, "page": error.page}
         entry = {"kind": type(error).__name__, **said}
@@ -59,7 +64,9 @@ def is_explained(exchange: Path, ends: dict[int, int]) -> bool:
     return any(rank not in echoes for rank in ends)
 
 
-def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs]) -> FxpipeError:
+def first_cause(
+    exchange: Path, ends: dict[int, int], signs: Sequence[Signs], placement: Sequence[int] = ()
+) -> FxpipeError:
     """The error that ended a run.
 
     A worker's own error comes before a death without words, and both before lost connections, which only follow.
@@ -68,20 +75,21 @@ def first_cause(exchange: Path, ends: dict[int, int], signs: Sequence[Signs]) ->
         exchange: where workers have left their errors.
         ends: exit codes by rank, in the order in which they came; negative: ended by that signal. Only those that
             came before the launcher ended the rest.
-        signs: of all workers: where they were.
+        signs: of all processes: where they were.
+        placement: the rank of each worker; empty where worker k is on rank k.
     """
     left = known_errors(exchange)
     for entry in left:
         if entry["kind"] not in ECHOES:
-            return _rebuilt(entry, signs)
+            return _rebuilt(entry, signs, placement)
     told = {entry["rank"] for entry in left}
     for rank, code in ends.items():
         if rank not in told:
-            return _without_words(rank, code, signs[rank])
-    return _rebuilt(left[0], signs) if left else WorkerLost("the workers stopped without an error")
+            return _without_words(process_name(rank, placement), code, signs[rank])
+    return _rebuilt(left[0], signs, placement) if left else WorkerLost("the workers stopped without an error")
 
 
-def _without_words(rank: int, code: int, signs: Signs) -> WorkerLost:
+def _without_words(who: str, code: int, signs: Signs) -> WorkerLost:
     if code < 0:
         name = signal.Signals(-code).name
         memory = "the system's out-of-memory killer does that: try smaller batches"
@@ -89,13 +97,13 @@ def _without_words(rank: int, code: int, signs: Signs) -> WorkerLost:
     else:
         what = f"exited with code {code} before its work was done"
         hint = "what it wrote to stderr is above; code that calls os._exit ends it without a word"
-    return WorkerLost(f"worker {rank} {what}", where=signs.place, hint=hint)
+    return WorkerLost(f"{who} {what}", where=signs.place, hint=hint)
 
 
-def _rebuilt(entry: dict[str, Any], signs: Sequence[Signs]) -> FxpipeError:
+def _rebuilt(entry: dict[str, Any], signs: Sequence[Signs], placement: Sequence[int]) -> FxpipeError:
     if entry["kind"] is None:
         return WorkerLost(
-            f"worker {entry['rank']} stopped on an unexpected error\n{entry['trace'].rstrip()}",
+            f"{process_name(entry['rank'], placement)} stopped on an unexpected error\n{entry['trace'].rstrip()}",
             where=signs[entry["rank"]].place,
             hint="this is a defect of fxpipe: please report it with the lines above",
         )

@@ -36,6 +36,7 @@ from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
@@ -80,6 +81,13 @@ class JoinedPipeline(OwnLoop):
     def _open(self, member: Member) -> None:
         agreed, self.rank, self._pulse = member.agreed, member.rank, member.pulse
         self.plan, self._task = agreed.plan, agreed.task
+        if self.plan.virtual:
+            raise RunError(
+                f"the build has {self.plan.workers} workers on {self.plan.ranks} ranks, and a loop of your own in each "
+                "process has one worker there",
+                where=agreed.options.build,
+                hint="`fxpipe run` trains it; so does fxpipe.load(BUILD).local(), with all workers in one process",
+            )
         self.options = in_steps(agreed.options)
         self._inside = False
         beat = self._pulse.after_beat
@@ -101,7 +109,7 @@ class JoinedPipeline(OwnLoop):
         warn_if_edited(*self.executor.stages)
         check_unchanged(agreed.files)
         self._calls = Calls(self.rank, self.plan.workers, self._transport)
-        self._losses = Losses(self.plan, self.rank, self._transport)
+        self._losses = Losses(self.plan, Line.of(self.plan, self.rank), {self.rank: self._transport})
         with peers(self.rank):
             dist.barrier()
         self._pulse.phase = "training"
@@ -213,7 +221,7 @@ class JoinedPipeline(OwnLoop):
                 self._watched()
             self._given = () if batches is None else batches
             self._pulse.phase = "evaluating"
-            found = self._evaluation.run(self.executor.state(self.fed))
+            found = self._evaluation.run([self.executor.state(self.fed)])
             self._pulse.phase = "training"
             self._given = ()
             metrics = of_worker_0(found or {}, self.rank)
@@ -347,11 +355,13 @@ class JoinedPipeline(OwnLoop):
         if self.rank == 0:
             data = EvaluationData(self.plan, lambda: self._given, options.seed, self._task.loss_weight)
         resets = self.executor.resets
-        return DistributedEvaluation(self.plan, options.build, options.seed, self._wires, self._addresses, data, resets)
+        wires, addresses = self._wires, self._addresses
+        return DistributedEvaluation(
+            self.plan, [self.rank], options.build, options.seed, wires, addresses, data, resets
+        )
 
     def _watched(self) -> None:
-        watches = [self.executor.watch] if self._evaluation is None else [self.executor.watch, self._evaluation.watch]
-        self._pulse.follow(*watches)
+        self._pulse.follow([self.executor.watch], [] if self._evaluation is None else self._evaluation.watches)
 
     @contextmanager
     def _call(self, name: str | None = None) -> Iterator[None]:

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,15 @@ def running_under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def launch(options: RunOptions, workers: int) -> dict[str, Any]:
-    """Run a build with `workers` local processes; return the summary (see `summarize_run`).
+def launch(options: RunOptions, ranks: int, placement: Sequence[int] = ()) -> dict[str, Any]:
+    """Run a build with `ranks` local processes; return the summary (see `summarize_run`).
 
     When a worker was lost, all of them are started again, at most `options.max_restarts` times. The summary's
     `restarts` says why, where that worker was, how many steps had begun, and after which step the run went on: that of
     the newest checkpoint, or 0.
+
+    Args:
+        placement: the plan's: the rank of each worker, by which errors name a process.
 
     Raises:
         FxpipeError: the first error of any worker.
@@ -65,7 +69,7 @@ def launch(options: RunOptions, workers: int) -> dict[str, Any]:
         while True:
             furthest = FurthestStep()
             try:
-                summary = _attempt(options, workers, requests, furthest)
+                summary = _attempt(options, ranks, placement, requests, furthest)
                 break
             except FxpipeError as error:
                 if not isinstance(error, RESTARTED) or len(restarts) == options.max_restarts or requests.asked:
@@ -92,7 +96,9 @@ class FurthestStep:
     step: int = 0
 
 
-def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest: FurthestStep) -> dict[str, Any]:
+def _attempt(
+    options: RunOptions, ranks: int, placement: Sequence[int], requests: StopRequests, furthest: FurthestStep
+) -> dict[str, Any]:
     """Start the workers once and see them through; return the summary."""
     with (
         tempfile.TemporaryDirectory(prefix="fxpipe_run_", ignore_cleanup_errors=True) as folder,
@@ -100,10 +106,11 @@ def _attempt(options: RunOptions, workers: int, requests: StopRequests, furthest
     ):
         exchange = Path(folder)
         make_secret(exchange)
-        started = WorkerProcesses(dataclasses.replace(options, exchange=folder), workers, exchange, guardian)
+        started = WorkerProcesses(dataclasses.replace(options, exchange=folder), ranks, exchange, guardian)
         grace = GRACE if options.checkpoint_every is None else SAVING
+        stall = StallWatch(options.stall_timeout, started.stopped, placement=placement)
         try:
-            _watch(started, requests, exchange, StallWatch(options.stall_timeout, started.stopped), grace, options.out)
+            _watch(started, requests, exchange, stall, grace, options.out, placement)
         except FxpipeError:
             finish_writing(options.out, RUNNING_ON)
             raise
@@ -124,6 +131,7 @@ def _watch(
     stall: StallWatch,
     grace: float,
     out: str | None,
+    placement: Sequence[int],
 ) -> None:
     """Return when all workers have done their work.
 
@@ -142,7 +150,7 @@ def _watch(
             while not is_explained(exchange, early) and workers.running() and time.monotonic() < deadline:
                 time.sleep(GLANCE)
                 early |= {rank: code for rank, code in workers.ended().items() if code}
-            raise first_cause(exchange, early, signs)
+            raise first_cause(exchange, early, signs, placement)
         if len(ends) == len(signs):
             return
         if (standstill := stall.look(signs)) is not None:

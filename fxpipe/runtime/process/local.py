@@ -90,8 +90,8 @@ class LocalPipeline(OwnLoop):
         self.device = torch.device(self.plan.device)
         self.report = report
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
-        throttle = read_throttle(options.throttle, self.plan.workers)
-        self._mailbox = Mailbox(self.plan.all_edges, throttle, self.recipe.demand)
+        throttle = read_throttle(options.throttle, self.plan.ranks)
+        self._mailbox = Mailbox(self.plan.all_edges, throttle, self.recipe.demand, self.plan.placement)
         self.transports = [LocalTransport(self._mailbox, w) for w in range(self.plan.workers)]
         checkpoint = None if options.weights is None else Checkpoint.open(options.weights, self.plan)
         self._task, self._out, self._epoch = task, out, epoch
@@ -378,7 +378,7 @@ class LocalPipeline(OwnLoop):
     def _acted(self, worker: int) -> None:
         evaluate = None if self._evaluation is None else self._evaluation.after
         executors, callbacks = self.executors, self.callbacks
-        between_actions(executors[worker], executors, callbacks, self.checkpoints, evaluate, self.waits)
+        between_actions([executors[worker]], executors, callbacks, self.checkpoints, evaluate, self.waits)
 
     def _ready(self, worker: int, action: Action) -> bool:
         if action.minibatch >= self.fed:

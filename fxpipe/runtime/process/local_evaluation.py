@@ -42,7 +42,7 @@ class LocalEvaluation:
     ) -> None:
         self.plan = plan
         self._executors = executors
-        mailbox = Mailbox(evaluation_edges(plan), throttle)
+        mailbox = Mailbox(evaluation_edges(plan), throttle, placement=plan.placement)
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, LocalTransport(mailbox, worker)) for worker in range(plan.workers)
         ]

@@ -70,7 +70,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
     if progress is None and options.progress:
         progress = default_progress()
     evaluating = evaluates(plan, task, options.eval_every)
-    with threads(options.threads, plan.workers):
+    with threads(options.threads, plan.ranks):
         feed = Feed(task, options.seed)
         hooks = task.callbacks
         total, epoch = counted(options, feed, hooks.on_epoch is not None)
@@ -152,7 +152,7 @@ def _run(options: RunOptions, task: TrainingTask | None, progress: Progress | No
                 checkpoints.finish()
             for watch in watches:
                 watch.end()
-            rows = [worker_row(executor) for executor in executors]
+            rows = [worker_row(executor, plan.rank_of(executor.worker)) for executor in executors]
             if not options.keep_going:
                 check_weights(ends.end, rows)
             final = None if options.out is None else FinalFiles(options.out, plan)

@@ -20,8 +20,17 @@ from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.agreement import Agreed, agree
 from fxpipe.runtime.process.end_process import end_process
 from fxpipe.runtime.process.last_saved import name_checkpoint
+from fxpipe.runtime.process.process_name import process_name
 from fxpipe.runtime.process.stall import LIMIT, LOADING, WatchingWorker
-from fxpipe.runtime.wires.group import close_group, forget_group, leave_after, open_group, peers, place_of_process
+from fxpipe.runtime.wires.group import (
+    close_group,
+    forget_group,
+    leave_after,
+    name_process,
+    open_group,
+    peers,
+    place_of_process,
+)
 from fxpipe.task.hooks import TrainingTask
 from fxpipe.threads import threads_for
 
@@ -56,7 +65,7 @@ def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pul
 
     Args:
         task: the user's hooks; None takes those of the model file.
-        pulse: this worker's, if it was started by `launch`, where its launcher reads it.
+        pulse: this process's, if it was started by `launch`, where its launcher reads it.
 
     Raises:
         PeerLost: another worker stopped first; the caller exits quietly.
@@ -70,8 +79,8 @@ def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pul
     pulse = pulse or Pulse()
     pulse.phase = "loading"
     rank, world = place
-    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    torch.set_num_threads(threads_for(options.threads, local_workers))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    torch.set_num_threads(threads_for(options.threads, local_ranks))
     longest = 2 * LOADING * LIMIT * timedelta(seconds=options.stall_timeout) or FOREVER
     open_group(rank, world, max(TIMEOUT, longest), options.exchange)
     with ExitStack() as held:
@@ -81,7 +90,8 @@ def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pul
             leave_after(error)  # all workers are here, and all of them stop
             raise
         try:
-            yield Member(agreed, rank, pulse, _pulses(pulse, agreed.options, rank, world))
+            name_process(process_name(rank, agreed.plan.placement))
+            yield Member(agreed, rank, pulse, _pulses(pulse, agreed, rank, world))
         except PeerLost:
             time.sleep(LINGER)
             raise
@@ -97,13 +107,14 @@ def membership(options: RunOptions, task: TrainingTask | None = None, pulse: Pul
                 forget_group()
 
 
-def _pulses(pulse: Pulse, options: RunOptions, rank: int, workers: int) -> Pulses:
-    """Where the pulses of all workers can be read, this worker's among them."""
+def _pulses(pulse: Pulse, agreed: Agreed, rank: int, ranks: int) -> Pulses:
+    """Where the pulses of all processes can be read, this one's among them."""
+    options = agreed.options
     if options.exchange is not None:  # the launcher watches
-        return PulseFile(Path(options.exchange) / PULSES, workers)
+        return PulseFile(Path(options.exchange) / PULSES, ranks)
     with peers(rank):
-        store = StorePulses(dist.distributed_c10d._get_default_store(), workers)
+        store = StorePulses(dist.distributed_c10d._get_default_store(), ranks)
         store.put(rank, pulse.numbers)
-    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process)
+    pulse.after_beat = WatchingWorker(store, pulse, rank, options, end_process, agreed.plan.placement)
     pulse.begin()
     return store

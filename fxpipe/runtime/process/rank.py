@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.meter import meter_of_process
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
@@ -58,11 +60,12 @@ from fxpipe.runtime.worker.executor import Executor
 from fxpipe.runtime.worker.feed import Feed
 from fxpipe.runtime.worker.final_weights import warn_of_little_room, weights_are_safe
 from fxpipe.runtime.worker.not_finite import NotFinite, check_loss, check_weights, looking, not_finite
+from fxpipe.schedule.action import Event
 from fxpipe.stages.minibatch import ShapedMinibatches
 from fxpipe.task.hooks import TrainingTask
 
 TEXTS = "texts"
-"""The folder for what the workers of a run on one machine tell each other, in that of the run."""
+"""The folder for what the processes of a run on one machine tell each other, in that of the run."""
 
 STOPPING = 1.0
 """Seconds that worker 0 of a run that stops leaves the others to see that it does."""
@@ -74,11 +77,11 @@ def join(
     progress: Progress | None = None,
     pulse: Pulse | None = None,
 ) -> dict[str, Any] | None:
-    """Run one worker of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, …), or that
-    the caller has made.
+    """Run the workers of one rank of the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR,
+    …), or that the caller has made.
 
     Args:
-        pulse: this worker's, if it was started by `launch`, where its launcher reads it.
+        pulse: this process's, if it was started by `launch`, where its launcher reads it.
 
     Returns:
         The summary (see `summarize_run`) on rank 0, None elsewhere.
@@ -95,7 +98,7 @@ def join(
 
 
 class RankRun:
-    """One worker's run."""
+    """The run of one rank's workers."""
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class RankRun:
     ) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
+        self.line, hosted = Line.of(plan, rank), plan.hosted(rank)
         self.pulse, self.pulses = pulse, pulses
         self.recipe = recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)
@@ -120,42 +124,49 @@ class RankRun:
         self.options = options = of_run(options, plan)
         resumed_step(options, agreed.checkpoint, self.total)
         evaluating = evaluates(plan, task, options.eval_every)
-        self.backend = common_backend(device, rank, plan.workers)
+        self.backend = common_backend(device, rank, plan.ranks)
         addresses = Addresses(plan, recipe.demand)
-        meter = meter_of_process(options.throttle, rank, plan.workers)
-        wires = Wires(rank, self.backend, addresses.channels, device, meter)
-        self.transport = DistTransport.of_training(plan, rank, wires, addresses, recipe.schedule)
-        self.executor: Executor = open_worker(
-            plan,
-            options.build,
-            rank,
-            recipe,
-            self.transport,
-            task,
-            options,
-            device,
-            out=options.out,
-            continue_after=self.step or None,
-            checkpoint=agreed.checkpoint,
-        )
-        self.epoch = agree_epoch(self.executor, self.feed, rank, plan.workers)
-        self._shards = [] if resumed is None else restore([self.executor], resumed)[0]
+        meter = meter_of_process(options.throttle, rank, plan.ranks)
+        wires = Wires(rank, self.backend, addresses.channels, device, meter, plan.placement)
+        self.transports = [
+            DistTransport.of_training(plan, worker, wires, addresses, recipe.schedule) for worker in hosted
+        ]
+        self.executors: list[Executor] = [
+            open_worker(
+                plan,
+                options.build,
+                transport.worker,
+                recipe,
+                transport,
+                task,
+                options,
+                device,
+                out=options.out,
+                continue_after=self.step or None,
+                checkpoint=agreed.checkpoint,
+            )
+            for transport in self.transports
+        ]
+        executors = self.executors
+        self.epoch = agree_epoch(executors, self.feed, rank, plan.ranks)
+        self._shards = [] if resumed is None else restore(executors, resumed)
         self.evaluation: DistributedEvaluation | None = None
         self.record: Record | None = None
         if evaluating:
             data = EvaluationData(plan, task.eval_data, options.seed, task.loss_weight, task) if rank == 0 else None
-            resets = self.executor.resets
-            self.evaluation = DistributedEvaluation(plan, options.build, options.seed, wires, addresses, data, resets)
-            pulse.follow(self.executor.watch, self.evaluation.watch)
-        else:
-            pulse.follow(self.executor.watch)
-        executors = [self.executor]
+            resets = executors[0].resets
+            self.evaluation = DistributedEvaluation(
+                plan, hosted, options.build, options.seed, wires, addresses, data, resets
+            )
+        self.watches = [executor.watch for executor in executors]
+        pulse.follow(self.watches, [] if self.evaluation is None else self.evaluation.watches)
         self.consequences = Consequences(options, plan, recipe, self.total, self.step, executors, rank == 0)
         self.evaluations = WorkerEvaluations(
-            options, recipe, self.executor, self.evaluation, self.consequences, pulse, self.step
+            options, recipe, executors, rank, self.evaluation, self.consequences, pulse, self.step
         )
         if options.trace:
-            self.executor.watch.record()
+            for watch in self.watches:
+                watch.record()
         with peers(rank):
             exchange = StoreExchange() if options.exchange is None else FolderExchange(Path(options.exchange) / TEXTS)
         self.shapes = NewShapes(options.build, plan, task.step_hooks, options, device, exchange, pulse)
@@ -163,26 +174,27 @@ class RankRun:
         self.batches: BatchesRead | None = None
         minibatches: ShapedMinibatches | None = None
         if self.feed is not None:
-            minibatches = ShapedMinibatches(plan, Path(options.build), self.executor.buffers, task.loss_weight)
-            self.batches = BatchesRead(self.feed, minibatches, self.executor.watch, several)
+            minibatches = ShapedMinibatches(plan, Path(options.build), executors[0].buffers, task.loss_weight)
+            self.batches = BatchesRead(self.feed, minibatches, self.watches[0], several)
         self.shapes.attach(executors, minibatches)
         self.coming: ComingShapes | None = None
         if several:
             read = None if self.batches is None else self.batches.read
-            self.coming = ComingShapes(plan, rank, self.transport, self.total, read, self.shapes.hear)
-            self.executor.shape_of = self.coming
+            speaks = self.transports[hosted.index(self.line.own)]
+            self.coming = ComingShapes(self.line, speaks, self.total, read, self.shapes.hear)
+            for executor in executors:
+                executor.shape_of = self.coming
         check_unchanged(agreed.files)
-        shards = [] if resumed is None else [self._shards]
         self.checkpoints = Checkpoints.of(
-            options, plan, recipe, options.out, [self.executor], resumed, shards, exchange
+            options, plan, recipe, options.out, executors, resumed, self._shards, exchange
         )
         self.callbacks: RunCallbacks | None = None
         if (hooks := task.callbacks).names:
             per_epoch, ends = self.options.steps_per_epoch, self.consequences
             self.callbacks = RunCallbacks(
-                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, self.transport
+                hooks, plan, ends, self.step, per_epoch, evaluating, options.seed, executors, self.line
             )
-            self.callbacks.go_on(self.checkpoints, self._shards[0].state if self._shards else None)
+            self.callbacks.go_on(self.checkpoints, self._shards[0][0].state if self._shards else None)
         self.stop = PoliteStop()
         if self.checkpoints is not None:
             self.checkpoints.asked = lambda: self.stop.asked is not None
@@ -193,9 +205,11 @@ class RankRun:
     def run(self) -> dict[str, Any] | None:
         """Run all actions, write the final weights, and evaluate them last: nothing is lost if the evaluation fails."""
         options, plan = self.options, self.plan
-        warn_if_edited(*self.executor.stages)
-        for loaded in self.evaluation.evaluator.loaded if self.evaluation is not None else ():
-            warn_if_edited(loaded)
+        first = self.executors[0]
+        for executor in self.executors:
+            warn_if_edited(*executor.stages)
+        for evaluator in self.evaluation.evaluators if self.evaluation is not None else ():
+            warn_if_edited(*evaluator.loaded)
         if self.rank == 0:
             self.record = Record(
                 options.out,
@@ -211,46 +225,44 @@ class RankRun:
             )
             if self.checkpoints is not None:
                 self.checkpoints.writer.logs = self.record.sync
-            self.record.scaled = self.executor.scaled_step
-            self.record.samples_of = samples_by_shape(lambda: self.shapes.plan, self.executor.shape_of)
+            self.record.scaled = first.scaled_step
+            self.record.samples_of = samples_by_shape(lambda: self.shapes.plan, first.shape_of)
             if self.resumed is not None:
                 say_resumed(self.resumed)
             else:
-                warn_of_hurry(self.executor, self.total, self.epoch)
-            warn_of_staleness(self.recipe, self.executor)
+                warn_of_hurry(first, self.total, self.epoch)
+            warn_of_staleness(self.recipe, first)
             warn_of_codecs(plan)
-            warn_of_little_room(options.out, plan, self.executor.store.averages is not None)
+            warn_of_little_room(options.out, plan, first.store.averages is not None)
         record = self.record
         self.consequences.on_end = self._ends
         self.evaluations.begin(record, self.resumed is not None, run_before(options))
         self._ends(self.consequences.end)
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
-                trace = self._train()
+                traces = self._train()
             self.pulse.phase = "writing results"
-            rows: list[Any] = [None] * plan.workers
-            with peers(self.rank):
-                dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+            rows = self._rows()
             if record is not None and not options.keep_going:
                 check_weights(self.total, rows)
-            files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor, self.pulse)
-            if files is not None:
+            files = None
+            if options.out is not None:
+                files = DistributedFinalFiles(options.out, plan, self.executors, self.rank, self.pulse)
                 files.write(FINAL_WEIGHTS)
             with weights_are_safe(options.out):
-                averages = averages_of([self.executor.store.averages])
+                averages = averages_of([executor.store.averages for executor in self.executors])
             if files is not None:
                 if averages is not None:
-                    files.write(AVERAGED_WEIGHTS, averages[0])
+                    files.write(AVERAGED_WEIGHTS, averages)
                 files.check()
-                take_place(options, plan, record, [self.executor], averages is not None)
+                take_place(options, plan, record, self.executors, averages is not None)
             summary = None
             if record is not None:
                 summary = summarize_run(record, options, plan, self.recipe, rows, self.backend, torch.get_num_threads())
             self.evaluations.take_place(summary)
             if options.trace is not None:
-                seconds = self.executor.watch.elapsed
-                collect_trace(options.trace, self.rank, plan, self.recipe, trace, summary, seconds)
-            self.evaluations.last(summary, None if averages is None else averages[0])
+                collect_trace(options.trace, self.rank, plan, self.recipe, traces, summary, self.watches[0].elapsed)
+            self.evaluations.last(summary, averages)
             if self.callbacks is not None:
                 self.callbacks.over()
             if record is not None:
@@ -262,41 +274,58 @@ class RankRun:
                 record.close()
         return summary
 
-    def _train(self) -> WorkerTrace:
-        watch, record, resumed = self.executor.watch, self.record, self.resumed
-        self.transport.begin(self.step)
-        begin_or_go_on(self.executor, resumed, self._shards, self.total)
+    def _rows(self) -> list[dict[str, Any]]:
+        """On rank 0, what each worker did."""
+        found: list[Any] = [None] * self.plan.ranks
+        own = [worker_row(executor, self.rank) for executor in self.executors]
+        with peers(self.rank):
+            dist.gather_object(own, found if self.rank == 0 else None)
+        return sorted((row for rows in found for row in rows or ()), key=lambda row: int(row["worker"]))
+
+    def _train(self) -> list[WorkerTrace]:
+        record, resumed = self.record, self.resumed
+        for place, (executor, transport) in enumerate(zip(self.executors, self.transports, strict=True)):
+            transport.begin(self.step)
+            begin_or_go_on(executor, resumed, self._shards[place] if self._shards else [], self.total)
         self.consequences.go_on()
         if self.feed is not None:
-            self.feed.go_on(self.step, self._shards[0].data if self._shards else None)
+            self.feed.go_on(self.step, self._shards[0][0].data if self._shards else None)
         self._shards = []
         before = self._clocks()
         with peers(self.rank):
-            stop = AgreedStop(self.rank, self.plan.workers, lambda: asdict(NotFinite.of(self.executor)))
+            stop = AgreedStop(self.rank, self.plan.ranks, lambda: [asdict(NotFinite.of(e)) for e in self.executors])
             dist.barrier()
-        look = check_loss(self.executor, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
-        watch.begin()
+        of_loss = next((e for e in self.executors if e.worker == self.plan.loss_worker), self.executors[0])
+        look = check_loss(of_loss, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
+        for watch in self.watches:
+            watch.begin()
         self.pulse.phase = "training"
         if record is not None:
             record.begin(PulseBoard(self.pulses))
         try:
-            if resumed is None:
-                actions = self.recipe.segments.until(self.recipe.schedule, self.rank, self.total)
-            else:
-                actions = resumed.actions(self.recipe, self.rank, self.total)
-            actions = ending(actions, lambda: self.total, self.recipe)
+            row = ending(self._row(), lambda: self.total, self.recipe)
             feed, report = (None, None) if record is None else (self.batches, looking(record.step, look))
             if self.coming is not None:
                 self.coming.begin(self.step)
             tell = None if self.callbacks is None else self.callbacks.tell
-            train(self.plan, self.executor, self.transport, actions, feed, report, self._between, self._reach, tell)
-            self.transport.finish()
+            between, reach = self._between, self._reach
+            train(self.plan, self.executors, self.transports, row, feed, report, between, reach, tell)
+            for transport in self.transports:
+                transport.finish()
             if self.checkpoints is not None:
                 self.checkpoints.finish()
-            watch.end()
+            for watch in self.watches:
+                watch.end()
         finally:
             stop.end()
-        return WorkerTrace(watch.spans, before, self._clocks())
+        after = self._clocks()
+        return [WorkerTrace(watch.spans, before, after) for watch in self.watches]
+
+    def _row(self) -> Iterator[Event]:
+        """What this rank does until the run is to end."""
+        if self.resumed is not None:
+            return self.resumed.row(self.recipe, self.rank, self.total)
+        return self.recipe.segments.row_until(self.recipe.schedule, self.rank, self.total)
 
     def _ends(self, total: int) -> None:
         """The run ends after so many steps, perhaps fewer than it was to have."""
@@ -307,10 +336,10 @@ class RankRun:
             self.record.total = total
 
     def _clocks(self) -> ClockOffset:
-        return compare_clocks(self.options.trace, self.rank, self.plan.workers)
+        return compare_clocks(self.options.trace, self.rank, self.plan.ranks)
 
     def _not_finite(self, stop: AgreedStop, minibatch: int, loss: float, worker: int) -> NotFiniteError:
-        found = [NotFinite(**row) for row in stop.ask()]
+        found = [NotFinite(**row) for rows in stop.ask() for row in rows]
         return not_finite(minibatch, loss, worker, found)
 
     def _stopped(self, step: int, saved: Path | None) -> None:
@@ -321,10 +350,10 @@ class RankRun:
         self.stop.exit()
 
     def _between(self, version: int) -> None:
-        """Between two actions, after so many updates."""
+        """Between two actions, after so many updates of each worker here."""
         between_actions(
-            self.executor,
-            [self.executor],
+            self.executors,
+            self.executors,
             self.callbacks,
             self.checkpoints,
             lambda: self.evaluations.if_due(version),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fxpipe.plan.spec import Plan
@@ -12,36 +13,45 @@ from fxpipe.runtime.wires.collect_trace import WorkerTrace, receive_trace, send_
 from fxpipe.runtime.wires.group import peers
 
 
-def compare_clocks(path: str | None, rank: int, workers: int) -> ClockOffset:
+def compare_clocks(path: str | None, rank: int, ranks: int) -> ClockOffset:
     """Compare this process's clock with worker 0's, if there is a trace, which alone needs it."""
     if path is None:
         return ClockOffset(0, 0, 0)
     with peers(rank):
-        return read_offset(rank, workers)
+        return read_offset(rank, ranks)
 
 
 def collect_trace(
-    path: str, rank: int, plan: Plan, recipe: Recipe, own: WorkerTrace, summary: dict[str, Any] | None, seconds: float
+    path: str,
+    rank: int,
+    plan: Plan,
+    recipe: Recipe,
+    own: Sequence[WorkerTrace],
+    summary: dict[str, Any] | None,
+    seconds: float,
 ) -> None:
-    """Send what was recorded to worker 0, which receives it from all workers even if it cannot write it.
+    """Send what was recorded to rank 0, which receives it from all workers even if it cannot write it.
 
     Args:
+        own: of the workers here.
         summary: of the run, on worker 0: it gets the trace's path.
         seconds: the run's.
     """
     if summary is None:
         with peers(rank):
-            send_trace(own)
+            for trace in own:
+                send_trace(trace)
         return
-    others = iter(range(1, plan.workers))
+    here = dict(zip(plan.hosted(rank), own, strict=True))
+    others = iter([worker for worker in range(plan.workers) if worker not in here])
 
     def fetch(worker: int) -> WorkerTrace:
-        if worker == 0:
-            return own
+        if worker in here:
+            return here[worker]
         with peers(rank):
-            return receive_trace(next(others))
+            return receive_trace(plan.rank_of(next(others)))
 
     add_trace(summary, path, lambda: write_trace(path, plan, recipe, seconds, fetch))
     for worker in others:
         with peers(rank):
-            receive_trace(worker)
+            receive_trace(plan.rank_of(worker))

@@ -22,7 +22,7 @@ from fxpipe.policy.recipe import Recipe
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 
 Options = TypeVar("Options", bound=PipelineOptions)
 
@@ -72,8 +72,16 @@ class Resumed:
 
     def actions(self, recipe: Recipe, worker: int, stop: int | None = None) -> Iterator[Action]:
         """The rest of a worker's row."""
-        start = self.manifest.start if self.exact else self.step
-        return recipe.segments.after(recipe.schedule, worker, self.step, start, stop)
+        return recipe.segments.after(recipe.schedule, worker, self.step, self._start, stop)
+
+    def row(self, recipe: Recipe, rank: int, stop: int) -> Iterator[Event]:
+        """The rest of a rank's row."""
+        return recipe.segments.row_after(recipe.schedule, rank, self.step, self._start, stop)
+
+    @property
+    def _start(self) -> int:
+        """The minibatch that the row has begun with."""
+        return self.manifest.start if self.exact else self.step
 
 
 def resumed_options(options: Options, out: str | Path | None) -> Options:

@@ -1,6 +1,6 @@
 """Calls the user's callbacks while a run trains, and has done what they decide.
 
-Every process calls them, with the same numbers, when its worker has made the update of a step:
+Every process calls them, with the same numbers, when its worker has made the update of a step, or all its workers:
 
     worker 0:  …  F7  B4 ·on_step(5)·  F8  B5 ·on_step(6)·  …
     worker 1:  …  F5  B5 ·on_step(6)·  F6  B6 ·on_step(7)·  …
@@ -25,6 +25,7 @@ from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.decisions import Decision, Decisions
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
@@ -36,8 +37,8 @@ class OngoingRun:
     """What a callback is given of the run that calls it.
 
     Attributes:
-        rank: of this process's worker, 0 where all are in one process: what is to be printed or logged once, is
-            printed where it is 0.
+        rank: of this process, 0 where all workers are in one: what is to be printed or logged once, is printed where
+            it is 0.
         metrics: what `loss(model, batch)` returned next to the loss of this step; empty but in `on_step`.
     """
 
@@ -84,7 +85,7 @@ class RunCallbacks:
         step: the run's first.
         per_epoch: the steps of an epoch; must be known where there is `on_epoch`.
         evaluates: the run evaluates what it has trained.
-        transport: of this process's worker; None where all workers are in this process.
+        line: of the processes; None where all workers are in this one.
     """
 
     def __init__(
@@ -97,20 +98,21 @@ class RunCallbacks:
         evaluates: bool,
         seed: int,
         executors: Sequence[Executor],
-        transport: Transport | None = None,
+        line: Line | None = None,
     ) -> None:
         self._checkpoints: Checkpoints | None = None
         self._hooks, self._plan, self._consequences, self._seed = hooks, plan, consequences, seed
         self._executors, self._evaluates = executors, evaluates
         self._per_epoch = per_epoch if hooks.on_epoch is not None else None
         first = executors[0].worker
-        self._run = OngoingRun(first, self._save, self._fits)
+        self._run = OngoingRun(plan.rank_of(first), self._save, self._fits)
         self._speaks = first == 0
         self._losses: Losses | None = None
         self._decisions: Decisions | None = None
-        if transport is not None:
-            self._losses = Losses(plan, first, transport)
-            self._decisions = Decisions(first, plan.workers, transport)
+        if line is not None:
+            transports: dict[int, Transport] = {each.worker: each.transport for each in executors}
+            self._losses = Losses(plan, line, transports)
+            self._decisions = Decisions(line, transports[line.own])
         self._coming: dict[int, StepLoss] = {}
         self._known: dict[int, Tensor] = {}
         self._made: dict[tuple[str, int], Decision] = {}  # until all workers here have come to that step
@@ -151,7 +153,7 @@ class RunCallbacks:
                 self._checkpoints.add(at)
 
     def begins(self, minibatch: int) -> None:
-        """The first forward of a minibatch is about to run on the worker of this process, which is one of several."""
+        """The first forward of a minibatch is about to run in this process, which is one of several."""
         if self._hooks.on_step is None:
             return
         assert self._losses is not None

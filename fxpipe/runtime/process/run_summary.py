@@ -33,8 +33,8 @@ _COMPUTE: tuple[Kind, ...] = tuple(kind for kind in _OWN if kind != "receive")
 _PLANNED: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "W"), "update": ("update",)}
 
 
-def worker_row(executor: Executor) -> dict[str, Any]:
-    """What a worker did.
+def worker_row(executor: Executor, rank: int) -> dict[str, Any]:
+    """What a worker did, on its rank.
 
     `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with weight gradients and
     updates) are means over microbatches, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the
@@ -49,7 +49,8 @@ def worker_row(executor: Executor) -> dict[str, Any]:
     forward = watch.seconds(*_OWN, within="F")
     backward = sum(watch.seconds(*_OWN, within=whole) for whole in ("B", "W", "update"))
     row = {
-        "rank": executor.worker,
+        "worker": executor.worker,
+        "rank": rank,
         "engines": list(executor.stage.engines),
         "busy": watch.busy / max(watch.training, 1e-9),
         "forward_ms": 1000 * forward / max(watch.count("F"), 1),
@@ -121,7 +122,7 @@ def summarize_run(
     (`local`) the workers take turns, and both are None.
 
     Args:
-        rows: of all workers, by rank.
+        rows: of all workers, in their order.
         transport: 'gloo', 'nccl', or 'local'.
         threads: CPU threads of a worker.
     """
@@ -247,7 +248,7 @@ def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = No
         costs = read_costs(Path(folder), plan)
         if costs is None or not costs.workers:
             return None
-        if (links := read_throttle(throttle, plan.workers)) is not None:
+        if (links := read_throttle(throttle, plan.ranks)) is not None:
             costs = replace(costs, links=replace(links, copy=costs.links.copy))
         scenario, simulation = expect(plan, costs, recipe)
     except FxpipeError as error:

@@ -16,6 +16,7 @@ from fxpipe.messages import say, warn
 from fxpipe.observe.pulse import PERIOD, Pulse, Signs, StorePulses
 from fxpipe.runtime.options import RunOptions
 from fxpipe.runtime.process.last_saved import LOOK, finish_writing, name_checkpoint
+from fxpipe.runtime.process.process_name import process_name
 
 GROWTH = 2
 """How much longer each time until it is said again."""
@@ -87,17 +88,21 @@ class StallWatch:
 
     Args:
         timeout: seconds without a move until it is said for the first time; 0: it never is.
-        stopped: whether the system says that a worker is stopped.
+        stopped: whether the system says that a process is stopped.
+        placement: the rank of each worker; empty where worker k is on rank k. Where a rank has several, what is said
+            of one is said of its process; what it waits for is a worker's.
     """
 
     def __init__(
         self,
         timeout: float,
-        stopped: Callable[[int], bool] = lambda worker: False,
+        stopped: Callable[[int], bool] = lambda rank: False,
         clock: Callable[[], float] = time.monotonic,
+        placement: Sequence[int] = (),
     ) -> None:
         self._timeout = timeout
         self._stopped = stopped
+        self.placement = placement
         self._clock = clock
         self._before: list[Signs] = []
         self._still = 0.0
@@ -143,10 +148,15 @@ class StallWatch:
         silent = [w for w, s in enumerate(signs) if s.phase != "done" and (self._stopped(w) or self.silent(w))]
         own = [w for w, s in enumerate(signs) if not (s.doing == "wait" and s.what) and s.phase != "done"]
         if silent:
-            return f"worker {listed(list(map(str, silent)), SHOWN)} does not answer"
+            return f"{self._named(silent)} does not answer"
         if len(own) == 1:
             return self._does(own[0], signs[own[0]])
-        return "all workers wait for each other" if not own else f"look at worker {listed(list(map(str, own)), SHOWN)}"
+        return "all workers wait for each other" if not own else f"look at {self._named(own)}"
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        if len(set(self.placement)) == len(self.placement):
+            return f"worker {listed([str(rank) for rank in ranks], SHOWN)}"
+        return listed([process_name(rank, self.placement) for rank in ranks], SHOWN)
 
     def _lines(self, signs: Sequence[Signs]) -> list[str]:
         lines = [self._does(worker, s) for worker, s in enumerate(signs)]
@@ -164,11 +174,12 @@ class StallWatch:
             does = _DOES.get(signs.doing, _PHASES["training"]).format(step=signs.step)
         else:
             does = _PHASES[signs.phase] + (f" of step {signs.step}" if training and signs.step else "")
+        who = process_name(worker, self.placement)
         if self._stopped(worker):
-            return f"worker {worker} is stopped (SIGSTOP); before, it {does}"
+            return f"{who} is stopped (SIGSTOP); before, it {does}"
         if self.silent(worker) and signs.phase != "done":
-            return f"worker {worker} does not answer; {self._silent[worker]:.0f} s ago, it {does}"
-        return f"worker {worker} {does}"
+            return f"{who} does not answer; {self._silent[worker]:.0f} s ago, it {does}"
+        return f"{who} {does}"
 
 
 _BEFORE_TRAINING = ("starting", "importing", "loading")
@@ -192,19 +203,25 @@ def waited_for_disk(signs: Sequence[Signs], read: Callable[[], list[Signs]], out
 
 
 class WatchingWorker:
-    """What a worker does after each beat under torchrun: puts its numbers into the store and watches the others.
+    """What a process does after each beat under torchrun: puts its numbers into the store and watches the others.
 
-    Worker 0 watches; worker 1 does where worker 0 does not answer. A worker that cannot reach the store, on the host of
+    Rank 0 watches; rank 1 does where rank 0 does not answer. A process that cannot reach the store, on the host of
     worker 0, knows nothing of the others and no other can end it: it ends itself after as long as a run may stand
     still. A call of the store may not return for a quarter of an hour when the network is gone, so a thread of its own
     looks at the clock.
     """
 
     def __init__(
-        self, store: StorePulses, pulse: Pulse, rank: int, options: RunOptions, end: Callable[[int], object]
+        self,
+        store: StorePulses,
+        pulse: Pulse,
+        rank: int,
+        options: RunOptions,
+        end: Callable[[int], object],
+        placement: Sequence[int] = (),
     ) -> None:
         self._store, self._pulse, self._rank, self._options, self._end = store, pulse, rank, options, end
-        self._stall = StallWatch(options.stall_timeout)
+        self._stall = StallWatch(options.stall_timeout, placement=placement)
         self._answered = time.monotonic()
         if options.stall_timeout and rank:
             threading.Thread(target=self._wait_for_store, name="fxpipe-store", daemon=True).start()
@@ -215,11 +232,12 @@ class WatchingWorker:
         while (silent := time.monotonic() - self._answered) < limit:
             if self._pulse.ends_within(min(PERIOD, limit - silent)):
                 return
+        who = process_name(self._rank, self._stall.placement)
         self._stop(
             WorkerLost(
-                f"worker {self._rank} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or "
+                f"{who} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or "
                 "that host is",
-                where=f"worker {self._rank}, {Signs.of(self._pulse.numbers).place}",
+                where=f"{who}, {Signs.of(self._pulse.numbers).place}",
                 hint="--stall-timeout SECONDS gives a run more time, 0 for ever",
             )
         )

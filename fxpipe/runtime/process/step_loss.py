@@ -1,14 +1,15 @@
-"""The losses of a user's own loop over processes: the loss worker tells them, and nobody waits before he asks."""
+"""The losses of all steps in every process: the loss worker tells them, and nobody waits before he asks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.addresses import LOSS
+from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.task.metrics import named_numbers
 
@@ -62,31 +63,32 @@ class Losses:
     """The losses of all steps, as one process knows them.
 
     Args:
-        transport: of this worker.
+        transports: of the workers of this process.
     """
 
-    def __init__(self, plan: Plan, worker: int, transport: Transport) -> None:
-        self._worker = worker
+    def __init__(self, plan: Plan, line: Line, transports: Mapping[int, Transport]) -> None:
         self._source = plan.loss_worker
         self._names = plan.metrics
-        self._others = [other for other in range(plan.workers) if other != plan.loss_worker]
-        self._transport = transport
+        self._others = line.others
+        self._hears = transports[line.own]
+        self._tells = transports.get(plan.loss_worker)  # None where that worker is not
         self._coming: dict[int, StepLoss] = {}
 
     def step(self, minibatch: int) -> StepLoss:
         """A step begins: its loss, to be asked for."""
         loss = self._coming[minibatch] = StepLoss(lambda: self._receive(minibatch), self._names)
-        if self._worker != self._source:
-            self._transport.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
+        if self._tells is None:
+            self._hears.expect_note(self._source, (LOSS, minibatch), 1 + len(self._names))
             if len(self._coming) > MOST:
                 float(next(iter(self._coming.values())))
         return loss
 
     def tell(self, minibatch: int, loss: Tensor) -> None:
-        """On the loss worker: a loss is known."""
+        """Where the loss worker is: a loss is known."""
+        assert self._tells is not None
         numbers = loss.detach().reshape(-1).to("cpu", torch.float64)
         for other in self._others:
-            self._transport.send_note(other, (LOSS, minibatch), numbers)
+            self._tells.send_note(other, (LOSS, minibatch), numbers)
         self._coming.pop(minibatch).set(numbers)
 
     def settle(self) -> None:
@@ -95,6 +97,6 @@ class Losses:
             float(loss)
 
     def _receive(self, minibatch: int) -> Tensor:
-        found = self._transport.recv_note(self._source, (LOSS, minibatch))
+        found = self._hears.recv_note(self._source, (LOSS, minibatch))
         del self._coming[minibatch]
         return found

@@ -1,9 +1,17 @@
-"""Runs one process's actions one after the other, with receives posted ahead."""
+"""Runs one process's actions one after the other, with receives posted ahead.
+
+Where a process has several workers, their schedule has a flush: it ends a minibatch with all of them before it begins
+with the next one with any. What must wait for other workers, or is the process's own, is done in between. So all
+processes do it in one order, and none waits for what another would only do later:
+
+    rank 0:  … 2:B7 0:B7 │ announce 2, announce 0, settle 0, settle 2 │ on_step, checkpoint, evaluation │ 0:F8 …
+    rank 1:  … 3:B7 1:B7 │ announce 3, announce 1, settle 1, settle 3 │ …
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,70 +20,97 @@ from fxpipe.observe.record import OnStep
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.worker.executor import Executor
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Event
 from fxpipe.task.metrics import named_numbers
 
 LOOKAHEAD = 4
-"""Actions whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
+"""Actions of each worker whose receives are posted before they run: two of each phase in the steady state of 1F1B."""
 
 
 def train(
     plan: Plan,
-    executor: Executor,
-    transport: DistTransport,
-    actions: Iterator[Action],
+    executors: Sequence[Executor],
+    transports: Sequence[DistTransport],
+    row: Iterator[Event],
     feed: Callable[[int], list[tuple[Any, ...]]] | None = None,
     report: OnStep | None = None,
     between: Callable[[int], None] | None = None,
     reach: Callable[[int, int], None] | None = None,
     tell: Callable[[int, Tensor], None] | None = None,
 ) -> None:
-    """Run all actions of one worker.
+    """Run all actions of the workers of one process, in rising order.
 
     Args:
-        feed: on worker 0, the microbatches of a minibatch.
-        report: on worker 0, called when it ends a minibatch (see `OnStep`).
+        feed: where worker 0 is, the microbatches of a minibatch.
+        report: where worker 0 is, called when it ends a minibatch (see `OnStep`).
         reach: called before the first forward of each minibatch, with the number of updates made so far.
-        tell: on the loss worker, called with each minibatch and its loss, with its metrics after it.
-        between: called between actions, after any update that waited, with the number of updates made so far.
+        tell: where the loss worker is, called with each minibatch and its loss, with its metrics after it.
+        between: called between actions, after any update that waited, with the number of updates made so far; where
+            there are several workers, between two minibatches.
     """
-    window: deque[Action] = deque()
+    of_worker = {each.worker: (each, transport) for each, transport in zip(executors, transports, strict=True)}
+    first, several = executors[0], len(executors) > 1
+    schedule, remote_loss = first.schedule, plan.loss_worker != 0
+    for executor in executors:
+        executor.store.holds_back = several
+    window: deque[Event] = deque()
     leaves: list[tuple[Any, ...]] = []
     losses: dict[int, Tensor] = {}
-    first, remote_loss = executor.worker == 0, plan.loss_worker != 0
+    reached = ended = -1
+    unreported: int | None = None
+
+    def report_of(minibatch: int) -> None:
+        updater = first.store.updater
+        found = transports[0].recv_loss(minibatch) if remote_loss else losses.pop(minibatch)
+        if report is not None:
+            value, metrics = named_numbers(found, plan.metrics)
+            report(minibatch, value, updater.lr, updater.norm, metrics)
+
     while True:
-        while len(window) <= LOOKAHEAD and (action := next(actions, None)) is not None:
+        while len(window) <= LOOKAHEAD * len(executors) and (event := next(row, None)) is not None:
+            worker, action = event
+            executor, transport = of_worker[worker]
             executor.expect(action)
-            if first and remote_loss and executor.schedule.updates(action):
+            if worker == 0 and remote_loss and schedule.updates(action):
                 transport.expect_loss(action.minibatch)
-            window.append(action)
-        executor.settle()
-        if between is not None:
-            between(executor.store.version)
+            window.append(event)
+        if not several or not window or window[0][1].minibatch != ended:
+            for executor in reversed(executors):
+                executor.announce()
+            for executor in executors:
+                executor.settle()
+            if unreported is not None:
+                report_of(unreported)
+                unreported = None
+            if between is not None:
+                between(first.store.version)
         if not window:
             return
-        action = window.popleft()
+        worker, action = window.popleft()
+        executor, transport = of_worker[worker]
         mine = None
-        if reach is not None and action.phase == "F" and action.microbatch == 0:
-            executor.watch.at(action)
-            reach(action.minibatch, executor.store.version)
-        if feed is not None and action.phase == "F":
+        if action.phase == "F" and action.minibatch > reached:
+            reached = action.minibatch
+            if reach is not None:
+                executor.watch.at(action)
+                reach(action.minibatch, executor.store.version)
+        if feed is not None and worker == 0 and action.phase == "F":
             if action.microbatch == 0:
                 executor.watch.at(action)
                 executor.watch.open("data")
                 leaves = feed(action.minibatch)[::-1]
                 executor.watch.close()
             mine = leaves.pop()
-        updater = executor.store.updater
         loss = executor.execute(action, mine)
+        ended = action.minibatch
         if loss is not None and tell is not None:
             tell(action.minibatch, loss)
-        if loss is not None and not first:
+        if loss is not None and worker:
             transport.send_loss(loss)
         elif loss is not None:
             losses[action.minibatch] = loss
-        if first and executor.schedule.updates(action):
-            found = transport.recv_loss(action.minibatch) if remote_loss else losses.pop(action.minibatch)
-            if report is not None:
-                value, metrics = named_numbers(found, plan.metrics)
-                report(action.minibatch, value, updater.lr, updater.norm, metrics)
+        if worker == 0 and schedule.updates(action):
+            if several:
+                unreported = action.minibatch  # the update may wait yet
+            else:
+                report_of(action.minibatch)

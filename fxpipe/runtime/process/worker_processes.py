@@ -22,15 +22,15 @@ class WorkerProcesses:
         pulses: what they do.
     """
 
-    def __init__(self, options: RunOptions, workers: int, exchange: Path, guardian: Guardian) -> None:
-        self.pulses = PulseFile(exchange / PULSES, workers)
+    def __init__(self, options: RunOptions, ranks: int, exchange: Path, guardian: Guardian) -> None:
+        self.pulses = PulseFile(exchange / PULSES, ranks)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, int] = {}
         module = "fxpipe.runtime.process.child"
         command = [sys.executable, "-P", "-m", module, options.to_json(), str(os.getpid())]
         try:
-            for rank in range(workers):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+            for rank in range(ranks):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
                 self._processes.append(process)

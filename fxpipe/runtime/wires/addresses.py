@@ -15,7 +15,7 @@ BATCH = "batch"
 CALL = "call"
 LOSS = "told loss"
 NOTES = ("behind", "total", "before", "overflow", "skip", "shape", "metrics", "heard", BATCH, CALL, LOSS, *CALLBACKS)
-"""Kinds of notes, each with its own tag: for clipping, loss scaling, evaluation, shapes, own loops, callbacks."""
+"""Kinds of notes: for clipping, loss scaling, evaluation, shapes, own loops, callbacks."""
 
 
 class Addresses:
@@ -36,10 +36,11 @@ class Addresses:
         self.channels: list[Channel] = [*sorted(set(edges.values())), *weights, *loss, *evaluations]
         # All that one worker sends another for evaluations is in one channel: moved tensors, then batch after batch.
         self._channels = edges | {edge.name: ("evaluate", edge.src, edge.dst) for edge in evaluating}
-        first = 1 + len(self.channels)
+        first, pairs_of_workers = 1 + len(self.channels), plan.workers**2
         # Apart from the edges', whose names are the user's: a batch that is one tensor travels along the edge `batch`.
-        self._notes = {kind: first + i for i, kind in enumerate(NOTES)}
-        self._first_edge = first + len(NOTES)
+        self._notes = {kind: first + i * pairs_of_workers for i, kind in enumerate(NOTES)}
+        self._workers = plan.workers
+        self._first_edge = first + len(NOTES) * pairs_of_workers
         self._tags = {name: self._first_edge + i for i, name in enumerate(self._channels)}
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
@@ -65,9 +66,12 @@ class Addresses:
         """The turn of all weights that an owner sends a reader (see `fxpipe.plan.urgency`)."""
         return self._turns[owner, reader]
 
-    def tag_of_note(self, kind: str) -> int:
-        """The tag of a kind of notes; nothing else has the same."""
-        return self._notes[kind]
+    def tag_of_note(self, kind: str, source: int, target: int) -> int:
+        """The tag of a kind of notes from one worker to another; nothing else has the same.
+
+        A rank may have several workers, and what two of them send to the same rank must not be taken for each other's.
+        """
+        return self._notes[kind] + source * self._workers + target
 
 
 def _edge_channel(edge: EdgeSpec) -> Channel:

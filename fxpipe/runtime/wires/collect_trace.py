@@ -109,23 +109,23 @@ def send_trace(trace: WorkerTrace) -> None:
             dist.send(torch.frombuffer(bytearray(column.tobytes()), dtype=torch.uint8), 0)
 
 
-def receive_trace(worker: int) -> WorkerTrace:
-    """What `worker` sends with `send_trace`."""
+def receive_trace(rank: int) -> WorkerTrace:
+    """What a rank sends with `send_trace`."""
     sizes = torch.empty(2, dtype=torch.int64)
-    dist.recv(sizes, worker)
-    head = json.loads(_bytes(int(sizes[0]), worker))
+    dist.recv(sizes, rank)
+    head = json.loads(_bytes(int(sizes[0]), rank))
     spans = Spans()
     spans.table = {None if cause is None else Cause(*cause): i for i, cause in enumerate(head["causes"])}
     if count := int(sizes[1]):
         for name in _NUMBERS:
             column: array[int] = getattr(spans, name)
-            column.frombytes(_bytes(count * column.itemsize, worker))
+            column.frombytes(_bytes(count * column.itemsize, rank))
     return WorkerTrace(spans, ClockOffset(*head["before"]), ClockOffset(*head["after"]))
 
 
-def _bytes(count: int, worker: int) -> bytes:
+def _bytes(count: int, rank: int) -> bytes:
     data = torch.empty(count, dtype=torch.uint8)
-    dist.recv(data, worker)
+    dist.recv(data, rank)
     return data.numpy().tobytes()
 
 

@@ -8,6 +8,9 @@ A worker waits for its sends only once the schedule says that the receiver has t
 time: gloo's `is_completed` says nothing before `wait`.
 
 Over gloo, what waits its turn (`fxpipe.plan.urgency`) goes through an outbox; over NCCL all goes at once.
+
+A process may have several workers. Whoever sends and receives names workers; where a worker is, the wires know. What
+workers of one process send each other stays there (`loopback`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.plan.urgency import URGENT, turn_of
 from fxpipe.runtime.wires.addresses import BATCH, CALL, LOSS, Addresses, Channel
 from fxpipe.runtime.wires.group import peers
+from fxpipe.runtime.wires.loopback import Loopback, Passing
 from fxpipe.runtime.wires.meter import Letter, Meter
 from fxpipe.runtime.wires.outbox import Coming, Leaving, Outbox, pieces
 from fxpipe.runtime.wires.transport import Note, Transport
@@ -36,21 +40,35 @@ from fxpipe.schedule.base import Schedule
 from fxpipe.task.callbacks import CALLBACKS
 
 Work = Any
+Pending = tuple[Work, Tensor]
+"""A send or a receive that has begun, and its tensor; of a receive within the process, one that is never read."""
+
+_NOTHING = torch.empty(0)
 
 
 class Wires:
     """Point-to-point sends and receives of flat tensors, on whatever backend there is.
 
     Args:
+        rank: of this process.
         backend: `gloo` (the default group; CUDA tensors go through CPU memory) or `nccl`.
         channels: all channels of the plan, the same list in every process.
-        meter: the links that messages are to take as long as; None where they take what they take.
+        meter: the links between ranks that messages are to take as long as; None where they take what they take.
+        placement: the rank of each worker; empty where worker k is on rank k.
     """
 
     def __init__(
-        self, worker: int, backend: str, channels: list[Channel], device: torch.device, meter: Meter | None = None
+        self,
+        rank: int,
+        backend: str,
+        channels: list[Channel],
+        device: torch.device,
+        meter: Meter | None = None,
+        placement: Sequence[int] = (),
     ) -> None:
-        self.worker = worker
+        self.rank = rank
+        self._placement = placement
+        self._loopback = Loopback()
         self._meter = meter
         self.backend = backend
         self.device = device
@@ -64,21 +82,28 @@ class Wires:
 
     def isend(
         self, flat: Tensor, to: int, channel: Channel, tag: int | None = None, turn: int = URGENT
-    ) -> tuple[Work, Tensor]:
-        """Begin to send; the caller keeps the pair until it has waited for the work.
+    ) -> Pending | None:
+        """Begin to send to a worker; the caller keeps the pair until it has waited for the work.
 
         Args:
             turn: the same for all messages of a tag.
+
+        Returns:
+            None if there is nothing to wait for: the worker is in this process.
         """
+        rank = self._rank_of(to)
+        if rank == self.rank:
+            self._loopback.send(self._tags[channel] if tag is None else tag, flat)
+            return None
         if self._waits(turn):
-            return self._put(flat, to, channel, tag, turn)
-        flat = self._stamped(flat, to)
-        with peers(self.worker):
+            return self._put(flat, rank, channel, tag, turn)
+        flat = self._stamped(flat, rank)
+        with peers(self.rank):
             if self.backend == "nccl":
-                return dist.isend(flat, to, group=self._groups[channel]), flat
+                return dist.isend(flat, rank, group=self._groups[channel]), flat
             if self.staged:
                 flat = flat.cpu()
-            return dist.isend(flat, to, tag=self._tags[channel] if tag is None else tag), flat
+            return dist.isend(flat, rank, tag=self._tags[channel] if tag is None else tag), flat
 
     def irecv(
         self,
@@ -88,50 +113,70 @@ class Wires:
         channel: Channel,
         tag: int | None = None,
         turn: int = URGENT,
-    ) -> tuple[Work, Tensor]:
-        """Begin to receive into new memory what is sent with the same turn."""
+    ) -> Pending:
+        """Begin to receive from a worker, into new memory, what is sent with the same turn."""
+        rank = self._rank_of(source)
+        if rank == self.rank:
+            return self._loopback.expect(self._tags[channel] if tag is None else tag), _NOTHING
         count += self._stamp(dtype)
         flat = torch.empty(count, dtype=dtype, device="cpu" if self.staged else self.device)
-        with peers(self.worker):
+        with peers(self.rank):
             if self.backend == "nccl":
-                return dist.irecv(flat, source, group=self._groups[channel]), flat
+                return dist.irecv(flat, rank, group=self._groups[channel]), flat
             tag = self._tags[channel] if tag is None else tag
             if not self._waits(turn):
-                return dist.irecv(flat, source, tag=tag), flat
+                return dist.irecv(flat, rank, tag=tag), flat
             data = flat.view(torch.uint8)
             stamp = self._stamp(dtype) * dtype.itemsize
             places = pieces(len(data) - stamp)
             places += [slice(len(data) - stamp, len(data))] if stamp else []
-            return Coming([dist.irecv(data[place], source, tag=tag) for place in places]), flat
+            return Coming([dist.irecv(data[place], rank, tag=tag) for place in places]), flat
 
-    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> tuple[Work, Tensor]:
-        """Begin to send a few float64 numbers that are on the CPU: over gloo, whatever the backend."""
-        numbers = self._stamped(numbers, to)
-        with peers(self.worker):
-            return dist.isend(numbers, to, tag=tag), numbers
+    def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Pending | None:
+        """Begin to send a worker a few float64 numbers that are on the CPU: over gloo, whatever the backend.
 
-    def irecv_numbers(self, count: int, source: int, tag: int) -> tuple[Work, Tensor]:
+        Returns:
+            As `isend`.
+        """
+        rank = self._rank_of(to)
+        if rank == self.rank:
+            self._loopback.send(tag, numbers)
+            return None
+        numbers = self._stamped(numbers, rank)
+        with peers(self.rank):
+            return dist.isend(numbers, rank, tag=tag), numbers
+
+    def irecv_numbers(self, count: int, source: int, tag: int) -> Pending:
         """Begin to receive the float64 numbers that `isend_numbers` sends."""
+        rank = self._rank_of(source)
+        if rank == self.rank:
+            return self._loopback.expect(tag), _NOTHING
         numbers = torch.empty(count + self._stamp(torch.float64), dtype=torch.float64)
-        with peers(self.worker):
-            return dist.irecv(numbers, source, tag=tag), numbers
+        with peers(self.rank):
+            return dist.irecv(numbers, rank, tag=tag), numbers
 
-    def received(self, pending: tuple[Work, Tensor]) -> Tensor:
+    def passing(self, pending: Pending) -> Passing | None:
+        """A receive of what another worker of this process sends: it has come, or never will. None for any other."""
+        return pending[0] if isinstance(pending[0], Passing) else None
+
+    def received(self, pending: Pending) -> Tensor:
         """The tensor of a finished receive, on the device."""
         flat = self.received_numbers(pending)
         return flat.to(self.device) if self.staged else flat
 
-    def received_numbers(self, pending: tuple[Work, Tensor]) -> Tensor:
+    def received_numbers(self, pending: Pending) -> Tensor:
         """The numbers of a finished receive, where they came."""
         flat = pending[1]
         return flat if self._meter is None else flat[: -self._stamp(flat.dtype)]
 
-    def finished(self, pending: tuple[Work, Tensor]) -> None:
+    def finished(self, pending: Pending | None) -> None:
         """Wait until a send has left."""
-        with peers(self.worker):
+        if pending is None:
+            return
+        with peers(self.rank):
             pending[0].wait()
 
-    def come(self, pending: tuple[Work, Tensor]) -> None:
+    def come(self, pending: Pending) -> None:
         """Wait until a receive has come, and would have over the links of the meter."""
         self.finished(pending)
         if self._meter is not None:
@@ -144,17 +189,20 @@ class Wires:
     def _waits(self, turn: int) -> bool:
         return turn != URGENT and self.backend == "gloo"
 
-    def _put(self, flat: Tensor, to: int, channel: Channel, tag: int | None, turn: int) -> tuple[Work, Tensor]:
-        """Begin to send a message that waits its turn."""
+    def _rank_of(self, worker: int) -> int:
+        return self._placement[worker] if self._placement else worker
+
+    def _put(self, flat: Tensor, rank: int, channel: Channel, tag: int | None, turn: int) -> Pending:
+        """Begin to send a rank a message that waits its turn."""
         flat = flat.cpu() if self.staged else flat
-        with peers(self.worker):
+        with peers(self.rank):
             group = dist.group.WORLD  # not looked up later: `peers` changes it in this thread
         assert group is not None
         tag = self._tags[channel] if tag is None else tag
-        letter = None if self._meter is None else self._meter.put(self.worker, to, flat.nbytes, turn)
+        letter = None if self._meter is None else self._meter.put(self.rank, rank, flat.nbytes, turn)
         stamp = None if letter is None else partial(self._late_stamp, letter, flat.dtype)
-        message = Leaving(turn, flat.view(torch.uint8), lambda data: group.send([data], to, tag), stamp)
-        self._outboxes.setdefault(to, Outbox()).put(channel, message)
+        message = Leaving(turn, flat.view(torch.uint8), lambda data: group.send([data], rank, tag), stamp)
+        self._outboxes.setdefault(rank, Outbox()).put(channel, message)
         return message, flat
 
     def _late_stamp(self, letter: Letter, dtype: torch.dtype) -> Tensor:
@@ -164,33 +212,36 @@ class Wires:
         stamp[-1] = self._meter.settle(letter)
         return stamp.view(torch.uint8)
 
-    def _stamped(self, flat: Tensor, to: int) -> Tensor:
+    def _stamped(self, flat: Tensor, rank: int) -> Tensor:
         if self._meter is None:
             return flat
-        arrives = self._meter.send(self.worker, to, flat.nbytes)
+        arrives = self._meter.send(self.rank, rank, flat.nbytes)
         message = flat.new_zeros(len(flat) + self._stamp(flat.dtype))
         message[: len(flat)] = flat
         message.view(torch.uint8)[-8:] = torch.tensor([arrives]).view(torch.uint8)
         return message
 
     def _connect(self, channels: list[Channel]) -> None:
-        """Set up a communicator for each channel, in one global order: each set-up waits for the other end."""
+        """Set up a communicator for each channel between ranks, in one global order: each set-up waits for the other
+        end."""
         for channel in channels:
-            source, target = channel[1], channel[2]
+            source, target = self._rank_of(channel[1]), self._rank_of(channel[2])
+            if source == target:
+                continue
             probe = torch.zeros(1, device=self.device)
-            with peers(self.worker):
+            with peers(self.rank):
                 group = dist.new_group([source, target], backend="nccl")
                 self._groups[channel] = group
-                if self.worker == source:
+                if self.rank == source:
                     dist.send(probe, target, group=group)
-                elif self.worker == target:
+                elif self.rank == target:
                     dist.recv(probe, source, group=group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 class DistTransport(Transport):
-    """One process's end of the wires, for the messages of training or for those of evaluation.
+    """One worker's end of the wires, for the messages of training or for those of evaluation.
 
     Args:
         edges: the edges whose values it carries.
@@ -217,7 +268,7 @@ class DistTransport(Transport):
         self._layouts: dict[str, Layout] = {}
         self._carry(edges)
         self._order: dict[str, deque[str]] = {}  # by edge; those of one channel and shape share theirs
-        self._posted: dict[tuple[Any, ...], tuple[Work, Tensor]] = {}
+        self._posted: dict[tuple[Any, ...], Pending] = {}
         self._sent: deque[_Sent] = deque()
         self._sent_weights: deque[_Sent] = deque()
         self._slack = in_flight + plan.workers * microbatches  # no reader's lag reaches further
@@ -298,7 +349,8 @@ class DistTransport(Transport):
     def send_weights(self, reader: int, version: int, ahead: int, block: Tensor) -> None:
         turn = self.addresses.turn_of_weights(self.worker, reader)
         pending = self.wires.isend(block, reader, ("weights", self.worker, reader), turn=turn)
-        self._sent_weights.append(_Sent(self._now, pending, reader))
+        if pending is not None:
+            self._sent_weights.append(_Sent(self._now, pending, reader))
 
     def recv_weights(self, owner: int, version: int, ahead: int) -> Tensor:
         return self._wait(("weights", owner, version, ahead), Cause("weights", "weights", owner))
@@ -306,19 +358,18 @@ class DistTransport(Transport):
     def drop_weights(self) -> None:
         """Receive the blocks of weights that were announced, and that nothing will ask for."""
         for key in [key for key in self._posted if key[0] == "weights"]:
-            self._finished(key, Cause("weights", "weights", key[1]))
+            self._wait(key, Cause("weights", "weights", key[1]))
 
     def expect_note(self, source: int, what: Note, count: int) -> None:
-        self._posted["note", source, what] = self.wires.irecv_numbers(
-            count, source, self.addresses.tag_of_note(what[0])
-        )
+        tag = self.addresses.tag_of_note(what[0], source, self.worker)
+        self._posted["note", source, what] = self.wires.irecv_numbers(count, source, tag)
 
     def send_note(self, to: int, what: Note, numbers: Tensor) -> None:
-        self._keep(self.wires.isend_numbers(numbers, to, self.addresses.tag_of_note(what[0])), to)
+        tag = self.addresses.tag_of_note(what[0], self.worker, to)
+        self._keep(self.wires.isend_numbers(numbers, to, tag), to)
 
     def recv_note(self, source: int, what: Note) -> Tensor:
-        pending = self._finished(("note", source, what), _cause(what[0], source))
-        return self.wires.received_numbers(pending)
+        return self._wait(("note", source, what), _cause(what[0], source), numbers=True)
 
     def expect_loss(self, minibatch: int) -> None:
         """On worker 0, if it is not the loss worker: the loss of `minibatch` will be received soon."""
@@ -348,17 +399,25 @@ class DistTransport(Transport):
         self._reap(self._sent_weights, self._now + 1)
         self._now = 0
 
-    def _wait(self, key: tuple[Any, ...], cause: Cause) -> Tensor:
-        """What was received under a key, on the device."""
-        return self.wires.received(self._finished(key, cause))
+    def _wait(self, key: tuple[Any, ...], cause: Cause, numbers: bool = False) -> Tensor:
+        """What was received under a key: on the device, but for numbers.
 
-    def _finished(self, key: tuple[Any, ...], cause: Cause) -> tuple[Work, Tensor]:
-        """The receive that was posted under a key, once it has finished."""
+        Raises:
+            RunError: another worker of this process was to send it, and has not.
+        """
         pending = self._posted.pop(key)
+        if (passing := self.wires.passing(pending)) is not None:
+            if (found := passing.take()) is None:
+                raise RunError(
+                    f"worker {self.worker} waits for {cause.name} of worker {cause.worker}, which runs in the same "
+                    "process and has not sent it",
+                    hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
+                )
+            return found
         self.watch.open("wait", cause)
         self.wires.come(pending)
         self.watch.close()
-        return pending
+        return self.wires.received_numbers(pending) if numbers else self.wires.received(pending)
 
     def _reap(self, sent: deque[_Sent], before: int) -> None:
         while sent and sent[0].at < before:
@@ -367,8 +426,9 @@ class DistTransport(Transport):
             self.wires.finished(pending)
         self.watch.sends = None
 
-    def _keep(self, pending: tuple[Work, Tensor], to: int) -> None:
-        self._sent.append(_Sent(self._now, pending, to))
+    def _keep(self, pending: Pending | None, to: int) -> None:
+        if pending is not None:
+            self._sent.append(_Sent(self._now, pending, to))
 
 
 def _cause(note: str, source: int) -> Cause:
@@ -384,5 +444,5 @@ class _Sent(NamedTuple):
     """A send that may not have been received: after so many microbatches, and to whom."""
 
     at: int
-    pending: tuple[Work, Tensor]
+    pending: Pending
     to: int

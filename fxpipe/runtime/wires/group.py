@@ -27,6 +27,7 @@ from fxpipe.runtime.wires.doors import SECRET, close_doors, greet, listening
 
 _group: Any = None  # of the run in this process
 _outside: Any = None  # the user's own, which is out of sight
+_name: str | None = None  # what messages call this process, once it is known which workers it has
 _stores: dict[tuple[str | None, ...], Any] = {}  # where this process has met others, by what the environment said then
 _meetings: Counter[tuple[str | None, ...]] = Counter()
 
@@ -43,7 +44,7 @@ def place_of_process() -> tuple[int, int] | None:
     return None
 
 
-def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | None = None) -> None:
+def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None = None) -> None:
     """Join the process group of a run, among the processes of `place_of_process`.
 
     Args:
@@ -54,25 +55,25 @@ def open_group(worker: int, workers: int, timeout: timedelta, exchange: str | No
         PeerLost: another process is gone.
         RunError: somebody else has connected; or GLOO_SOCKET_IFNAME names a network interface that is not there.
     """
-    global _group, _outside
+    global _group, _outside, _name
     _check_interface()
-    _outside = dist.group.WORLD
-    with peers(worker):
+    _outside, _name = dist.group.WORLD, None
+    with peers(rank):
         if exchange is not None:
             folder = Path(exchange)
-            store = FileStore(str(folder / "store"), workers)
+            store = FileStore(str(folder / "store"), ranks)
             store.set_timeout(timeout)
-            store.set(f"here/{worker}", "")
-            store.wait([f"here/{other}" for other in range(workers)])  # then the doors are open only for a moment
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{other}" for other in range(ranks)])  # then the doors are open only for a moment
             before = listening()
-            dist.init_process_group("gloo", store=store, rank=worker, world_size=workers, timeout=timeout)
-            greet(worker, workers, (folder / SECRET).read_bytes())
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+            greet(rank, ranks, (folder / SECRET).read_bytes())
             close_doors(listening() - before)
         elif _outside is not None:
             dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
         else:
             dist.init_process_group(
-                "gloo", store=_fresh_store(timeout), rank=worker, world_size=workers, timeout=timeout
+                "gloo", store=_fresh_store(timeout), rank=rank, world_size=ranks, timeout=timeout
             )
         _group = dist.group.WORLD
     dist.group.WORLD = None
@@ -103,6 +104,12 @@ def _fresh_store(timeout: timedelta) -> Any:
     return PrefixStore(f"fxpipe/{_meetings[key]}", _stores[key])
 
 
+def name_process(name: str) -> None:
+    """What messages are to call this process while the group is open."""
+    global _name
+    _name = name
+
+
 def close_group() -> None:
     """Leave it."""
     global _group, _outside
@@ -130,7 +137,7 @@ def leave_after(error: BaseException) -> None:
 
 
 @contextmanager
-def peers(worker: int) -> Iterator[None]:
+def peers(rank: int) -> Iterator[None]:
     """Inside, the run's process group is torch's default group, where fxpipe has opened it.
 
     Raises:
@@ -143,7 +150,7 @@ def peers(worker: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLost(
-            f"worker {worker} lost a connection: {str(error).splitlines()[0]}",
+            f"{_name or f'worker {rank}'} lost a connection: {str(error).splitlines()[0]}",
             hint="another worker stopped first: its own error says why",
         ) from error
     finally:

@@ -24,9 +24,16 @@ class Mailbox:
     Args:
         throttle: the links that letters are to take as long as; None where they arrive at once.
         demand: who reads whose weights; None where no weights are sent.
+        placement: the rank of each worker, between which the links are; empty where worker k is on rank k.
     """
 
-    def __init__(self, edges: Sequence[EdgeSpec], throttle: Links | None = None, demand: Demand | None = None) -> None:
+    def __init__(
+        self,
+        edges: Sequence[EdgeSpec],
+        throttle: Links | None = None,
+        demand: Demand | None = None,
+        placement: Sequence[int] = (),
+    ) -> None:
         self.layouts = {edge.name: Layout(edge.sent, edge.name) for edge in edges}
         self.throttle = throttle
         self.letters: dict[_Key, Tensor] = {}
@@ -34,13 +41,18 @@ class Mailbox:
         self._arrives: dict[_Key, int | Letter] = {}
         self._awaited: list[int] = []
         self._meter = None if throttle is None else Meter(throttle)
+        self._placement = placement
 
     def put(self, source: int, to: int, key: _Key, letter: Tensor, turn: int = URGENT) -> None:
         """A worker sends a letter; with a throttle, it may have to wait its turn."""
         self.letters[key] = letter
         if self._meter is None:
             return
-        if turn == URGENT:
+        if self._placement:
+            source, to = self._placement[source], self._placement[to]
+        if source == to:
+            self._arrives[key] = 0
+        elif turn == URGENT:
             self._arrives[key] = self._meter.send(source, to, letter.nbytes)
         else:
             self._arrives[key] = self._meter.put(source, to, letter.nbytes, turn)

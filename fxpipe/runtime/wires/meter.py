@@ -49,7 +49,8 @@ class _Wire:
 
 
 class Meter:
-    """All links of the workers in this process, with one clock; several threads may use it.
+    """All links of this process, with one clock; several threads may use it. Its ends are ranks: within one, messages
+    take no time.
 
     Args:
         offset: nanoseconds that worker 0's clock is ahead of this process's (see `clocks`).
@@ -139,14 +140,14 @@ class Meter:
         return round(self._links.latency_of(source, to) * 1e9)
 
 
-def meter_of_process(throttle: str | None, rank: int, workers: int) -> Meter | None:
+def meter_of_process(throttle: str | None, rank: int, ranks: int) -> Meter | None:
     """The meter of one process of a group whose run has this `--throttle`; all of them call it.
 
     Raises:
         ProfileError: as `read_throttle`.
     """
-    links = read_throttle(throttle, workers)
+    links = read_throttle(throttle, ranks)
     if links is None:
         return None
     with peers(rank):
-        return Meter(links, read_offset(rank, workers).offset)
+        return Meter(links, read_offset(rank, ranks).offset)

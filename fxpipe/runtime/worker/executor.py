@@ -178,6 +178,11 @@ class Executor:
         """Whether what the update waits for has arrived; for drivers that run several workers in turn."""
         return self.store.can_settle
 
+    def announce(self) -> None:
+        """Begin with the update that was held back, if there is one (see `WeightStore`)."""
+        with torch.no_grad():
+            self.store.announce()
+
     def settle(self) -> None:
         """Make the update that waits for other workers, if there is one."""
         if self.unsettled is None:

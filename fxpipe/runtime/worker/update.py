@@ -204,10 +204,13 @@ class Updater:
         if self.clip is not None:
             self.clip.forward(minibatch)
 
-    def gather(self, minibatch: int) -> None:
-        """The minibatch's backwards are over: put the gradients into `grad`, and send their norms on."""
+    def gather(self) -> None:
+        """A minibatch's backwards are over: put the gradients into `grad`."""
         for parameter, gradient in zip(self.parameters, self._sum.take(self._divisor), strict=True):
             parameter.grad = gradient
+
+    def announce(self, minibatch: int) -> None:
+        """Send the gradients' norms on; waits for those of the worker after this one."""
         if self.clip is not None:
             self.clip.announce(minibatch, self.parameters)
 

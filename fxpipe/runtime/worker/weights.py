@@ -59,6 +59,8 @@ class WeightStore:
         averages: of the trained parameters; None unless they are asked for.
         staleness: compares what forwards used with what their updates met; None unless it is asked for.
         leaving: called with the live version before each update.
+        holds_back: other workers of this process take turns with this one, and what an update waits for may be theirs
+            to send: `update` waits for nothing, and `announce` comes before `settle` once all have ended the minibatch.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class WeightStore:
         self.averages: Averages | None = None
         self.staleness: StalenessLog | None = None
         self.leaving: Callable[[int], None] = lambda version: None
+        self.holds_back = False
         self.parameters: dict[str, nn.Parameter] = {
             p.name: nn.Parameter(initial[p.name], requires_grad=p.trained) for p in plan.owned(worker)
         }
@@ -114,6 +117,7 @@ class WeightStore:
         self._parts = {phase: self._part(plan, phase, self._frozen) for phase in PHASES}
         self._expected: dict[int, int] = {}
         self._pending: int | None = None
+        self._unannounced = False
         self._initial = {n: t for n, t in initial.items() if n not in self.parameters and demand.parameters[n].trained}
 
     def begin(self, start: int, stop: int | None = None) -> None:
@@ -169,7 +173,7 @@ class WeightStore:
         """Forget all that a pipeline has in flight; return the owners of the replicas that this worker reads."""
         self._unread.begin(start, stop, since)
         self.replicas.begin(Filling(start, since))
-        self._pending = None
+        self._pending, self._unannounced = None, False
         self._copies.clear()
         self.predictions.forget_all()
         self._let_go()
@@ -276,13 +280,28 @@ class WeightStore:
         watch = self.transport.watch
         watch.open("update")
         self._keep_past()  # first: some predictions need the last update's gradient, which goes now
-        self.updater.gather(minibatch)
+        self.updater.gather()
         clip = self.updater.clip
-        if clip is None or not clip.waits(minibatch):
+        if clip is None:
             self._step(minibatch)
+        elif self.holds_back:
+            self._pending, self._unannounced = minibatch, True
         else:
-            self._pending = minibatch
+            self.updater.announce(minibatch)
+            if clip.waits(minibatch):
+                self._pending = minibatch
+            else:
+                self._step(minibatch)
         watch.close()
+
+    def announce(self) -> None:
+        """Tell the other workers what an update that was held back is to tell; waits for what the next one tells."""
+        if self._pending is None or not self._unannounced:
+            return
+        self._unannounced = False
+        self.transport.watch.open("update")
+        self.updater.announce(self._pending)
+        self.transport.watch.close()
 
     @property
     def unsettled(self) -> int | None:

@@ -24,7 +24,7 @@ class Worker:
 
     def __init__(self, phase: Any = "training", step: int = 12) -> None:
         self.pulse, self.watch = Pulse(), Watch()
-        self.pulse.follow(self.watch)
+        self.pulse.follow([self.watch])
         self.pulse.phase = phase
         self.pulse.numbers[STEP] = step
 
