@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers")
+@option_fields(CompileOptions, "workers", "virtual")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
     CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast", "codec"
@@ -185,7 +185,7 @@ def _print(
     from fxpipe.inspection.shapes import shape_lines
     from fxpipe.lowering.own_rounding import rounding_text
     from fxpipe.observe.record import samples_of
-    from fxpipe.schedule import make as make_schedule
+    from fxpipe.schedule import of_plan
 
     plan = build.plan
     rows = []
@@ -215,7 +215,7 @@ def _print(
     )
     for line in (*microbatch_lines(plan), *shape_lines(plan)):
         echo(line)
-    if prospects and not make_schedule(plan.schedule, plan.workers).synchronous:
+    if prospects and not of_plan(plan).synchronous:
         own, *rest = prospects
         echo(f"staleness: {own.staleness}")
         if rest:

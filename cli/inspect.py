@@ -17,7 +17,7 @@ from fxpipe.errors import BuildError
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy.option import policy_help
-from fxpipe.schedule import SCHEDULES
+from fxpipe.schedule.option import schedule_text
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -32,7 +32,12 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
 @click.option("--after", metavar="PASS", help="Print the program after a pass; `capture` means before the first.")
-@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Show which weights every action sees with it.")
+@click.option(
+    "--schedule",
+    type=schedule_text,
+    metavar="NAME|FILE.csv",
+    help="Show which weights every action sees with it.",
+)
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
@@ -41,7 +46,8 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: all facts, or what was asked for.")
 @option_fields(
     CompileOptions,
-    workers="For a model: stages.",
+    workers="For a model: processes.",
+    virtual="For a model: stages that every process runs in turn.",
     cuts="For a model: what the planner may choose.",
     forward_at="For a model: cut forward before this module.",
     backward_at="For a model: cut backward before this module.",

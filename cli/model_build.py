@@ -145,7 +145,8 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts = ["fxpipe compile", Path(path).name, f"-n {options.workers}"]
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
-    parts += [f"--schedule {options.schedule}"]
+    parts += [f"--schedule {'FILE.csv' if options.from_file else options.schedule}"]
+    parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
     parts += [f"--autocast {options.autocast}"] if options.autocast else []
@@ -181,11 +182,11 @@ def _timed(build: Build, example: Any, task: Task, threads: int, say: Callable[[
     say("timing the stages")
     times = measure_stages(build, example, optimizer=task.optimizer, threads=threads, say=say)
     costs = dataclasses.replace(build.costs, times=times)
-    doubts = doubts_of(costs, threads, build.plan.device)
+    doubts = doubts_of(costs, build.plan.ranks, threads, build.plan.device)
     return dataclasses.replace(build, costs=costs, warnings=(*build.warnings, *doubts))
 
 
-def doubts_of(costs: BuildCosts, threads: int, device: str) -> Iterator[str]:
+def doubts_of(costs: BuildCosts, ranks: int, threads: int, device: str) -> Iterator[str]:
     """Reasons why a run may not reach what the times of the stages promise."""
     times = costs.times
     for k, time in enumerate(times):
@@ -196,8 +197,8 @@ def doubts_of(costs: BuildCosts, threads: int, device: str) -> Iterator[str]:
                 "forecast uses the stage's time, the cuts those of the operators; compile again when it is not busy"
             )
     cores = os.cpu_count() or 1
-    if device == "cpu" and len(times) * threads > cores:
+    if device == "cpu" and ranks * threads > cores:
         yield (
-            f"{len(times)} workers of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here: the "
+            f"{ranks} workers of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here: the "
             "forecast is for workers that have their own cores"
         )

@@ -37,7 +37,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 
 @click.command("plan")
 @click.argument("target", type=click.Path(dir_okay=False))
-@option_fields(CompileOptions, "workers")
+@option_fields(CompileOptions, "workers", "virtual")
 @click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
 @option_fields(
     CompileOptions,

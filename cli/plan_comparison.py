@@ -49,7 +49,6 @@ def compare(
     from fxpipe.errors import FxpipeError
     from fxpipe.inspection.staleness import staleness_of
     from fxpipe.policy import make as make_policy
-    from fxpipe.schedule import make as make_schedule
     from fxpipe.schedule.versions import versions_of
 
     rows: list[Compared] = []
@@ -65,7 +64,7 @@ def compare(
             failed = failed or error
             rows.append(Compared(count, refused=error.what))
             continue
-        versions = versions_of(make_schedule(made.setting.schedule, options.workers, count))
+        versions = versions_of(made.setting.schedule_of(options.stages))
         policy = make_policy(made.setting.policy or "")
         rows.append(Compared(count, staleness_of(policy, versions), made))
     if failed is not None and all(row.refused for row in rows):

@@ -114,7 +114,6 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
     """
     from fxpipe.lowering.choose_codecs import PLAIN, WORTH, ratios_of
     from fxpipe.planner.advice import advised_partitions
-    from fxpipe.schedule import make
     from fxpipe.simulator.of_partition import scenario_of_partition
     from fxpipe.simulator.simulate import simulate, steady_minibatches
 
@@ -122,14 +121,14 @@ def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], s
     setting = counted.setting(subject.device, subject.optimizer)
     found: dict[str, Partition] = {}
     simulated: dict[str, Simulation] = {}
-    schedule = make(setting.schedule, options.workers, setting.microbatches)
+    schedule = setting.schedule_of(options.stages)
     asked = options.encoding
     for encoding in (PLAIN, *asked.candidates) if asked.auto else (asked,):
         packed = replace(setting, ratios=ratios_of(encoding))
         for profile, wanted in subject.profiles(modes):
-            for mode, partition in advised_partitions(profile, packed, options.workers, wanted, say).items():
+            for mode, partition in advised_partitions(profile, packed, options.stages, wanted, say).items():
                 say(f"{mode}: simulating")
-                scenario = scenario_of_partition(profile, partition, packed.workers(options.workers), schedule)
+                scenario = scenario_of_partition(profile, partition, packed.workers(options.stages), schedule)
                 simulation = simulate(schedule, scenario, steady_minibatches(schedule))
                 best = simulated[mode].seconds_per_minibatch if mode in simulated else math.inf
                 if simulation.seconds_per_minibatch < best * (1 - WORTH):

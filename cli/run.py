@@ -20,7 +20,7 @@ from fxpipe.options import flags
 from fxpipe.plan.limits import MOST_WORKERS
 from fxpipe.policy.option import check_policy
 from fxpipe.runtime.options import RunOptions
-from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule import of_plan
 from fxpipe.schedule.segments import Segments
 from fxpipe.task.paced_scheduler import EPOCH
 
@@ -212,8 +212,9 @@ def _checked_plan(options: RunOptions) -> Plan:
     if options.eval_every is not None:
         check_evaluation(plan, "--eval-every")
     Goal.of(options, plan)
-    check_policy(options.policy, options.schedule or plan.schedule, plan.workers, plan.microbatches)
-    Segments.of(options.sync_steps, make_schedule(options.schedule or plan.schedule, plan.workers, plan.microbatches))
+    schedule = of_plan(plan, options.schedule)
+    check_policy(options.policy, schedule)
+    Segments.of(options.sync_steps, schedule)
     return plan
 
 

@@ -88,6 +88,8 @@ def _workers(subject: Subject, recipe: Recipe) -> Workers:
         subject.known.speeds,
         optimizer_bytes=subject.known.optimizer_bytes,
         policy_times=subject.known.policy_times,
+        placement=subject.plan.placement,
+        rows=subject.plan.rows if recipe.schedule.name == subject.plan.schedule else (),
     )
     return setting.workers(subject.plan.workers)
 

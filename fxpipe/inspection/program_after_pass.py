@@ -149,11 +149,12 @@ def _options_of(plan: Plan, folder: Path) -> CompileOptions:
     mode, recompute = _chosen(folder, plan)
     cuts = dataclasses.replace(Cuts.of(plan), recompute=recompute)
     return CompileOptions(
-        workers=plan.workers,
+        workers=plan.ranks,
+        virtual=None if plan.rows else plan.workers // plan.ranks,
         microbatches=plan.microbatches,
         microbatch_dims={leaf.name: leaf.dim for leaf in plan.given},
         constant_batch=[leaf.name for leaf in plan.given if leaf.tensor is None],
-        schedule=plan.schedule,
+        schedule="\n".join(plan.rows) or plan.schedule,
         policy=plan.policy,
         autocast=plan.autocast,
         cuts=cuts,

@@ -24,7 +24,7 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
 
 def speed_of(subject: Subject, rank: int) -> float:
     """A worker's speed; 1 is the device that the costs are of."""
-    return subject.known.speeds[rank] if subject.known.speeds else 1.0
+    return subject.known.speeds[subject.plan.rank_of(rank)] if subject.known.speeds else 1.0
 
 
 def _row(subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffic | None) -> dict[str, Any]:

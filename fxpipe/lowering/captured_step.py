@@ -16,8 +16,6 @@ from fxpipe.lowering.shapes import CapturedShape, capture_shape, further_shapes
 from fxpipe.passes.whole_loss import WholeLoss
 from fxpipe.policy.accuracy_warnings import lost_by
 from fxpipe.policy.spectrain import SpecTrain
-from fxpipe.schedule import kind_of
-from fxpipe.schedule import make as make_schedule
 from fxpipe.schedule.versions import most_missed
 from fxpipe.task.batch import check_divisible, samples_of, shape_text
 from fxpipe.tracing.capture import Loss
@@ -81,7 +79,7 @@ def _chosen(
 ) -> CapturedStep:
     """With the number of microbatches chosen."""
     others = further_shapes(batch, shapes, options.constant_batch)
-    if options.microbatches is not None or kind_of(options.schedule).synchronous:
+    if options.microbatches is not None or options.kind.synchronous:
         chosen, without = _decided(options, [batch, *others], last)
         step = _captured(model, loss, batch, others, chosen, say)
         return step if chosen.count >= without.count else _idle(step, without.count, last)
@@ -173,7 +171,7 @@ def _with_last(step: CapturedStep, model: nn.Module, loss: Loss, batch: Any, las
 
 def _late(options: CompileOptions) -> int:
     """How many updates a forward misses, at most."""
-    return most_missed(make_schedule(options.schedule, options.workers, options.count))
+    return most_missed(options.made_schedule)
 
 
 def _warning_of(step: CapturedStep, what: str, hint: str) -> CapturedStep:

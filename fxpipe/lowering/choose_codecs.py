@@ -159,8 +159,10 @@ class _Forecasts:
     def _occupies(self, way: Way) -> float:
         """How long a link is busy with what takes this way and all others between its workers, in this direction."""
         _, src, dst = way
-        own = sum(e.tensor.bytes for e in self._build.plan.edges if (e.src, e.dst) == (src, dst))
-        return self._build.costs.links.seconds(src, dst, own)
+        plan = self._build.plan
+        links = self._build.costs.links.on([plan.rank_of(worker) for worker in range(plan.workers)])
+        own = sum(e.tensor.bytes for e in plan.edges if (e.src, e.dst) == (src, dst))
+        return links.seconds(src, dst, own)
 
 
 def encoded(

@@ -44,9 +44,9 @@ def choose_cuts(program: Program, profile: Profile, options: CompileOptions, set
         return Choice(Cuts(best.forward, best.backward, best.weights, best.recompute), found)
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     count = len(program.units)
-    if (cuts.workers, cuts.forward[-1]) != (options.workers, count):
+    if (cuts.workers, cuts.forward[-1]) != (options.stages, count):
         raise CutError(
-            f"the cuts are for {cuts.workers} workers and {cuts.forward[-1]} units, the step for {options.workers} "
+            f"the cuts are for {cuts.workers} workers and {cuts.forward[-1]} units, the step for {options.stages} "
             f"and {count}"
         )
     _refuse_parted_buffers(program.units, profile, cuts.forward)
@@ -55,13 +55,13 @@ def choose_cuts(program: Program, profile: Profile, options: CompileOptions, set
 
 def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tuple[Partition, ...]:
     """The partitions that were compared, the chosen one last."""
-    if options.workers > len(profile.units):
+    if options.stages > len(profile.units):
         raise CutError(
-            f"{options.workers} workers, but the step has only {len(profile.units)} units to share",
-            hint=f"use -n {len(profile.units)} or fewer",
+            f"{options.stages} workers, but the step has only {len(profile.units)} units to share",
+            hint=f"use -n {len(profile.units) * options.workers // options.stages} or fewer",
         )
     widest = "bidirectional" if options.cuts == "auto" else str(options.cuts)
-    found = advised_partitions(profile, setting, options.workers, ("same", widest))
+    found = advised_partitions(profile, setting, options.stages, ("same", widest))
     chosen = found[widest]
     if options.cuts == "auto" and "same" in found:
         gains = chosen.bottleneck < found["same"].bottleneck * (1 - WORTH)
@@ -72,7 +72,7 @@ def _planned(profile: Profile, options: CompileOptions, setting: Setting) -> tup
 def _pinned(units: Sequence[str], options: CompileOptions) -> Cuts:
     asked = (("--fp-cut", options.forward_at), ("--bp-cut", options.backward_at))
     alone = not (options.forward_at and options.backward_at)  # these cuts are those of both phases
-    found = [_positions(units, paths, option, options.workers, alone) for option, paths in asked if paths]
+    found = [_positions(units, paths, option, options.stages, alone) for option, paths in asked if paths]
     count = len(units)
     return Cuts((0, *found[0], count), (0, *found[-1], count))
 

@@ -26,7 +26,7 @@ from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
-from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule import of_plan
 
 Codecs = Callable[[Sequence[EdgeSpec]], Mapping[str, str]]
 """Gives edges their codecs, by the edges' names."""
@@ -96,7 +96,7 @@ class Emitter:
         setting, costs = self.setting, self.costs
         plan = make_plan(program, setting)
         plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
-        schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
+        schedule = of_plan(plan)
         demand = Demand(plan, schedule, make_policy(plan.policy))
         rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
         tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}

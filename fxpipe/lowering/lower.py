@@ -136,7 +136,7 @@ def lower(
     """
     options = changed(options, changes)
     options.check()
-    check_loss_scaling(options.schedule, program.autocast)
+    check_loss_scaling(options.kind, program.autocast)
     if program.autocast == FLOAT16:
         options.encoding.check_scaled()
     if options.pad_to is not None:

@@ -64,6 +64,8 @@ def make_plan(program: Program, setting: Setting) -> Plan:
         whole_numbers=program.whole_numbers,
         batch_norm=program.batch_norm,
         loss_weight=any(b.leaf.name == LOSS_WEIGHT for b in program.batch),
+        placement=setting.placement,
+        rows=setting.rows,
         meta=are_on_meta([program.values[p.node] for p in program.parameters]),
     )
 

@@ -69,8 +69,9 @@ def options_of(plan: Plan, batch: Any, hooks: StepHooks) -> CompileOptions:
     dims = {leaf.name: leaf.dim if leaf.tensor else None for leaf in given}
     cuts = Cuts.of(plan)
     return CompileOptions(
-        workers=plan.workers,
-        schedule=plan.schedule,
+        workers=plan.ranks,
+        virtual=None if plan.rows else plan.workers // plan.ranks,
+        schedule="\n".join(plan.rows) or plan.schedule,
         policy=plan.policy,
         microbatches=plan.microbatches,
         microbatch_dims=dims if leaves == list(dims) and plan.microbatches > 1 else None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fxpipe.engines import BACKENDS
-from fxpipe.errors import CutError, FxpipeError, near
+from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
 from fxpipe.options import option
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
@@ -20,9 +20,11 @@ from fxpipe.planner.setting import Setting
 from fxpipe.policy import default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.option import policy_option
-from fxpipe.schedule import SCHEDULES, kind_of
+from fxpipe.schedule import SCHEDULES, Schedule, kind_of, of_text
 from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.csv_rows import RowsOfText
 from fxpipe.schedule.loss_scaling import FLOAT16, check_loss_scaling
+from fxpipe.schedule.option import schedule_text
 
 if TYPE_CHECKING:
     from fxpipe.codecs.encoding import Encoding
@@ -55,14 +57,15 @@ class CompileOptions:
     """What a compile is asked; the fields with flags are options of `fxpipe compile`, too.
 
     Attributes:
-        workers: how many stages there are.
+        workers: how many processes a run has, each with a device. Each runs a worker, which has a stage.
+        virtual: how many workers each process runs in turn: a stage for each. As the schedule has it where None.
         cuts: what the planner may choose: 'same' cuts for forward and backward, 'bidirectional' ones, 'three-way' ones
             (weight gradients apart, too), or 'auto': bidirectional where they gain more than 2%. Or the cuts
             themselves, as unit numbers, instead of all choosing.
         forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
             where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
             worker between two cuts at one place has nothing to do in that phase.
-        schedule: 'async', '1f1b', 'gpipe', 'zb-h1' or 'zb-h2'; the last two make weight gradients apart from backward.
+        schedule: a name of `fxpipe.schedule.SCHEDULES`, a file in torch's format (`….csv`), or the text of one.
         policy: where None, that of `fxpipe.policy.default_for`.
         microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
             the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
@@ -104,7 +107,14 @@ class CompileOptions:
         command: what is written into the stages' headers.
     """
 
-    workers: int = option(2, "-n", "--workers", minimum=1, maximum=MOST_WORKERS, help="Number of stages.")
+    workers: int = option(
+        2,
+        "-n",
+        "--workers",
+        minimum=1,
+        maximum=MOST_WORKERS,
+        help="Number of processes, each with a device; each runs a worker, which has a stage.",
+    )
     cuts: Cuts | CutsMode = option(
         "auto",
         "--cuts",
@@ -117,7 +127,21 @@ class CompileOptions:
     backward_at: Sequence[str] = option(
         (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: same as forward."
     )
-    schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
+    virtual: int | None = option(
+        None,
+        "--virtual",
+        minimum=1,
+        maximum=MOST_WORKERS,
+        metavar="V",
+        help="Stages that every process runs in turn. [default: 1; 2 for interleaved and schedules of a V]",
+    )
+    schedule: str = option(
+        "async",
+        "--schedule",
+        metavar="NAME|FILE.csv",
+        kind=schedule_text,
+        help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format.",
+    )
     policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
         None,
@@ -250,7 +274,65 @@ class CompileOptions:
     @property
     def weights_apart(self) -> bool:
         """Whether stages make weight gradients in a function of their own: as the schedule has it."""
-        return kind_of(self.schedule).weights_apart
+        return self.kind.weights_apart
+
+    @property
+    def from_file(self) -> RowsOfText | None:
+        """The schedule, if it is that of a file.
+
+        Raises:
+            ScheduleError: the file is wrong, or for another number of processes or microbatches than is asked.
+        """
+        made = of_text(self.schedule)
+        if made is None:
+            return None
+        if made.ranks != self.workers:
+            raise ScheduleError(
+                f"the schedule is for {made.ranks} ranks, not {self.workers}", hint=f"compile with -n {made.ranks}"
+            )
+        if self.microbatches not in (None, made.microbatches):
+            raise ScheduleError(
+                f"the schedule is for {made.microbatches} microbatches, not {self.microbatches}",
+                hint="leave out --microbatches",
+            )
+        if self.virtual is not None:
+            raise ScheduleError("the schedule says itself how many stages a process runs", hint="leave out --virtual")
+        return made
+
+    @property
+    def kind(self) -> type[Schedule]:
+        """The kind of the schedule.
+
+        Raises:
+            ScheduleError: there is none of that name.
+        """
+        made = self.from_file
+        return kind_of(self.schedule) if made is None else type(made)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank, which is the number of the process, of each worker.
+
+        Raises:
+            ScheduleError: the schedule cannot have so many workers on a rank.
+        """
+        made = self.from_file
+        return self.kind.usual_placement(self.workers, self.virtual) if made is None else made.placement
+
+    @property
+    def stages(self) -> int:
+        """How many there are; each has a worker."""
+        return len(self.placement)
+
+    @property
+    def made_schedule(self) -> Schedule:
+        """The schedule, with one microbatch where their number is not known yet.
+
+        Raises:
+            ScheduleError: an unknown name, or it cannot have so many workers.
+        """
+        made = self.from_file
+        return make_schedule(self.schedule, self.stages, self.count, self.placement) if made is None else made
 
     def for_batches(self, batches: Sequence[Any]) -> CompileOptions:
         """With the number of microbatches decided where it is not asked: it divides all of these minibatches.
@@ -262,7 +344,9 @@ class CompileOptions:
 
         if self.microbatches is not None:
             return self
-        kind = kind_of(self.schedule)
+        if (made := self.from_file) is not None:
+            return self.of_microbatches(made.microbatches)
+        kind = self.kind
         if kind.usual_microbatches(self.workers, 2 * self.workers) == 1:
             return self.of_microbatches(1)  # of any batch, also of one that cannot be cut
         sizes = [
@@ -312,7 +396,7 @@ class CompileOptions:
             )
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
-        check_loss_scaling(self.schedule, self.autocast)
+        check_loss_scaling(self.kind, self.autocast)
         self.setting()
         encoding = self.encoding
         if self.autocast == FLOAT16:
@@ -328,12 +412,20 @@ class CompileOptions:
         Raises:
             ScheduleError, PolicyError: as for `check`.
         """
-        microbatches = 1 if self.microbatches is None else self.microbatches
-        schedule = make_schedule(self.schedule, self.workers, microbatches)
+        schedule = self.made_schedule
         policy = make_policy(self.policy or default_for(schedule, optimizer.momentum))
         policy.check(schedule)
         links = self.links or (NCCL_NODE if device == "cuda" else GLOO_LOOPBACK)
         speeds, memory = tuple(self.speeds), tuple(self.memory)
         return Setting(
-            schedule.name, str(policy), microbatches, links, speeds, memory, optimizer.state_bytes, optimizer.policy
+            schedule.name,
+            str(policy),
+            schedule.microbatches,
+            links,
+            speeds,
+            memory,
+            optimizer.state_bytes,
+            optimizer.policy,
+            placement=schedule.placement if schedule.several else (),
+            rows=schedule.lines if isinstance(schedule, RowsOfText) else (),
         )

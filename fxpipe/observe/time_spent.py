@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.schedule import SCHEDULES
+from fxpipe.schedule.csv_rows import NAME
 
 LEAST = 0.01
 """The least share of its worker's time for anything to be named."""
@@ -140,7 +141,7 @@ class TimedRun:
         self.workers = {worker.rank: worker for worker in workers}
         self.plans = None if plans is None else dict(zip(self.workers, plans, strict=True))
         self.seconds = seconds
-        self.flushes = schedule in SCHEDULES and SCHEDULES[schedule].synchronous
+        self.flushes = schedule == NAME or (schedule in SCHEDULES and SCHEDULES[schedule].synchronous)
         self.whole = self.plans is not None and all(worker.took is not None for worker in workers)
         self.took = {worker.rank: self._took(worker) for worker in workers}
         apart = () if self.whole else ("predict", "send", *(() if self.plans else ("update",)))

@@ -31,7 +31,7 @@ class BuildCosts:
         times: what each worker takes, measured stage by stage; empty if nothing was measured.
         timings: where in its stages each edge's value is made and needed, for the simulator.
         partitions: what the planner compared, the chosen one last; empty if the cuts were given.
-        links, speeds: what the planner took them to be; no speeds: all equal.
+        links, speeds: what the planner took them to be, between ranks and of ranks; no speeds: all equal.
         optimizer_bytes: of the optimizer's state, for each byte of trained weights.
         policy_times: of what policies do to weights.
         engines: what each part of a stage takes on which engine; empty if nothing was measured.
@@ -88,12 +88,12 @@ def read_costs(folder: Path, plan: Plan) -> BuildCosts | None:
 
 def _check(costs: BuildCosts, plan: Plan) -> None:
     """Raise Malformed for costs that are not those of the plan's workers and units, or are no times or sizes."""
-    for name in ("workers", "times", "speeds"):
-        if (count := len(getattr(costs, name))) not in (0, plan.workers):
-            raise Malformed(f"there are {count}, for {plan.workers} workers", f", $.{name}")
+    for name, wanted in (("workers", plan.workers), ("times", plan.workers), ("speeds", plan.ranks)):
+        if (count := len(getattr(costs, name))) not in (0, wanted):
+            raise Malformed(f"there are {count}, for {wanted} workers", f", $.{name}")
     for matrix, name in ((costs.links.bandwidth, "bandwidth"), (costs.links.latency, "latency")):
-        if isinstance(matrix, tuple) and [len(row) for row in matrix] != [plan.workers] * plan.workers:
-            raise Malformed(f"it is not a matrix for {plan.workers} workers", f", $.links.{name}")
+        if isinstance(matrix, tuple) and [len(row) for row in matrix] != [plan.ranks] * plan.ranks:
+            raise Malformed(f"it is not a matrix for {plan.ranks} workers", f", $.links.{name}")
     units = len(plan.units)
     for i, row in enumerate(costs.workers):
         ranges = (row.forward_units, row.backward_units, row.weight_units)

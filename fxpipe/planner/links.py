@@ -47,6 +47,20 @@ class Links:
         """How long a message of `size` bytes occupies its direction of the link, without the latency."""
         return size / self.bandwidth_of(source, target)
 
+    def on(self, placement: Sequence[int]) -> Links:
+        """The links between workers, if these are between the ranks they run on; within a rank, messages are free.
+
+        Args:
+            placement: the rank of each worker.
+        """
+        if list(placement) == list(range(len(placement))):
+            return self
+
+        def between(of: Callable[[int, int], float], within: float) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(within if a == b else of(a, b) for b in placement) for a in placement)
+
+        return Links(between(self.bandwidth_of, float("inf")), between(self.latency_of, 0.0), self.copy)
+
     def to_row(self) -> dict[str, Any]:
         """For JSON, which has no infinity: numbers as text, except `copy`."""
         return {"bandwidth": _written(self.bandwidth), "latency": _written(self.latency), "copy": self.copy}

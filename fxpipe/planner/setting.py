@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
 from fxpipe.planner.workers import Ratios, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
-from fxpipe.schedule import make
+from fxpipe.schedule import Schedule, from_csv, make
 from fxpipe.schedule.check import held
 
 MOMENTUM = 1.0
@@ -23,11 +24,14 @@ class Setting:
 
     Attributes:
         schedule, policy, microbatches: decide what each worker holds; None means the schedule's default policy.
-        links: None means that messages are free.
-        speeds, memory: of each worker; empty means equal and without limit.
+        links: between ranks.
+        speeds, memory: of each rank; empty means equal and without limit. Workers of a rank have the same share of its
+            memory.
         optimizer_bytes: of the optimizer's state, for each byte of weights.
         policy_times: of what policies do to weights.
         ratios: of what travels, where codecs pack it.
+        placement: the rank of each worker, if there are that many; else the schedule's usual one.
+        rows: of a schedule that was read from a file, as `Plan.rows`.
     """
 
     schedule: str = "async"
@@ -39,6 +43,18 @@ class Setting:
     optimizer_bytes: float = MOMENTUM
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
     ratios: Ratios = field(default_factory=Ratios)
+    placement: tuple[int, ...] = ()
+    rows: tuple[str, ...] = ()
+
+    def schedule_of(self, count: int) -> Schedule:
+        """The schedule of `count` workers.
+
+        Raises:
+            ScheduleError: an unknown name, or the schedule cannot have so many workers.
+        """
+        if self.rows:
+            return from_csv("\n".join(self.rows))
+        return make(self.schedule, count, self.microbatches, self.placement if len(self.placement) == count else ())
 
     def workers(self, count: int) -> Workers:
         """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
@@ -48,15 +64,21 @@ class Setting:
             ScheduleError, PolicyError: an unknown name.
             CutError: speeds, memories or links for another number of workers.
         """
-        schedule = make(self.schedule, count, self.microbatches)
+        schedule = self.schedule_of(count)
         policy = make_policy(self.policy or default_for(schedule))
         weight, gradient = 1.0, 1.0
         kept = copies(policy, schedule)
+        placement, ranks = schedule.placement, schedule.ranks
+        speeds, memory = _for(ranks, self.speeds), _for(ranks, self.memory)
+        for name, values in (("speeds", speeds), ("memory", memory)):
+            if len(values) not in (0, ranks):
+                raise CutError(f"{len(values)} values of {name} for {ranks} workers")
+        self.links.check(ranks)
         return Workers(
             count,
-            speeds=_for(count, self.speeds),
-            memory=_for(count, self.memory),
-            links=self.links,
+            speeds=tuple(speeds[rank] for rank in placement) if speeds else (),
+            memory=tuple(memory[rank] / placement.count(rank) for rank in placement) if memory else (),
+            links=self.links.on(placement),
             microbatches=self.microbatches,
             in_flight=held(schedule),
             owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),

@@ -7,7 +7,7 @@ from typing import Any
 from fxpipe.options import option
 from fxpipe.policy import POLICIES, make
 from fxpipe.policy.base import Policy
-from fxpipe.schedule import make as make_schedule
+from fxpipe.schedule.base import Schedule
 
 
 def policy_option(default: str) -> Any:
@@ -30,15 +30,14 @@ def policy_help(default: str) -> str:
     )
 
 
-def check_policy(policy: str | Policy | None, schedule: str, workers: int, microbatches: int) -> None:
+def check_policy(policy: str | Policy | None, schedule: Schedule) -> None:
     """Refuse what makes no sense before anything long begins. A name that only a model file may know is accepted.
 
     Raises:
-        ScheduleError, PolicyError: an unknown schedule or option, or a combination that makes no sense.
+        PolicyError: an unknown option, or a combination that makes no sense.
     """
-    made = make_schedule(schedule, workers, microbatches)
     if isinstance(policy, str) and policy.split("+")[0] in POLICIES:
-        make(policy).check(made)
+        make(policy).check(schedule)
 
 
 def _policy(text: str) -> str:

@@ -16,6 +16,7 @@ from fxpipe.plan.limits import MOST_THREADS
 from fxpipe.policy.base import Policy
 from fxpipe.policy.option import policy_option
 from fxpipe.schedule import SCHEDULES
+from fxpipe.schedule.option import schedule_text
 from fxpipe.task.paced_scheduler import EPOCH
 
 
@@ -37,7 +38,7 @@ class PipelineOptions:
     """How a build is trained, in one process or in several.
 
     Attributes:
-        schedule: its name; None means the build's.
+        schedule: its name, a file in torch's format (`….csv`), or the text of one; None means the build's.
         policy: its name, with options after it (`pipeoptim+keep`), or the policy itself; None means the build's.
         sync_steps: so many of the first steps of a run under `async` are synchronous: each begins and ends with an
             empty pipeline, and equals that step under `1f1b`. Other schedules take 0.
@@ -71,7 +72,12 @@ class PipelineOptions:
     """
 
     schedule: str | None = option(
-        None, "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions. [default: the build's]"
+        None,
+        "--schedule",
+        metavar="NAME|FILE.csv",
+        kind=schedule_text,
+        help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format. "
+        "[default: the build's]",
     )
     policy: str | Policy | None = policy_option("the build's")  # noqa: RUF009 (it is a field)
     sync_steps: int = option(

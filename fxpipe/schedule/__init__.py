@@ -13,7 +13,7 @@ from fxpipe.schedule.action import Action, parse_row
 from fxpipe.schedule.asynchronous import Async
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import Report, check, grid
-from fxpipe.schedule.csv_rows import ENDING, from_csv, read_csv
+from fxpipe.schedule.csv_rows import ENDING, RowsOfText, from_csv, read_csv, to_csv
 from fxpipe.schedule.gpipe import GPipe
 from fxpipe.schedule.interleaved import Interleaved
 from fxpipe.schedule.one_f_one_b import OneFOneB
@@ -53,6 +53,15 @@ def make(name: str, workers: int, microbatches: int = 1, placement: tuple[int, .
     return kind_of(name)(workers, microbatches, placement)
 
 
+def of_text(text: str) -> RowsOfText | None:
+    """The schedule in a file (`….csv`), or the text of one; None for the name of a schedule.
+
+    Raises:
+        ScheduleError: as `read_csv`.
+    """
+    return read_csv(text) if text.endswith(ENDING) else from_csv(text) if "," in text else None
+
+
 def of_plan(plan: Plan, name: str | None = None) -> Schedule:
     """The schedule of a plan, or another one for its workers.
 
@@ -63,10 +72,9 @@ def of_plan(plan: Plan, name: str | None = None) -> Schedule:
         ScheduleError: there is no such schedule, or it is for other workers, ranks or microbatches.
     """
     if name is None or name == plan.schedule:
-        text = "\n".join(plan.rows)
-        made = from_csv(text, "the plan's schedule") if plan.rows else None
+        made = from_csv("\n".join(plan.rows), "the plan's schedule") if plan.rows else None
     else:
-        made = read_csv(name) if name.endswith(ENDING) else from_csv(name) if "," in name else None
+        made = of_text(name)
     if made is None:
         return make(name or plan.schedule, plan.workers, plan.microbatches, plan.placement)
     placement = plan.placement or tuple(range(plan.workers))
@@ -102,9 +110,13 @@ __all__ = [
     "ZeroBubbleH2",
     "ZeroBubbleV",
     "check",
+    "from_csv",
     "grid",
     "kind_of",
     "make",
     "of_plan",
+    "of_text",
     "parse_row",
+    "read_csv",
+    "to_csv",
 ]

@@ -45,10 +45,11 @@ def scenario_of(plan: Plan, costs: BuildCosts, demand: Demand) -> Scenario:
     sizes = ReplicaMessages(demand)
     timings = {timing.name: timing for timing in costs.timings}
     return Scenario(
-        workers=tuple(_cost(costs, worker) for worker in range(plan.workers)),
+        workers=tuple(_cost(costs, worker, plan.rank_of(worker)) for worker in range(plan.workers)),
         messages=tuple(_message(edge, timings.get(edge.name)) for edge in plan.edges),
         replicas=tuple(replica for owner in range(plan.workers) for replica in _replicas(demand, sizes, owner)),
-        links=costs.links,
+        links=costs.links.on([plan.rank_of(worker) for worker in range(plan.workers)]),
+        placement=plan.placement,
     )
 
 
@@ -64,10 +65,10 @@ def _message(edge: EdgeSpec, timing: EdgeTiming | None) -> Message:
     return sent if timing is None else replace(sent, made=timing.made, needed=timing.needed, places=timing.places)
 
 
-def _cost(costs: BuildCosts, worker: int) -> WorkerCost:
+def _cost(costs: BuildCosts, worker: int, rank: int) -> WorkerCost:
     row = costs.workers[worker]
     time = costs.time(worker)
-    speed = costs.speeds[worker] if costs.speeds else 1.0
+    speed = costs.speeds[rank] if costs.speeds else 1.0
     forward, backward, update, weight = (
         seconds / speed for seconds in (time.forward, time.backward, time.update, time.weight)
     )

@@ -32,6 +32,7 @@ def scenario_of_partition(profile: Profile, partition: Partition, workers: Worke
         messages=tuple(_Messages(profile, partition, workers.ratios, schedule.runs_in("W")).all()),
         replicas=tuple(_replicas(profile, partition, schedule, workers.ratios.weights)),
         links=workers.links,
+        placement=schedule.placement,
     )
 
 

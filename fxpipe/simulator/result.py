@@ -51,8 +51,8 @@ class Simulation:
             empties, do not count; if fewer than two are left, as with workers + 1 minibatches for `async`, it is the
             mean of the whole run.
         busy: each worker's seconds of compute, updates and copying.
-        waited: each worker's seconds of waiting before and between its actions and within them.
-        bubble: the share of the workers' time in the steady state in which they are not busy.
+        waited: each worker's seconds of waiting before its actions and within them.
+        bubble: the share of the ranks' time in the steady state in which they are not busy.
         peak_bytes: each worker's memory at its fullest.
     """
 

@@ -93,6 +93,10 @@ class Scenario:
 
     Messages that are sent, or awaited, at the same point and place of an action keep the order given here.
 
+    Attributes:
+        links: between workers.
+        placement: the rank of each worker; empty where each has its own. Within a rank, messages cost nothing.
+
     Raises:
         ProfileError: costs below zero, workers that do not exist, messages against the pipeline's direction, links that
             carry nothing; all problems are listed.
@@ -102,6 +106,7 @@ class Scenario:
     messages: tuple[Message, ...] = ()
     replicas: tuple[Replica, ...] = ()
     links: Links = field(default_factory=Links)
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -112,11 +117,17 @@ class Scenario:
         if problems:
             raise ProfileError(f"this cannot be simulated: {'; '.join(problems)}")
 
+    def within(self, a: int, b: int) -> bool:
+        """Whether two workers are on one rank."""
+        return a == b or (bool(self.placement) and self.placement[a] == self.placement[b])
+
     def busy(self, worker: int, microbatches: int) -> float:
         """Seconds that a minibatch keeps a worker busy in the steady state: compute, its updates, and copying."""
         cost = self.workers[worker]
-        moved = sum(m.bytes for m in self.messages if worker in (m.src, m.dst))
-        weights = sum(r.bytes for r in self.replicas if worker in (r.owner, r.reader))
+        moved = sum(m.bytes for m in self.messages if worker in (m.src, m.dst) and not self.within(m.src, m.dst))
+        weights = sum(
+            r.bytes for r in self.replicas if worker in (r.owner, r.reader) and not self.within(r.owner, r.reader)
+        )
         action = cost.forward + cost.backward + cost.weight + self.links.copy * moved
         return microbatches * action + cost.update + self.links.copy * weights
 

@@ -9,6 +9,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from fxpipe.plan.spec import PHASES, Phase
+from fxpipe.plan.urgency import URGENT
+from fxpipe.planner.links import Links
 from fxpipe.schedule.base import Schedule
 from fxpipe.simulator.channel import Channel, Direction
 from fxpipe.simulator.scenario import NEVER, Message, Scenario
@@ -59,7 +61,10 @@ def scripts(scenario: Scenario, schedule: Schedule, minibatches: int) -> list[Sc
     outgoing: list[list[Outgoing]] = [[] for _ in scenario.workers]
 
     def channel(src: int, dst: int, size: float, count: int, turn: int) -> Channel:
-        direction = directions.setdefault((src, dst), Direction())
+        if scenario.within(src, dst):  # handed over at once
+            return Channel(src, dst, 0.0, Links(), Direction(), count, URGENT)
+        ranks = schedule.placement[src], schedule.placement[dst]
+        direction = directions.setdefault(ranks, Direction())
         return Channel(src, dst, size, scenario.links, direction, count, turn)
 
     for replica in scenario.replicas:

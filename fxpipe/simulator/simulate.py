@@ -1,7 +1,7 @@
-"""Runs a schedule's rows with costs and links; each worker has its own clock.
+"""Runs a schedule's rows with costs and links; each rank has its own clock.
 
-What a worker does depends on others only through the arrival of messages, and each direction of a link carries the
-messages of one worker in that worker's own order. So no clock is shared and no event queue is needed: a worker runs
+What a rank does depends on others only through the arrival of messages, and each direction of a link carries the
+messages of one worker in that worker's own order. So no clock is shared and no event queue is needed: a rank runs
 until it needs what has not been sent yet, and continues once that is sent, as in `schedule.order.play`.
 
 When a message arrives that waits its turn depends also on what its sender sends later. Whenever it sends, all is known
@@ -18,10 +18,10 @@ from operator import itemgetter
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.urgency import URGENT
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import Action, Event
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import changes
-from fxpipe.schedule.order import Event, play, read
+from fxpipe.schedule.order import play, read
 from fxpipe.simulator.channel import Channel, Stretch
 from fxpipe.simulator.result import Simulation, Span, Transfer
 from fxpipe.simulator.scenario import NEVER, Scenario, WorkerCost
@@ -31,7 +31,8 @@ from fxpipe.simulator.script import Script, scripts
 def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simulation:
     """Run `minibatches` minibatches, as the real runtime would. Linear in actions and messages.
 
-    Each worker runs its row strictly in order. An action computes up to the point where a message is needed, waits for
+    Each rank runs its row, the actions of its workers, strictly in order. Messages between workers of a rank cost
+    nothing. An action computes up to the point where a message is needed, waits for
     it, goes on computing, and sends what it makes without waiting. A message leaves once its direction of the link is
     free, occupies it for bytes ÷ bandwidth, and arrives the latency later. The processor of each end is busy copying
     it: the sender's when it is sent; the receiver's when it is needed or, if the receiver waits, in the last part of
@@ -47,31 +48,34 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     workers = len(scenario.workers)
     if schedule.workers != workers:
         raise ScheduleError(f"the schedule has {schedule.workers} workers, the costs are those of {workers}")
+    if schedule.placement != (scenario.placement or tuple(range(workers))):
+        raise ScheduleError(f"the schedule has its workers on ranks {schedule.placement}, the costs elsewhere")
     if minibatches < 1:
         raise ScheduleError(f"a simulation needs at least 1 minibatch, not {minibatches}")
     rows = read(schedule, minibatches)
     run = _Simulator(scripts(scenario, schedule, minibatches), schedule)
     run.run(rows)
-    if len(run.ends) < workers:
+    if len(run.ends) < schedule.ranks:
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
         raise AssertionError("a run that stops would stop with whole actions too")
-    ends = [run.ends[worker] for worker in range(workers)]
     finished = {span.action.minibatch: span.end for span in run.spans[0] if span.kind != "F"}
-    period = _period(schedule, rows[0], list(finished.values()), max(ends))
+    own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
+    seconds = max(run.ends.values())
+    period = _period(schedule, own[0], list(finished.values()), seconds)
     working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
     return Simulation(
         microbatches=schedule.microbatches,
         spans=tuple(tuple(spans) for spans in run.spans),
         transfers=tuple(run.transfers),
         finished=tuple(finished.values()),
-        seconds=max(ends),
+        seconds=seconds,
         seconds_per_minibatch=period,
-        busy=tuple(end - waited for end, waited in zip(ends, run.waited, strict=True)),
+        busy=tuple(sum(span.end - span.start for span in spans) for spans in run.spans),
         waited=tuple(run.waited),
-        bubble=max(0.0, 1 - working / (workers * period)) if period else 0.0,  # rounding is no work
+        bubble=max(0.0, 1 - working / (schedule.ranks * period)) if period else 0.0,  # rounding is no work
         peak_bytes=tuple(
             cost.static_bytes + _most_kept(schedule, cost, row) + cost.temporary_bytes
-            for cost, row in zip(scenario.workers, rows, strict=True)
+            for cost, row in zip(scenario.workers, own, strict=True)
         ),
     )
 
@@ -86,7 +90,7 @@ class _Simulator:
     """One simulation under way.
 
     Attributes:
-        ends: by worker, when it has finished its row.
+        ends: by rank, when it has finished its row.
     """
 
     def __init__(self, parts: Sequence[Script], schedule: Schedule) -> None:
@@ -97,13 +101,13 @@ class _Simulator:
         self.transfers: list[Transfer] = []
         self.waited = [0.0 for _ in parts]
         self.ends: dict[int, float] = {}
-        self._awake = list(reversed(range(len(parts))))
+        self._awake = list(reversed(range(schedule.ranks)))
         waiting = (channel for part in parts for channel in part.channels if channel.turn != URGENT)
         self._directions = list({id(channel.direction): channel.direction for channel in waiting}.values())
 
-    def run(self, rows: Sequence[Sequence[Action]]) -> None:
-        """Run every worker until all have ended or none can go on."""
-        walks = [self._walk(worker, row) for worker, row in enumerate(rows)]
+    def run(self, rows: Sequence[Sequence[Event]]) -> None:
+        """Run every rank until all have ended or none can go on."""
+        walks = [self._walk(rank, row) for rank, row in enumerate(rows)]
         while self._awake or self._arrive():
             next(walks[self._awake.pop()], None)
 
@@ -121,11 +125,11 @@ class _Simulator:
         self._carried(self._directions[place].carry_all(message))
         return True
 
-    def _walk(self, worker: int, row: Sequence[Action]) -> Iterator[None]:
-        """A worker's way through its row; pauses where it waits for what has not been sent."""
-        part, spans = self.parts[worker], self.spans[worker]
+    def _walk(self, rank: int, row: Sequence[Event]) -> Iterator[None]:
+        """A rank's way through its row; pauses where it waits for what has not been sent."""
         clock = 0.0
-        for action in row:
+        for worker, action in row:
+            part, spans = self.parts[worker], self.spans[worker]
             number = action.minibatch * self.microbatches + action.microbatch
             begin = clock
             for seconds, channel, sends, lags in part.actions[action.phase]:
@@ -157,7 +161,7 @@ class _Simulator:
             spans.append(Span(action.phase, action, begin, clock))  # even without length: every action has its end
             if self.schedule.updates(action):
                 clock = self._update(worker, action, clock)
-        self.ends[worker] = clock
+        self.ends[rank] = clock
 
     def _update(self, worker: int, action: Action, begin: float) -> float:
         """The update that ends a minibatch, and sending its weights; returns when it is over."""
@@ -196,7 +200,7 @@ class _Simulator:
     def _wake(self, channel: Channel, number: int) -> None:
         if channel.asleep == number:
             channel.asleep = -1
-            self._awake.append(channel.dst)
+            self._awake.append(self.schedule.placement[channel.dst])
 
 
 def _needs(schedule: Schedule, scenario: Scenario, worker: int, action: Action) -> Iterator[Event]:

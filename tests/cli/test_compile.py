@@ -135,7 +135,7 @@ def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.
     fine, slow = StageTime(0.010, 0.021, 0.0), StageTime(0.020, 0.040, 0.0)
 
     def doubts(times: tuple[StageTime, ...], threads: int, device: str) -> list[str]:
-        return list(doubts_of(BuildCosts((worker,) * len(times), times), threads, device))
+        return list(doubts_of(BuildCosts((worker,) * len(times), times), len(times), threads, device))
 
     assert doubts((fine, fine), 2, "cpu") == []
     assert ["stage 1 took 2.00 times" in text for text in doubts((fine, slow), 1, "cpu")] == [True]

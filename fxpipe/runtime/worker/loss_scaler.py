@@ -220,7 +220,7 @@ def make_scaler(
         ScheduleError: the schedule has no flush.
         RunError: the options make no sense.
     """
-    check_loss_scaling(recipe.schedule.name, plan.autocast)
+    check_loss_scaling(recipe.schedule, plan.autocast)
     if not plan.scales_loss:
         return None
     initial, interval = options.loss_scale, options.loss_scale_interval

@@ -12,7 +12,12 @@ from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.schedule import SCHEDULES, make
 from fxpipe.schedule.action import Action
 
-CASES = [(name, workers, count) for name in SCHEDULES for workers in (1, 2, 3, 5) for count in (1, 2, 4, 8)]
+CASES = [
+    (name, ranks * kind.usual_virtual, count)
+    for name, kind in SCHEDULES.items()
+    for ranks in (1, 2, 3, 5)
+    for count in (1, 2, 4, 8)
+]
 
 
 @pytest.mark.parametrize(("name", "workers", "microbatches"), CASES)
