@@ -81,6 +81,7 @@ class Toy:
     dropout: bool = False
     counter: bool = True
     weights_codec: str = ""
+    placement: tuple[int, ...] = ()
     spoil: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
@@ -255,7 +256,7 @@ class Toy:
             units=("",) * self.workers,
             parameters=tuple(parameters), buffers=buffers, edges=tuple(edges.values()), stages=tuple(stages),
             weights_file=weights.name, weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
-            weights_codec=self.weights_codec,
+            weights_codec=self.weights_codec, placement=self.placement,
         )  # fmt: skip
         (folder / "plan.json").write_text(plan.to_json())
         (folder.parent / "model.py").write_text(TASK.format(batch=BATCH, width=WIDTH))

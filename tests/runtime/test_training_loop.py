@@ -11,6 +11,8 @@ from covering import covering
 from pipelines import pipeline_of
 from strict_wires import run_in_threads
 
+from fxpipe.runtime.options import PipelineOptions
+
 STEPS = 12
 
 
@@ -36,6 +38,17 @@ OPTIONS: list[dict[str, Any]] = [
     {"forward": (0, 1, 2, 3), "backward": (0, 1, 2, 3), "policy": "spectrain"},
     {"forward": (0, 0), "backward": (0, 0), "tied": False},
 ]
+ROUNDS, FOLDED, UNEVEN = (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0, 0)
+FOUR: dict[str, Any] = {"forward": (0, 0, 1, 2, 3, 3), "backward": (0, 1, 1, 2, 2, 3), "tied": True, "dropout": True}
+HOSTED: list[dict[str, Any]] = [
+    {"schedule": "interleaved", "placement": ROUNDS, "microbatches": 4},
+    {"schedule": "interleaved", "placement": (0, 0, 0, 0), "microbatches": 2},
+    {"schedule": "1f1b", "placement": ROUNDS, "microbatches": 2},
+    {"schedule": "1f1b", "placement": FOLDED, "microbatches": 4},
+    {"schedule": "1f1b", "placement": UNEVEN, "microbatches": 2},
+    {"schedule": "gpipe", "placement": (0, 1, 2, 1), "microbatches": 2},
+    {"schedule": "gpipe", "placement": (0, 2, 1, 0), "microbatches": 1},
+]
 
 
 @pytest.mark.parametrize(("options", "by_channel"), covering(OPTIONS, [False, True], strength=1))
@@ -48,3 +61,21 @@ def test_threads_are_the_local_run(
     run = run_in_threads(folder, data, sgd, by_channel)
     pipeline = pipeline_of(folder, sgd)
     run.check(pipeline.run(data), pipeline.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "by_channel", "clip_norm"), covering(HOSTED, [False, True], [None, 0.1], strength=2)
+)
+def test_ranks_with_several_workers_are_the_local_run(
+    toy: Any, batches: Any, tmp_path: Path, options: dict[str, Any], by_channel: bool, clip_norm: float | None
+) -> None:
+    folder = toy(**FOUR, **options).save(tmp_path / "build")
+    one_each = toy(**{**FOUR, **options, "placement": (), "schedule": "1f1b"}).save(tmp_path / "one_each")
+    run = run_in_threads(folder, batches, sgd, by_channel, options=PipelineOptions(clip_norm=clip_norm))
+    pipeline = pipeline_of(folder, sgd, clip_norm=clip_norm)
+    losses = pipeline.run(batches)
+    run.check(losses, pipeline.state_dict())
+    alone = pipeline_of(one_each, sgd, clip_norm=clip_norm)
+    assert alone.run(batches) == losses
+    state = alone.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
