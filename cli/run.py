@@ -258,7 +258,7 @@ def _print(summary: dict[str, Any]) -> None:
     on_engines = any(name != "eager" for w in summary["workers"] for name in w["engines"])
     rows = [
         [
-            f"worker {w['rank']}",
+            f"worker {w['worker']}",
             *([" · ".join(dict.fromkeys(w["engines"]))] if on_engines else []),
             f"{100 * w['busy']:.0f} %",
             f"{w['forward_ms']:.1f} ms",
@@ -269,7 +269,7 @@ def _print(summary: dict[str, Any]) -> None:
     ]
     print_table(["", *(["engines"] if on_engines else []), "busy", "forward", "backward", "wait"], rows)
     _print_time(summary)
-    stale = [{"worker": w["rank"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
+    stale = [{"worker": w["worker"], **row} for w in summary["workers"] for row in w.get("staleness", ())]
     if any("staleness" in w for w in summary["workers"]) and not stale:
         echo("staleness: too few steps to compare a forward with its update")
     if stale:

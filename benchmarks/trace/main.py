@@ -95,7 +95,7 @@ def difference(traced: dict[int, dict[str, float]], summary: dict[str, Any]) -> 
     """The greatest relative difference between what trace and summary say a worker was busy."""
     found = []
     for row in summary["workers"]:
-        mine = sum(s for kind, s in traced[row["rank"]].items() if kind not in ("wait", "data"))
+        mine = sum(s for kind, s in traced[row["worker"]].items() if kind not in ("wait", "data"))
         said = row["seconds"] - sum(row["spent"][kind] for kind in ("wait", "data", "other"))
         found.append(abs(mine / said - 1))
     return max(found)

@@ -37,7 +37,7 @@ def print_run(facts: dict[str, Any], console: Console) -> None:
         print_text(console, held_out(evaluation["metrics"]))
     workers = run.get("workers") or []
     if workers:
-        shares = [Text.assemble(mark(w["rank"]), f" {100 * w['busy']:.0f} %") for w in workers]
+        shares = [Text.assemble(mark(w["worker"]), f" {100 * w['busy']:.0f} %") for w in workers]
         console.print(Text.assemble("busy  ", Text("  ").join(shares)))
     for loss in run.get("time_losses") or []:
         print_text(console, f"- {loss['text']}")

@@ -163,7 +163,7 @@ def _evaluations(runs: Sequence[Json]) -> dict[str, Pair]:
 
 
 def _workers(runs: Sequence[Json]) -> list[Json]:
-    rows = [{row["rank"]: row for row in run.get("workers") or ()} for run in runs]
+    rows = [{row["worker"]: row for row in run.get("workers") or ()} for run in runs]
     return [
         {
             "worker": rank,

@@ -29,6 +29,7 @@ _WaitJson = TypedDict("_WaitJson", {"what": str, "from": int | None, "seconds": 
 
 
 class _WorkerJson(TypedDict, total=False):
+    worker: int
     rank: Required[int]
     busy: Required[float | None]
     engines: list[str]
@@ -158,6 +159,8 @@ def _summary(folder: Path, problems: list[str]) -> dict[str, Any]:
         except Malformed as problem:
             problems.append(f"{RUN}{problem.place}: {problem.what}: '{key}' is left out")
             del run[key]
+    for row in run.get("workers") or ():
+        row.setdefault("worker", row["rank"])  # an earlier fxpipe had one worker on each rank
     return run
 
 
@@ -203,7 +206,7 @@ def _metrics(
 
 def _staleness(folder: Path, run: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     files = {int(m[1]): path for path in folder.iterdir() if (m := _STALENESS_FILE.fullmatch(path.name))}
-    logged = {row["rank"] for row in run.get("workers") or () if row.get("staleness")}
+    logged = {row["worker"] for row in run.get("workers") or () if row.get("staleness")}
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for worker in sorted(files.keys() | logged):
         path = folder / f"staleness_{worker}.jsonl"
@@ -298,7 +301,7 @@ def _timeline(folder: Path, run: dict[str, Any], problems: list[str]) -> dict[st
     spans = flatten(trace.events)
     if not spans:
         return None
-    silent = sorted({row["rank"] for row in run.get("workers") or ()} - {span.worker for span in spans})
+    silent = sorted({row["worker"] for row in run.get("workers") or ()} - {span.worker for span in spans})
     if silent:
         named = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         problems.append(f"{name} holds nothing of {named} in what is shown")

@@ -120,16 +120,26 @@ def test_it_is_eager_on_the_state_after_the_step(built: tuple[Task, Build], home
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("schedule", ["async", "1f1b"])
-def test_strict_wires(still: tuple[Task, Build], by_channel: bool, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "placement"), [("async", ()), ("1f1b", ()), ("1f1b", (0, 1, 0)), ("gpipe", (0, 0, 1))]
+)
+def test_strict_wires(
+    still: tuple[Task, Build], tmp_path: Path, by_channel: bool, schedule: str, placement: tuple[int, ...]
+) -> None:
     """Messages that are taken as late as may be, and in the order that NCCL asks for."""
     task, build = still
+    plan = dataclasses.replace(
+        build.plan, placement=placement, schedule=schedule, policy="stash" if schedule == "async" else "latest"
+    )
+    build = dataclasses.replace(build, plan=plan).save(
+        tmp_path / "build", model_file=build.folder.parent / "evaluated.py"
+    )
     assert build.folder is not None
     torch.manual_seed(5)
     data = list(task.train_data())
     batches = list(task.eval_data()) * 3
     torch.manual_seed(0)
-    pipeline = build.local(optimizer=task.optimizer, schedule=schedule)
+    pipeline = build.local(optimizer=task.optimizer)
     expected = []
     pipeline.evaluation.while_training(
         lambda version: version in (1, 2, 3),
@@ -138,7 +148,7 @@ def test_strict_wires(still: tuple[Task, Build], by_channel: bool, schedule: str
     )
     losses = pipeline.run(data)
     assert len(expected) == 3
-    run = run_in_threads(build.folder, data, task.optimizer, by_channel, schedule, batches)
+    run = run_in_threads(build.folder, data, task.optimizer, by_channel, evaluated=batches)
     run.check(losses, pipeline.state_dict())
     assert run.evaluations == expected
 

@@ -104,20 +104,20 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 def spent(workers: Sequence[Json]) -> Json:
     """What each worker spent its seconds on, as horizontal bars."""
-    ranks = [w["rank"] for w in workers]
+    places = [w["worker"] for w in workers]
     traces = [
         trace
         for kind in spent_kinds(workers)
-        for trace in _bars(kind, ranks, [_of(w, kind) for w in workers], lambda s: f"{number(s)} s", lying=True)
+        for trace in _bars(kind, places, [_of(w, kind) for w in workers], lambda s: f"{number(s)} s", lying=True)
     ]
     layout = {
         "barmode": "stack",
         "bargap": 0.3,
         "dragmode": False,
         "xaxis": _axis("seconds", fixedrange=True),
-        "yaxis": _axis("worker", autorange="reversed", showgrid=False, fixedrange=True) | _each(len(ranks)),
+        "yaxis": _axis("worker", autorange="reversed", showgrid=False, fixedrange=True) | _each(len(places)),
     }
-    return {"data": traces, "layout": layout, "height": max(120, 50 + len(ranks) * (16 if len(ranks) > 16 else 34))}
+    return {"data": traces, "layout": layout, "height": max(120, 50 + len(places) * (16 if len(places) > 16 else 34))}
 
 
 def spent_kinds(workers: Sequence[Json]) -> list[str]:

@@ -95,7 +95,7 @@ def page(facts: Json) -> str:
     for edge in facts["edges"]:
         edge_kinds.setdefault(edge["kind"], []).append(edge)
     workers = (run or {}).get("workers") or ()
-    waits = [wait | {"rank": w["rank"]} for w in workers for wait in w.get("waits") or ()]
+    waits = [wait | {"worker": w["worker"]} for w in workers for wait in w.get("waits") or ()]
     return (
         _templates()
         .get_template("page.html")

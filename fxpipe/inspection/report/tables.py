@@ -70,7 +70,6 @@ def sized(label: str, key: str) -> Column:
 
 
 WORKER = Column("worker", "worker", chip, "nobreak")
-RANK = Column("worker", "rank", chip, "nobreak")
 
 
 def table(caption: str, columns: Sequence[Column], rows: Sequence[Json]) -> Markup:
@@ -147,7 +146,7 @@ def steps(metrics: dict[str, list[Any]], named: dict[str, list[Any]] | None = No
 
 def spent(workers: Sequence[Json], kinds: Sequence[str]) -> Markup:
     columns = [
-        Column("seconds of worker", "rank", chip, "nobreak"), Column("all", "seconds", form.clock),
+        Column("seconds of worker", "worker", chip, "nobreak"), Column("all", "seconds", form.clock),
         *(Column(kind, f"spent.{kind}", form.clock) for kind in kinds),
     ]  # fmt: skip
     return table("Seconds of the workers", columns, workers)
@@ -155,7 +154,7 @@ def spent(workers: Sequence[Json], kinds: Sequence[str]) -> Markup:
 
 def paces(workers: Sequence[Json]) -> Markup:
     columns = [
-        Column("a minibatch of worker", "rank", chip, "nobreak"), Column("busy", "busy", form.share),
+        Column("a minibatch of worker", "worker", chip, "nobreak"), Column("busy", "busy", form.share),
         Column("F ms", "forward_ms"), Column("B ms", "backward_ms"), Column("wait ms", "wait_ms"),
         Column("engines", "engines", form.listed, "name"),
     ]  # fmt: skip
@@ -164,7 +163,7 @@ def paces(workers: Sequence[Json]) -> Markup:
 
 def waits(rows: Sequence[Json]) -> Markup:
     columns = [
-        RANK, Column("waited for", "what", form.text, "name"), Column("from", "from", chip, ""),
+        WORKER, Column("waited for", "what", form.text, "name"), Column("from", "from", chip, ""),
         Column("seconds", "seconds", form.clock),
     ]  # fmt: skip
     return table("What the workers waited for", columns, rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.observe.trace import HEAD, KINDS, TAIL, Event
+from fxpipe.observe.trace.rows import worker_of
 from fxpipe.typed_json import Malformed, convert, parse
 
 
@@ -96,6 +97,7 @@ class _SpanJson:
     ts: float
     dur: float
     args: _Arguments
+    tid: int = 0
 
 
 class _TraceEvents:
@@ -131,14 +133,15 @@ class _TraceEvents:
         """
         if not isinstance(event, dict):
             raise Malformed("no event")
-        worker = event.get("pid")
-        if isinstance(worker, int) and worker < MOST_WORKERS:
+        process, row = event.get("pid"), event.get("tid", 0)
+        if isinstance(process, int) and isinstance(row, int) and (worker := worker_of(process, row)) < MOST_WORKERS:
             self.workers = max(self.workers, worker + 1)
         if event.get("ph") != "X" or event.get("cat") not in KINDS or not isinstance(event.get("args"), dict):
             return
         found = convert(event, _SpanJson, extra=True)
         minibatch, microbatch = found.args.minibatch, found.args.microbatch
-        if not 0 <= found.pid < MOST_WORKERS or min(minibatch, microbatch) < 0:
+        worker = worker_of(found.pid, found.tid)
+        if not 0 <= worker < MOST_WORKERS or min(minibatch, microbatch) < 0:
             raise Malformed("no worker, minibatch or microbatch has this number")
         if not (abs(found.ts) < MOST_TIME and abs(found.dur) < MOST_TIME):
             raise Malformed("no time")
@@ -147,7 +150,7 @@ class _TraceEvents:
         if self.limit is None or minibatch < self.limit:
             begin, length = round(found.ts * 1e3), round(found.dur * 1e3)
             end = begin + max(length, 0)
-            self.events.append(Event(found.pid, found.cat, found.name, minibatch, microbatch, begin, end))
+            self.events.append(Event(worker, found.cat, found.name, minibatch, microbatch, begin, end))
 
     def trace(self, other: dict[str, Any], problems: Sequence[str]) -> Trace:
         return Trace(tuple(self.events), self.workers, self.minibatches, other, tuple(problems))

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from fxpipe.errors import RunError
 from fxpipe.files import check_creatable
 from fxpipe.observe.trace import ACTIONS, HEAD, TAIL
+from fxpipe.observe.trace.rows import row_of
 
 _ARRIVALS = ("wait", "receive")
 _MARK = 1000
@@ -52,12 +53,19 @@ class TraceWriter:
     backward on worker 0. In an action they touch the moment at which it has received what it waited for, before it
     sends.
 
+    Each worker is a process, to a viewer; where ranks have several workers, each rank is one, with a row for each of
+    its workers.
+
+    Args:
+        placement: the rank of each worker; empty where worker k is on rank k.
+
     Raises:
         RunError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, workers: int, microbatches: int = 1) -> None:
+    def __init__(self, path: str | Path, workers: int, microbatches: int = 1, placement: Sequence[int] = ()) -> None:
         self.path = Path(path)
+        self._placement = placement
         self.workers = workers
         self.microbatches = microbatches
         self._partial = partial(self.path)
@@ -70,7 +78,9 @@ class TraceWriter:
         except OSError as error:
             raise self._refused(error) from error
         self._write(
-            json.dumps(event, separators=(",", ":")) for worker in range(workers) for event in worker_metadata(worker)
+            json.dumps(event, separators=(",", ":"))
+            for worker in range(workers)
+            for event in worker_metadata(worker, placement)
         )
 
     def __enter__(self) -> TraceWriter:
@@ -135,7 +145,7 @@ class TraceWriter:
         order.sort(key=begins.__getitem__)
         open_ends: list[int] = []
         flow: _Flow | None = None
-        place = f'"pid":{worker},"tid":0,"ts":'
+        place = f'{self._place(worker)},"ts":'
         for i in order:
             kind, begin, end = kinds[i], begins[i], ends[i]
             while open_ends and open_ends[-1] <= begin:
@@ -164,8 +174,12 @@ class TraceWriter:
         bound = ',"bp":"e"' if phase == "f" else ""  # else it would bind to the next event, not to the one around it
         return (
             f'{{"ph":"{phase}","cat":"minibatch","name":"minibatch {flow.minibatch}","id":{number},'
-            f'"pid":{worker},"tid":0,"ts":{flow.point / 1e3:.3f}{bound}}}'
+            f'{self._place(worker)},"ts":{flow.point / 1e3:.3f}{bound}}}'
         )
+
+    def _place(self, worker: int) -> str:
+        process, row = row_of(worker, self._placement)
+        return f'"pid":{process},"tid":{row}'
 
     def _write(self, lines: Iterable[str]) -> None:
         assert self._file is not None
@@ -182,12 +196,15 @@ class TraceWriter:
         return RunError(f"{self.path} cannot be written: {error.strerror or error}", hint="choose another --trace")
 
 
-def worker_metadata(worker: int) -> list[dict[str, Any]]:
+def worker_metadata(worker: int, placement: Sequence[int] = ()) -> list[dict[str, Any]]:
     """The events that name a worker's process and its row, and give it its place among the others."""
+    process, row = row_of(worker, placement)
+    place = {"ph": "M", "pid": process, "tid": row}
+    named, lane = (f"rank {process}", f"worker {worker}") if placement else (f"worker {worker}", "compute")
     return [
-        {"ph": "M", "name": "process_name", "pid": worker, "tid": 0, "args": {"name": f"worker {worker}"}},
-        {"ph": "M", "name": "process_sort_index", "pid": worker, "tid": 0, "args": {"sort_index": worker}},
-        {"ph": "M", "name": "thread_name", "pid": worker, "tid": 0, "args": {"name": "compute"}},
+        {**place, "name": "process_name", "args": {"name": named}},
+        {**place, "name": "process_sort_index", "args": {"sort_index": process}},
+        {**place, "name": "thread_name", "args": {"name": lane}},
     ]
 
 

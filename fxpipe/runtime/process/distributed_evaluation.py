@@ -73,9 +73,7 @@ class DistributedEvaluation:
         self.plan = plan
         self._hosted = hosted
         edges = evaluation_edges(plan)
-        self._transports = {
-            worker: DistTransport(plan, worker, wires, addresses, edges, 1, AHEAD) for worker in hosted
-        }
+        self._transports = {worker: DistTransport(plan, worker, wires, addresses, edges, 1, AHEAD) for worker in hosted}
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, transport) for worker, transport in self._transports.items()
         ]

@@ -13,6 +13,7 @@ from fxpipe.errors import FxpipeError, PeerLost
 from fxpipe.files import replaced
 from fxpipe.messages import warn
 from fxpipe.observe.record import AVERAGED_WEIGHTS, BEST_NOTE, BEST_WEIGHTS, FINAL_WEIGHTS, Record, samples_of
+from fxpipe.observe.rows_of_ranks import plans_of_ranks, rows_of_ranks, share_ranks
 from fxpipe.observe.run_folder import FORMAT, RUN, staleness_file
 from fxpipe.observe.time_losses import time_losses
 from fxpipe.observe.trace import OF_TRAINING, Kind
@@ -38,7 +39,8 @@ def worker_row(executor: Executor, rank: int) -> dict[str, Any]:
 
     `engines` are those of its forward and its backward. `forward_ms` and `backward_ms` (with weight gradients and
     updates) are means over microbatches, without waits; `wait_ms` is the mean wait in a microbatch. `seconds` is the
-    time of the worker's training, and the entries of `spent` add up to it; `evaluate` is the time of evaluations during
+    time of the worker's training, and the entries of `spent` add up to it (`others` is the time in which its rank ran
+    its other workers, if it has some); `evaluate` is the time of evaluations during
     training, which comes on top. `took` is the time of its forwards, of its backwards and weight gradients without
     updates, and of its updates, each without waits and receives, as the plan has it (see
     `fxpipe.plan.cost_records.StageTime`). `waits` says what the worker waited for and from whom, `fill` how much of
@@ -117,7 +119,7 @@ def summarize_run(
     `restarts` is a list of `{"cause", "where", "step"}` (see `fxpipe.runtime.process.launch`).
 
     `busy` of a worker is a share of the time of the whole run, because a worker that ends first waits for the others.
-    `bubble` is the share in which the workers are not busy. `efficiency` is the throughput between the filling and the
+    `bubble` is the share in which the ranks are not busy. `efficiency` is the throughput between the filling and the
     emptying of the pipeline, divided by the forecast's; None if too few steps are between them. In one process
     (`local`) the workers take turns, and both are None.
 
@@ -137,6 +139,8 @@ def summarize_run(
         row.pop("log_problems", None)
     forecast = _forecast(options.build, plan, recipe, options.throttle) if together else None
     steady = record.steady_samples_per_second
+    share_ranks(rows)
+    of_ranks = rows_of_ranks(rows) if plan.virtual else rows
     summary: dict[str, Any] = {
         "format": FORMAT,
         "build": {"folder": options.build, "digest": plan.digest},
@@ -158,14 +162,10 @@ def summarize_run(
         "seconds": record.seconds,
         "evaluation_seconds": record.evaluation_seconds,
         "samples_per_second": record.samples_per_second,
-        "bubble": 1 - sum(row["busy"] for row in rows) / len(rows) if together else None,
+        "bubble": 1 - sum(row["busy"] for row in of_ranks) / len(of_ranks) if together else None,
         "forecast": forecast,
         "efficiency": steady / forecast["samples_per_second"] if forecast and steady is not None else None,
-        "time_losses": time_losses(
-            rows, forecast, seconds, record.own_steps, plan.microbatches, recipe.schedule.name, options.sync_steps
-        )
-        if together
-        else [],
+        "time_losses": _time_losses(of_ranks, forecast, seconds, record, plan, recipe) if together else [],
         "workers": list(rows),
         "restarts": [],
         "trace": None,
@@ -235,6 +235,24 @@ def add_trace(summary: dict[str, Any], path: str, write: Callable[[], None]) -> 
         return
     summary["trace"] = path
     write_run(summary)
+
+
+def _time_losses(
+    rows: Sequence[dict[str, Any]],
+    forecast: dict[str, Any] | None,
+    seconds: float,
+    record: Record,
+    plan: Plan,
+    recipe: Recipe,
+) -> list[dict[str, Any]]:
+    """Where the ranks lost their time; where some have several workers, `worker` of a loss is a rank, and so it is
+    called."""
+    of_ranks = forecast
+    if forecast is not None and plan.virtual:
+        of_ranks = {**forecast, "workers": plans_of_ranks(forecast["workers"], plan.placement)}
+    single, name = recipe.segments.single, recipe.schedule.name
+    found = time_losses(rows, of_ranks, seconds, record.own_steps, plan.microbatches, name, single)
+    return [{**loss, "text": loss["text"].replace("worker", "rank")} for loss in found] if plan.virtual else found
 
 
 def _forecast(folder: str, plan: Plan, recipe: Recipe, throttle: str | None = None) -> dict[str, Any] | None:

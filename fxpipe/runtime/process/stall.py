@@ -235,8 +235,7 @@ class WatchingWorker:
         who = process_name(self._rank, self._stall.placement)
         self._stop(
             WorkerLost(
-                f"{who} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or "
-                "that host is",
+                f"{who} has not reached the host of worker 0 for {silent:.0f} s: the link is lost, or that host is",
                 where=f"{who}, {Signs.of(self._pulse.numbers).place}",
                 hint="--stall-timeout SECONDS gives a run more time, 0 for ever",
             )

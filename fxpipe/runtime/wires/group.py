@@ -72,9 +72,7 @@ def open_group(rank: int, ranks: int, timeout: timedelta, exchange: str | None =
         elif _outside is not None:
             dist.group.WORLD = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            dist.init_process_group(
-                "gloo", store=_fresh_store(timeout), rank=rank, world_size=ranks, timeout=timeout
-            )
+            dist.init_process_group("gloo", store=_fresh_store(timeout), rank=rank, world_size=ranks, timeout=timeout)
         _group = dist.group.WORLD
     dist.group.WORLD = None
 

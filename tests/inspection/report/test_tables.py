@@ -107,7 +107,7 @@ def test_speeds_are_shown_where_they_differ(page: Any, written: Any) -> None:
 
 def test_waits_are_sorted(page: Any) -> None:
     rows = page.table("What the workers waited for")
-    waits = [(w["rank"], wait) for w in FACTS["run"]["workers"] for wait in w["waits"]]
+    waits = [(w["worker"], wait) for w in FACTS["run"]["workers"] for wait in w["waits"]]
     assert sorted(rows) == sorted([str(k), x["what"], str(x["from"]), f"{x['seconds']:.3f}"] for k, x in waits)
     assert [row[3] for row in rows] == sorted((row[3] for row in rows), reverse=True)
 

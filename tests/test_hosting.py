@@ -1,0 +1,112 @@
+"""Processes with several workers each: all that belongs to a run, to the bit as with one worker in each process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluated import build_of, write_evaluated
+from several_runs import one_after_the_other
+
+from fxpipe import load
+from fxpipe.runtime.options import RunOptions
+from fxpipe.runtime.process.local_run import run_local
+
+FOLDED, ROUNDS = (0, 1, 1, 0), (0, 1, 0, 1)
+STEPS = 8
+CALLBACKS = """
+
+def lr_scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step // 2))
+
+
+def on_step(step, loss, run):
+    if step == 2:
+        run.set_lr(0.5 * (1 + loss - loss))
+    if step == 3:
+        run.save()
+
+
+def on_eval(step, metrics, run):
+    run.set_lr(1e-2 * metrics["accuracy"] + 1e-3)
+
+
+def on_epoch(epoch, run):
+    print("epoch", epoch, "on rank", run.rank)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds of one model, on four workers: with weight gradients apart, and without."""
+    folder = tmp_path_factory.mktemp("hosting")
+    path = write_evaluated(folder)
+    path.write_text(path.read_text() + CALLBACKS)
+    where = {"forward_at": ("blocks.1", "blocks.3", "blocks.5"), "backward_at": ("blocks.1", "blocks.2", "blocks.5")}
+    for schedule in ("1f1b", "zb-h1"):
+        build_of(path, workers=4, microbatches=4, schedule=schedule, **where)[1].save(
+            folder / schedule, model_file=path
+        )
+    return folder
+
+
+def placed(home: Path, schedule: str, placement: tuple[int, ...]) -> str:
+    """The folder of the same stages on these ranks."""
+    plain = schedule in ("1f1b", "gpipe", "interleaved")
+    folder = home / f"{schedule}-{''.join(map(str, placement))}"
+    if not folder.exists():
+        build = load(home / ("1f1b" if plain else "zb-h1"))
+        plan = dataclasses.replace(build.plan, schedule=schedule, placement=placement)
+        dataclasses.replace(build, plan=plan).save(folder, model_file=home / "evaluated.py")
+    return str(folder)
+
+
+def of_run(out: Path) -> dict[str, bytes]:
+    """All that a run writes and that must be the same, by name: weights, and checkpoints with optimizers' states."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".jsonl")]
+    return {str(path.relative_to(out)): path.read_bytes() for path in files if path.name != "metrics.jsonl"}
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    kept = ("step", "loss", "lr", "grad_norm", "eval")
+    return [{name: row[name] for name in kept if name in row} for row in rows]
+
+
+CASES = [
+    ("interleaved", ROUNDS, {"clip_norm": 0.5, "eval_every": 2, "checkpoint_every": "4", "ema": 0.9}),
+    ("zb-v", FOLDED, {"clip_norm": 0.5, "eval_every": 2, "checkpoint_every": "4", "save_best": "loss"}),
+    ("v-half", FOLDED, {"eval_every": 3, "log_staleness": True}),
+    ("dualpipev", FOLDED, {"eval_every": 2, "throttle": "1Gbit,1ms"}),
+    ("1f1b", ROUNDS, {"clip_norm": 0.5, "ema": 0.9}),
+    ("gpipe", FOLDED, {"checkpoint_every": "4"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_it_has_the_bits_of_one_worker_in_each_process(home: Path, tmp_path: Path) -> None:
+    runs = []
+    for number, (schedule, placement, more) in enumerate(CASES):
+        given: dict[str, Any] = {"steps": STEPS, "seed": 3, "threads": 1, "checkpoint_every": "asked", **more}
+        runs.append(RunOptions(placed(home, schedule, placement), out=str(tmp_path / f"real_{number}"), **given))
+    real = one_after_the_other(runs, 2, tmp_path)
+    for number, (options, summary) in enumerate(zip(runs, real, strict=True)):
+        out = Path(str(options.out))
+        for name, build in (("local", options.build), ("one_each", str(home / one_each(options.build)))):
+            here = tmp_path / f"{name}_{number}"
+            local = run_local(dataclasses.replace(options, build=build, out=str(here)))
+            assert local["losses"] == summary["losses"]
+            assert len(set(local["losses"])) == STEPS
+            assert local["evaluations"] == summary["evaluations"]
+            assert of_run(here) == of_run(out), (name, options.build)
+            assert lines(here) == lines(out)
+            assert local.keys() == summary.keys()
+            assert [row.keys() for row in local["workers"]] == [row.keys() for row in summary["workers"]]
+
+
+def one_each(build: str) -> str:
+    return "1f1b" if Path(build).name.split("-0")[0] in ("1f1b", "gpipe", "interleaved") else "zb-h1"
