@@ -93,7 +93,7 @@ def test_it_has_the_bits_of_one_worker_in_each_process(home: Path, tmp_path: Pat
     for number, (schedule, placement, more) in enumerate(CASES):
         given: dict[str, Any] = {"steps": STEPS, "seed": 3, "threads": 1, "checkpoint_every": "asked", **more}
         runs.append(RunOptions(placed(home, schedule, placement), out=str(tmp_path / f"real_{number}"), **given))
-    real = one_after_the_other(runs, 2, tmp_path)
+    real = one_after_the_other(runs, 2, tmp_path, quiet=False)
     for number, (options, summary) in enumerate(zip(runs, real, strict=True)):
         out = Path(str(options.out))
         for name, build in (("local", options.build), ("one_each", str(home / one_each(options.build)))):

@@ -411,7 +411,7 @@ class DistTransport(Transport):
                 raise RunError(
                     f"worker {self.worker} waits for {cause.name} of worker {cause.worker}, which runs in the same "
                     "process and has not sent it",
-                    hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another waits for",
+                    hint="this is a defect of fxpipe, or of an edited stage that no longer sends what another needs",
                 )
             return found
         self.watch.open("wait", cause)
