@@ -102,7 +102,7 @@ def agree(options: RunOptions, task: TrainingTask | None, rank: int, world: int,
         files = files_read(options)
         plan, checkpoint = check_run(options, from_file=task is None, writes=rank == 0 or options.log_staleness)
         if world != plan.ranks:
-            on = f" on {plan.ranks} ranks" if plan.virtual else ""
+            on = f" on {plan.ranks} rank{'s' if plan.ranks > 1 else ''}" if plan.virtual else ""
             raise RunError(
                 f"the build has {plan.workers} workers{on}, but {world} processes were started",
                 where=options.build,

@@ -83,8 +83,8 @@ class JoinedPipeline(OwnLoop):
         self.plan, self._task = agreed.plan, agreed.task
         if self.plan.virtual:
             raise RunError(
-                f"the build has {self.plan.workers} workers on {self.plan.ranks} ranks, and a loop of your own in each "
-                "process has one worker there",
+                f"the build has {self.plan.workers} workers on {self.plan.ranks} rank"
+                f"{'s' if self.plan.ranks > 1 else ''}, and a loop of your own in each process has one worker there",
                 where=agreed.options.build,
                 hint="`fxpipe run` trains it; so does fxpipe.load(BUILD).local(), with all workers in one process",
             )
