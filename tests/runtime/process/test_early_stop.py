@@ -10,35 +10,36 @@ import pytest
 from fxpipe.runtime.process.early_stop import ending, furthest
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.schedule import SCHEDULES, make
-from fxpipe.schedule.action import Action
 
 CASES = [
-    (name, ranks * kind.usual_virtual, count)
+    (name, kind.usual_placement(ranks, virtual), count)
     for name, kind in SCHEDULES.items()
+    for virtual in {kind.usual_virtual, 2 if kind.synchronous else 1}
     for ranks in (1, 2, 3, 5)
     for count in (1, 2, 4, 8)
 ]
 
 
-@pytest.mark.parametrize(("name", "workers", "microbatches"), CASES)
-def test_no_worker_has_looked_further(name: str, workers: int, microbatches: int) -> None:
-    schedule = make(name, workers, microbatches)
-    for worker in range(workers):
-        row = list(schedule.until(worker, 40))
+@pytest.mark.parametrize(("name", "placement", "microbatches"), CASES)
+def test_no_worker_has_looked_further(name: str, placement: tuple[int, ...], microbatches: int) -> None:
+    schedule = make(name, len(placement), microbatches, placement)
+    for rank in range(schedule.ranks):
+        row, hosted = list(schedule.row_until(rank, 40)), schedule.hosted(rank)
         for version in range(1, 25):
-            reached = row.index(Action("B", version - 1, microbatches - 1))
-            seen = row[: reached + 1 + LOOKAHEAD + 1]
-            assert max(action.minibatch for action in seen) <= version + furthest(schedule)
+            reached = max(row.index((worker, schedule.update_of(version - 1))) for worker in hosted)
+            seen = row[: reached + 1 + LOOKAHEAD * len(hosted) + 1]
+            assert max(action.minibatch for _, action in seen) <= version + furthest(schedule)
 
 
-@pytest.mark.parametrize(("name", "workers", "microbatches"), CASES)
-def test_a_shortened_row_is_that_of_a_shorter_run(name: str, workers: int, microbatches: int) -> None:
-    schedule = make(name, workers, microbatches)
+@pytest.mark.parametrize(("name", "placement", "microbatches"), CASES)
+def test_a_shortened_row_is_that_of_a_shorter_run(name: str, placement: tuple[int, ...], microbatches: int) -> None:
+    schedule = make(name, len(placement), microbatches, placement)
     recipe: Any = SimpleNamespace(schedule=schedule)
-    for worker in range(workers):
+    for rank in range(schedule.ranks):
         end, found = 1000, []
-        for action in ending(schedule.until(worker, 1000), lambda: end, recipe):  # noqa: B023
-            found.append(action)
-            if action == Action("B", 5, microbatches - 1):
+        last = (schedule.hosted(rank)[0], schedule.update_of(5))
+        for event in ending(schedule.row_until(rank, 1000), lambda: end, recipe):  # noqa: B023
+            found.append(event)
+            if event == last:
                 end = 6 + furthest(schedule)
-        assert found == list(schedule.until(worker, end))
+        assert found == list(schedule.row_until(rank, end))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ def test_an_edge_may_be_called_like_a_kind_of_notes() -> None:
     plan = build.plan
     assert BATCH in [edge.name for edge in plan.edges]
     addresses = Addresses(plan, choose(plan).demand)
-    tags = [*map(addresses.tag, plan.all_edges), *map(addresses.tag_of_note, NOTES)]
-    assert len(set(tags)) == len(tags)
+    notes = [addresses.tag_of_note(kind, *pair) for kind in NOTES for pair in product(range(2), repeat=2)]
+    tags = [*map(addresses.tag, plan.all_edges), *notes]
+    assert len(set(tags)) == len(tags) == len(plan.all_edges) + 4 * len(NOTES)
     assert min(tags) > len(addresses.channels)
