@@ -61,7 +61,7 @@ class VShaped(Table):
         ]
 
 
-class _Row:
+class _RankRow:
     """A rank's row in the making: of each worker and phase, the next microbatch comes next."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class ZeroBubbleV(VShaped):
         return 2 * self.ranks - 1
 
     def of_rank(self, rank: int, microbatches: int) -> list[Event]:
-        down, up, row = rank, self.workers - 1 - rank, _Row()
+        down, up, row = rank, self.workers - 1 - rank, _RankRow()
         ahead = 2 * (self.ranks - rank) - 1
         for _ in range(ahead):
             row.add(down, "F")
@@ -149,7 +149,7 @@ class DualPipeV(VShaped):
         return 2 * self.ranks
 
     def of_rank(self, rank: int, microbatches: int) -> list[Event]:
-        down, up, row = rank, self.workers - 1 - rank, _Row()
+        down, up, row = rank, self.workers - 1 - rank, _RankRow()
         before = self.ranks - 1 - rank
         for _ in range(2 * before):
             row.add(down, "F")
