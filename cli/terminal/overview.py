@@ -126,7 +126,11 @@ def print_workers(facts: Facts, console: Console) -> None:
             for phase in ("forward", "backward")
         ]
         row: list[Text | str] = [
-            Text.assemble(mark(w["worker"]), Text(f" on {w['rank']}" if shared else "", style="dim"), Text("*" if w["edited"] else "", style="bold yellow")),
+            Text.assemble(
+                mark(w["worker"]),
+                Text(f" on {w['rank']}" if shared else "", style="dim"),
+                Text("*" if w["edited"] else "", style="bold yellow"),
+            ),
             *begins,
             *(times(w[phase]) for phase in spent),
             f"{w['owned']}{dot}{written(w['owned_bytes'])}",

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 MANY = 8
 """With more workers than this, only as much time is shown as fits into the width."""
 
-_CELL = re.compile(r"((?P<worker>\d+):)?(?P<phase>[FB])(?P<minibatch>\d+)(\.(?P<part>\d+))?@(?P<version>\d+)(\+(?P<ahead>\d+))?")
+_CELL = re.compile(
+    r"((?P<worker>\d+):)?(?P<phase>[FB])(?P<minibatch>\d+)(\.(?P<part>\d+))?@(?P<version>\d+)(\+(?P<ahead>\d+))?"
+)
 
 
 def print_grid(grid: dict[str, Any], console: Console) -> None:

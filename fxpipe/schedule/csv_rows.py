@@ -2,9 +2,9 @@
 
 A line has the actions of one rank in a minibatch, `0F0,0F1,2I0,2W0`: the number of the stage (here: the worker), what
 it does, and the number of the microbatch. F is a forward; I makes the gradients of inputs and W those of weights; B is
-both at once, as BW is. `(0F1;3B0)OVERLAP_F_B` is two actions, one after the other here. What a rank sends, receives, gathers or
-reduces may be in a file, too (`0SEND_F1`, `1UNSHARD`): it is left out, for it follows from the rest. So are empty
-cells.
+both at once, as BW is. `(0F1;3B0)OVERLAP_F_B` is two actions, one after the other here. What a rank sends, receives,
+gathers or reduces may be in a file, too (`0SEND_F1`, `1UNSHARD`): it is left out, for it follows from the rest. So are
+empty cells.
 
 The form is that of `torch.distributed.pipelining`, whose schedules have `_load_csv` and `_dump_csv`, and of
 torchtitan's `pipeline_parallel_schedule_csv`.
