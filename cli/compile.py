@@ -193,7 +193,7 @@ def _print(
         time = build.costs.time(w.rank)
         rows.append(
             [
-                f"worker {w.rank}",
+                f"worker {w.rank}{f' on rank {plan.rank_of(w.rank)}' if plan.virtual else ''}",
                 _begins(w, 0, "backward"),
                 _begins(w, 1, "forward"),
                 f"{1e3 * time.forward:.1f} ms",

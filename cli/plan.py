@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
-from fxpipe.cli.output import echo, emit_json, print_table, size, working
+from fxpipe.cli.output import echo, emit_json, note, print_table, size, working
 from fxpipe.cli.plan_comparison import COMPARED, compare, comparison_json, print_comparison
 from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.limits import MOST_MICROBATCHES
 from fxpipe.planner.links import Links
+from fxpipe.schedule import to_csv
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -55,6 +57,12 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     metavar="M[,M…]",
     help="Pieces of a minibatch; several numbers, 1,2,4,8, are compared. [default: like `compile`]",
 )
+@click.option(
+    "--save-schedule",
+    type=click.Path(dir_okay=False),
+    metavar="FILE.csv",
+    help="Write the order of actions in torch's format, for --schedule and to edit.",
+)
 @click.option("--no-communication", is_flag=True, help="Balance computation alone: messages cost nothing.")
 @click.option(
     "--weight-fraction",
@@ -72,6 +80,7 @@ def plan_command(
     target: str,
     cuts: tuple[str, ...],
     counts: tuple[int, ...],
+    save_schedule: str | None,
     no_communication: bool,
     weight_fraction: float,
     meta: bool,
@@ -93,15 +102,20 @@ def plan_command(
     fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
     fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
     fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
+    fxpipe plan examples/gpt.py -n 2 --schedule zb-v --microbatches 4 --save-schedule zb-v.csv
     """
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
+    if save_schedule is not None and len(counts) > 1:
+        raise click.UsageError("--save-schedule writes one schedule: give one number of microbatches")
     is_model = target.endswith(".py")
     if meta and not is_model:
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
     options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
+    if (given := options.from_file) is not None:
+        options = options.of_microbatches(given.microbatches)
     if not is_model:
         _refuse_model_options(options, costs)
     options = costs.applied(options, meta=meta)
@@ -115,6 +129,9 @@ def plan_command(
         else:
             subject = read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
+    if save_schedule is not None:
+        Path(save_schedule).write_text(to_csv(found.setting.schedule_of(options.stages)), encoding="utf-8")
+        note(f"wrote {save_schedule}")
     if len(counts) > 1:
         if as_json:
             emit_json(comparison_json(rows))
@@ -123,7 +140,7 @@ def plan_command(
     elif as_json:
         emit_json(_as_json(found, modes or MODES))
     else:
-        _print(found, options.workers, modes or MODES)
+        _print(found, options.stages, modes or MODES)
     return 0
 
 

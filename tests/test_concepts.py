@@ -126,6 +126,8 @@ def test_the_grids_of_schedules() -> None:
         ("async", 1, 5),
     ):
         assert f"\n{grid(make_schedule(name, 2, microbatches), minibatches)}\n" in text
+    for name in ("interleaved", "zb-v", "v-half", "v-min", "dualpipev"):
+        assert f"\n{grid(make_schedule(name, 4, 2), 1)}\n" in text
 
 
 def test_the_bubble_of_a_flush() -> None:

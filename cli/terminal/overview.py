@@ -58,7 +58,8 @@ def print_header(facts: Facts, console: Console) -> None:
     build, forecast = facts["build"], facts["forecast"]
     count, parts = build["workers"], build["microbatches"]
     names = [name for name in (build["folder"], build["model"]) if name]
-    what = [*names, f"{count} worker{'s' if count > 1 else ''}", build["device"]]
+    on = f" on {build['ranks']} process{'es' if build['ranks'] > 1 else ''}" if build["ranks"] < count else ""
+    what = [*names, f"{count} worker{'s' if count > 1 else ''}{on}", build["device"]]
     what += [build["autocast"]] if build["autocast"] else []
     what += [f"codec {build['codec']}"] if build["codec"] != "none" else []
     _line(console, what)
@@ -115,6 +116,7 @@ def print_workers(facts: Facts, console: Console) -> None:
         TextColumn(f"saved{by}in flight" if wide else "saved", right=True),
         TextColumn("memory", right=True),
     ]
+    shared = facts["build"]["ranks"] < facts["build"]["workers"]
     engines = any(engine != "eager" for w in facts["workers"] for engine in w["engines"])
     if engines:
         columns.append(TextColumn("engines", spare=2))
@@ -124,7 +126,11 @@ def print_workers(facts: Facts, console: Console) -> None:
             for phase in ("forward", "backward")
         ]
         row: list[Text | str] = [
-            Text.assemble(mark(w["worker"]), Text("*" if w["edited"] else "", style="bold yellow")),
+            Text.assemble(
+                mark(w["worker"]),
+                Text(f" on {w['rank']}" if shared else "", style="dim"),
+                Text("*" if w["edited"] else "", style="bold yellow"),
+            ),
             *begins,
             *(times(w[phase]) for phase in spent),
             f"{w['owned']}{dot}{written(w['owned_bytes'])}",

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 MANY = 8
 """With more workers than this, only as much time is shown as fits into the width."""
 
-_CELL = re.compile(r"(?P<phase>[FB])(?P<minibatch>\d+)(\.(?P<part>\d+))?@(?P<version>\d+)(\+(?P<ahead>\d+))?")
+_CELL = re.compile(
+    r"((?P<worker>\d+):)?(?P<phase>[FB])(?P<minibatch>\d+)(\.(?P<part>\d+))?@(?P<version>\d+)(\+(?P<ahead>\d+))?"
+)
 
 
 def print_grid(grid: dict[str, Any], console: Console) -> None:
-    """A sentence that explains a cell, then a row for each worker and a column for each action, broken at the width."""
+    """A sentence that explains a cell, then a row for each rank and a column for each action, broken at the width."""
     rows: list[list[str]] = grid["rows"]
     console.print(f"{grid['schedule']} · {grid['policy']}")
     if not rows:
@@ -62,6 +64,7 @@ def explained(rows: Sequence[Sequence[str]]) -> str:
         f"{cell[0]}: the {what} of minibatch {cell['minibatch']}{part} sees its worker's weights "
         f"after {updates}{ahead}. "
         f"In ordinary training minibatch m sees version m. {IDLE} is a worker that waits."
+        + (" A row is a process; each action has its worker before it." if cell["worker"] else "")
     )
 
 
@@ -77,10 +80,11 @@ def _busiest(rows: Sequence[Sequence[str]], columns: int, width: int) -> int:
 def _print_part(rows: Sequence[Sequence[str]], first: int, end: int, cell: int, number: int, console: Console) -> None:
     from rich.text import Text
 
-    for worker, row in enumerate(rows):
-        line = Text.assemble(mark(worker, " " * (number - len(str(worker)))), "  ")
+    for rank, row in enumerate(rows):
+        line = Text.assemble(mark(rank, " " * (number - len(str(rank)))), "  ")
         for text in row[first:end]:
-            style = "dim" if text == IDLE else f"bold {colour(worker)}" if text[0] == "B" else colour(worker)
+            of, action = text.split(":") if ":" in text else (str(rank), text)
+            style = "dim" if text == IDLE else f"bold {colour(int(of))}" if action[0] == "B" else colour(int(of))
             line.append(text.ljust(cell), style)
         line.rstrip()
         console.print(line, no_wrap=True)

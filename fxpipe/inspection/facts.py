@@ -129,6 +129,7 @@ def build_facts(subject: Subject) -> Facts:
         "model": None if subject.model is None else subject.model.name,
         "digest": subject.digest,
         "workers": plan.workers,
+        "ranks": plan.ranks,
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "policy": plan.policy,

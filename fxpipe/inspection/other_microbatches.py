@@ -57,7 +57,7 @@ def own_and_others(build: Build) -> tuple[Prospect, ...]:
     known = divisors(samples_of(plan))
     fewer = [d for d in known if 2 * d <= plan.microbatches]
     more = [d for d in known if d >= 2 * plan.microbatches]
-    others = dict.fromkeys([*known[:1], *fewer[-1:], *more[:1]])
+    others = dict.fromkeys([] if plan.rows else [*known[:1], *fewer[-1:], *more[:1]])  # a file has its own number
     counts = [plan.microbatches, *(count for count in others if count != plan.microbatches)]
     return tuple(prospects(plan, build.costs, build.nodes, counts))
 

@@ -50,6 +50,7 @@ def _row(subject: Subject, rank: int, schedule: Schedule | None, traffic: Traffi
     forward, backward, update, weight = _spent(subject, rank)
     return {
         "worker": rank,
+        "rank": plan.rank_of(rank),
         "speed": speed_of(subject, rank),
         "forward_from": begin(plan, stage.forward_units),
         "backward_from": begin(plan, stage.backward_units),

@@ -2,9 +2,9 @@
 
 A line has the actions of one rank in a minibatch, `0F0,0F1,2I0,2W0`: the number of the stage (here: the worker), what
 it does, and the number of the microbatch. F is a forward; I makes the gradients of inputs and W those of weights; B is
-both at once. `(0F1;3B0)OVERLAP_F_B` is two actions, one after the other here. What a rank sends, receives, gathers or
-reduces may be in a file, too (`0SEND_F1`, `1UNSHARD`): it is left out, for it follows from the rest. So are empty
-cells.
+both at once, as BW is. `(0F1;3B0)OVERLAP_F_B` is two actions, one after the other here. What a rank sends, receives,
+gathers or reduces may be in a file, too (`0SEND_F1`, `1UNSHARD`): it is left out, for it follows from the rest. So are
+empty cells.
 
 The form is that of `torch.distributed.pipelining`, whose schedules have `_load_csv` and `_dump_csv`, and of
 torchtitan's `pipeline_parallel_schedule_csv`.
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_WORKERS
@@ -32,7 +32,7 @@ NAME = "csv"
 """What a plan calls the schedule whose rows it has."""
 
 _NUMBER = "0|[1-9][0-9]{0,5}"
-_CELL = re.compile(rf"(?P<worker>{_NUMBER})(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})")
+_CELL = re.compile(rf"(?P<worker>{_NUMBER})(?P<kind>BW|[FBIW])(?P<microbatch>{_NUMBER})")
 _LEFT_OUT = re.compile(rf"(?:{_NUMBER})(?:UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(?:{_NUMBER})?")
 _TOGETHER = re.compile(r"\((?P<inner>[^()]*)\)OVERLAP_F_B")
 _HINT = "a cell is a stage, one of F, B, I, W, and a microbatch: 0F0, 2I1, 2W1; a row has the actions of one rank"
@@ -50,10 +50,8 @@ class RowsOfText(Table):
     lines: tuple[str, ...] = ()
 
     def rows(self) -> list[list[Event]]:
-        return [
-            [(worker, Action("B" if kind == "I" else cast(Phase, kind), 0, j)) for worker, kind, j in _cells(line, "")]
-            for line in self.lines
-        ]
+        phases: dict[str, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
+        return [[(worker, Action(phases[kind], 0, j)) for worker, kind, j in _cells(line, "")] for line in self.lines]
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,9 @@ def _placement(cells: Sequence[Sequence[tuple[int, str, int]]], workers: int, wh
 def _written(row: Sequence[tuple[int, str, int]], apart: bool, own: set[tuple[int, int]]) -> Iterator[str]:
     """The cells of a row as `to_csv` would write them."""
     for worker, kind, j in row:
-        if kind == "B" and apart:
+        if kind in ("B", "BW") and apart:
             yield f"{worker}I{j}"
-            if (worker, j) not in own:
+            if kind == "BW" or (worker, j) not in own:
                 yield f"{worker}W{j}"
         else:
-            yield f"{worker}{kind}{j}"
+            yield f"{worker}{kind[0]}{j}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from itertools import product
 from typing import ClassVar
 
@@ -61,7 +60,7 @@ class VShaped(Table):
         ]
 
 
-class _Row:
+class _RankRow:
     """A rank's row in the making: of each worker and phase, the next microbatch comes next."""
 
     def __init__(self) -> None:
@@ -69,7 +68,7 @@ class _Row:
         self._next: dict[tuple[int, Phase], int] = {}
         self._put_off: deque[int] = deque()
 
-    def add(self, worker: int, phases: Sequence[Phase]) -> None:
+    def add(self, worker: int, *phases: Phase) -> None:
         """The next action of each of these phases."""
         for phase in phases:
             microbatch = self._next.get((worker, phase), 0)
@@ -106,7 +105,7 @@ class ZeroBubbleV(VShaped):
         return 2 * self.ranks - 1
 
     def of_rank(self, rank: int, microbatches: int) -> list[Event]:
-        down, up, row = rank, self.workers - 1 - rank, _Row()
+        down, up, row = rank, self.workers - 1 - rank, _RankRow()
         ahead = 2 * (self.ranks - rank) - 1
         for _ in range(ahead):
             row.add(down, "F")
@@ -114,17 +113,17 @@ class ZeroBubbleV(VShaped):
             row.add(up, "F")
             row.add(down, "F")
         for _ in range(self.ranks - rank):
-            row.add(up, "FBW")
+            row.add(up, "F", "B", "W")
         for place in range(microbatches - self.ranks):
             if place + ahead + rank < microbatches:
                 row.add(down, "F")
-            row.add(down, "BW")
-            row.add(up, "FBW")
+            row.add(down, "B", "W")
+            row.add(up, "F", "B", "W")
         for _ in range(rank):
             row.add(down, "B")
             row.add(up, "B")
         for _ in range(self.ranks - rank):
-            row.add(down, "BW")  # a W that was put off
+            row.add(down, "B", "W")  # a W that was put off
         for worker in (up, down):
             for _ in range(rank):
                 row.add(worker, "W")
@@ -149,7 +148,7 @@ class DualPipeV(VShaped):
         return 2 * self.ranks
 
     def of_rank(self, rank: int, microbatches: int) -> list[Event]:
-        down, up, row = rank, self.workers - 1 - rank, _Row()
+        down, up, row = rank, self.workers - 1 - rank, _RankRow()
         before = self.ranks - 1 - rank
         for _ in range(2 * before):
             row.add(down, "F")
@@ -157,27 +156,27 @@ class DualPipeV(VShaped):
             row.add(down, "F")
             row.add(up, "F")
         for _ in range(before):
-            row.add(up, "BW")
+            row.add(up, "B", "W")
             row.add(up, "F")
         for _ in range(microbatches - 2 * self.ranks + rank + 1):
             row.add(down, "F")
-            row.add(up, "BW")
+            row.add(up, "B", "W")
             row.add(up, "F")
-            row.add(down, "BW")
+            row.add(down, "B", "W")
         for _ in range(before):
-            row.add(up, "BW")
+            row.add(up, "B", "W")
             row.add(up, "F")
-            row.add(down, "BW")
+            row.add(down, "B", "W")
         late = (rank + 1) // 2  # from there on, weight gradients are put off
         for place in range(rank + 1):
             if place >= late + 1 - rank % 2:
                 row.put_off(up)
             else:
-                row.add(up, "BW")
+                row.add(up, "B", "W")
             if place >= late:
                 row.put_off(down)
             else:
-                row.add(down, "BW")
+                row.add(down, "B", "W")
         for _ in range(before):
             row.make_up()
             row.put_off(down)

@@ -9,19 +9,23 @@ from typing import Any
 from fxpipe.inspection.report.formats import plural
 from fxpipe.inspection.report.marks import colour, text_on, tint
 
-_CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
+_CELL = re.compile(r"(?:\d+:)?([FBW])(\d+)(?:\.(\d+))?(?:@(\d+))?(?:\+(\d+))?")
 
 
 def cells(rows: Sequence[Sequence[str]], first: int, end: int) -> list[list[tuple[str, str, str]]]:
-    """For each worker the steps of a range: action, what it sees, style; all empty if the worker waits."""
-    return [[_cell(w, row[i] if i < len(row) else "") for i in range(first, end)] for w, row in enumerate(rows)]
+    """For each rank the steps of a range: action, what it sees, style; all empty if the rank waits.
+
+    Where ranks have several workers, an action has its worker before it: `2:F0`.
+    """
+    return [[_cell(rank, row[i] if i < len(row) else "") for i in range(first, end)] for rank, row in enumerate(rows)]
 
 
-def _cell(worker: int, label: str) -> tuple[str, str, str]:
-    if not _CELL.fullmatch(label):
+def _cell(rank: int, label: str) -> tuple[str, str, str]:
+    if not (found := _CELL.fullmatch(label)):
         return "", "", ""
     action, at, seen = label.partition("@")
-    if label[0] != "F":
+    worker = int(label.split(":")[0]) if ":" in label else rank
+    if found[1] != "F":
         return action, at + seen, f"background:{colour(worker)};color:{text_on(worker)}"
     return action, at + seen, f"background:{tint(worker, 0.28)}"
 
@@ -30,8 +34,9 @@ def example(grid: dict[str, Any]) -> str:
     """One sentence about a cell of this very grid, the most telling one."""
     found = [cell for row in grid["rows"] for label in row if (cell := _CELL.fullmatch(label)) and cell[4]]
     under = f"Under schedule {grid['schedule']} and policy {grid['policy']}, "
+    row = "process, whose actions have their worker before them," if ":" in str(grid["rows"]) else "worker"
     if not found:
-        return f"{under}each row is a worker and each column one step of the pipeline."
+        return f"{under}each row is a {row} and each column one step of the pipeline."
     cell = max(found, key=lambda c: (bool(c[5]), bool(c[5]) and c[1] == "F" and int(c[4]) > 0, int(c[4]) > 0))
     passes = {"F": "forward", "B": "backward", "W": "weight gradients"}[cell[1]]
     microbatch = f", microbatch {cell[3]}," if cell[3] else ""

@@ -184,8 +184,10 @@ def work(workers: Sequence[Json]) -> Markup:
     edited = Markup('{} <span class="quiet">edited</span>')
     rows = [w | {"mark": edited.format(chip(w["worker"])) if w["edited"] else chip(w["worker"])} for w in workers]
     uneven = any((w["speed"] or 1) != 1 for w in workers)
+    shared = any(w["rank"] != w["worker"] for w in workers)
     columns = [
-        plain("worker", "mark"), mono("forward from", "forward_from"), units("units", "forward_units"),
+        plain("worker", "mark"), *([counted("process", "rank")] if shared else []),
+        mono("forward from", "forward_from"), units("units", "forward_units"),
         mono("backward from", "backward_from"), units("units", "backward_units"),
         units("W units", "weight_units"), Column("F ms", "forward_ms"), Column("B ms", "backward_ms"),
         Column("update ms", "update_ms"), Column("engines", "engines", form.listed, "name"),

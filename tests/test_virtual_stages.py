@@ -1,0 +1,165 @@
+"""Several workers in one process: the numbers of eager PyTorch, and the bits of the same cuts under 1F1B."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from as_eager import equals_eager, optimizer
+from cached import captured, cuts, lowered
+from covering import covering
+from random_cuts import random_cuts
+from small_models import CASES
+
+import fxpipe
+from fxpipe.errors import ScheduleError
+from fxpipe.plan import consistency
+from fxpipe.schedule import SCHEDULES, from_csv, make, to_csv
+from fxpipe.typed_json import Malformed
+
+NAMES = [name for name in CASES if name != "gpt-dropout"]
+VIRTUAL = [name for name, kind in SCHEDULES.items() if kind.usual_virtual > 1]
+MERGED = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
+
+
+def trained(build: fxpipe.Build, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    """The losses of some steps, and the state after them."""
+    pipeline = build.local(optimizer=optimizer, **options)
+    losses = [float(pipeline.step(batch)) for batch in captured("gpt-dropout", 4)[0].batches(3)]
+    pipeline.flush()
+    return losses, {name: tensor.tolist() for name, tensor in pipeline.state_dict().items()}
+
+
+@pytest.mark.parametrize(("name", "schedule", "shift"), covering(NAMES, [*VIRTUAL, *MERGED], [0, 1, -1], strength=1))
+def test_it_equals_eager(name: str, schedule: str, shift: int) -> None:
+    build = lowered(name, 4, workers=2, virtual=2, schedule=schedule, **cuts(CASES[name], 4, shift))
+    plan = build.plan
+    assert (plan.workers, plan.ranks, plan.virtual) == (4, 2, True)
+    assert plan.placement == ((0, 1, 0, 1) if schedule in ("interleaved", *MERGED) else (0, 1, 1, 0))
+    equals_eager(name, 3, build)
+
+
+@pytest.mark.parametrize(("name", "schedule"), covering(NAMES, VIRTUAL, strength=1))
+def test_any_legal_cuts_equal_eager(name: str, schedule: str) -> None:
+    """Forward, backward and weight gradients cut apart, parts empty, runs recomputed."""
+    equals_eager(name, 3, lowered(name, 4, workers=2, schedule=schedule, cuts=random_cuts(name, 4, seed=5)))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}], ids=["plain", "clipped"])
+def test_it_has_the_bits_of_1f1b(options: dict[str, Any]) -> None:
+    where = cuts(CASES["gpt-dropout"], 4, 1)
+    expected = trained(lowered("gpt-dropout", 4, workers=4, schedule="1f1b", **where), **options)
+    for schedule in (*VIRTUAL, *MERGED):
+        build = lowered("gpt-dropout", 4, workers=2, virtual=2, schedule=schedule, **where)
+        assert trained(build, **options) == expected, schedule
+
+
+def test_three_workers_on_each_of_two_processes() -> None:
+    where = cuts(CASES["gpt-dropout"], 6, 0)
+    build = lowered("gpt-dropout", 4, workers=2, virtual=3, schedule="interleaved", **where)
+    assert build.plan.placement == (0, 1) * 3
+    assert trained(build) == trained(lowered("gpt-dropout", 4, workers=6, schedule="gpipe", **where))
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    """A plan has its rows; a run can have other ones for the same workers."""
+    where = cuts(CASES["gpt-dropout"], 4, 1)
+    text = to_csv(make("zb-v", 4, 4))
+    path = tmp_path / "own.csv"
+    path.write_text(text)
+    build = lowered("gpt-dropout", 4, workers=2, schedule=str(path), **where)
+    assert (build.plan.schedule, build.plan.placement) == ("csv", (0, 1, 1, 0))
+    assert "\n".join(build.plan.rows) + "\n" == text
+    assert build.plan.weights_apart
+    build.save(tmp_path / "build")
+    loaded = fxpipe.load(tmp_path / "build")
+    assert (loaded.plan.rows, loaded.plan.placement) == (build.plan.rows, build.plan.placement)
+    named = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **where)
+    assert trained(loaded) == trained(named) == trained(named, schedule=str(path)) == trained(loaded, schedule="v-min")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what"),
+    [
+        ("0F0,0B0\n1F0,1B0", "for 2 stages, the build has 4"),
+        ("0F0,0B0", "for 1 ranks, the build has 2"),
+        (to_csv(make("zb-v", 4, 2)), "for 2 microbatches, the build has 4"),
+        (to_csv(make("interleaved", 4, 4)), r"on ranks \[0, 1, 0, 1\], the build on \[0, 1, 1, 0\]"),
+        ("interleaved", "not on"),
+        ("async", "has one worker on each rank"),
+    ],
+)
+def test_a_schedule_that_is_not_for_these_workers(schedule: str, what: str) -> None:
+    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **cuts(CASES["gpt-dropout"], 4, 1))
+    with pytest.raises(ScheduleError, match=what):
+        build.local(optimizer=optimizer, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"schedule": "async", "virtual": 2}, "one worker on each rank, not 2"),
+        ({"schedule": "zb-v", "virtual": 3}, "2 workers on each rank, not 3"),
+        ({"schedule": to_csv(make("zb-v", 6, 4))}, "for 3 ranks, not 2"),
+        ({"schedule": to_csv(make("zb-v", 4, 2))}, "for 2 microbatches, not 4"),
+        ({"schedule": to_csv(make("zb-v", 4, 4)), "virtual": 2}, "says itself how many stages"),
+        ({"schedule": "no.csv"}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_compiled(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ScheduleError, match=what):
+        lowered("gpt-dropout", 4, workers=2, **options)
+
+
+def test_a_plan_with_a_wrong_placement_is_refused() -> None:
+    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **cuts(CASES["gpt-dropout"], 4, 1))
+    for placement in ((1, 0, 0, 1), (0, 1, 1), (0, 2, 2, 0), (0, 1, 2, 3)):
+        with pytest.raises(Malformed, match="cannot run on ranks"):
+            consistency.check(replace(build.plan, placement=placement))
+
+
+def test_the_planner_shares_the_memory_of_a_process() -> None:
+    """Two workers of a process have half of its memory each, and its links and speed."""
+    from fxpipe.lowering.options import CompileOptions
+    from fxpipe.planner.links import Links
+
+    options = CompileOptions(
+        workers=2,
+        schedule="zb-v",
+        microbatches=4,
+        memory=(100.0, 60.0),
+        speeds=(1.0, 0.5),
+        links=Links(((9.0, 1.0), (2.0, 9.0)), 0.25, 0.0),
+    )
+    workers = options.setting().workers(options.stages)
+    assert workers.memory == (50, 30, 30, 50)
+    assert workers.speeds == (1, 0.5, 0.5, 1)
+    assert [workers.links.bandwidth_of(a, b) for a, b in ((0, 1), (1, 2), (2, 3), (3, 2), (1, 0))] == [
+        *(1, float("inf"), 2, 1, 2)
+    ]
+    assert [workers.links.latency_of(a, b) for a, b in ((0, 1), (1, 2), (0, 3))] == [0.25, 0, 0]
+
+
+def test_random_tables_train_alike() -> None:
+    """Rows in which actions have changed places, as far as they are accepted."""
+    import random
+
+    where = cuts(CASES["gpt-dropout"], 4, 1)
+    build = lowered("gpt-dropout", 4, workers=2, schedule="zb-v", **where)
+    expected, chance, tried = trained(build), random.Random(0), 0
+    while tried < 6:
+        rows = [line.split(",") for line in to_csv(make("zb-v", 4, 4)).splitlines()]
+        for _ in range(20):
+            row = chance.choice(rows)
+            place = chance.randrange(len(row) - 1)
+            changed = [*row[:place], row[place + 1], row[place], *row[place + 2 :]]
+            other = [changed if found is row else found for found in rows]
+            try:
+                from_csv("\n".join(map(",".join, other)))
+            except ScheduleError:
+                continue
+            rows = other
+        assert trained(build, schedule="\n".join(map(",".join, rows))) == expected
+        tried += 1
