@@ -165,7 +165,7 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
         from fxpipe.runtime.process.end_process import end_process
         from fxpipe.runtime.process.rank import join
 
-        if node := _other_node():
+        if node := _other_node(options.build):
             note(f"{node} at work here; progress and results are shown on the node of worker 0")
         try:
             summary = join(options)
@@ -192,13 +192,20 @@ def _train(options: RunOptions, local: bool, joined: bool, held: ExitStack) -> d
     return launch(options, plan.ranks, plan.placement)
 
 
-def _other_node() -> str | None:
+def _other_node(build: str) -> str | None:
     """The processes of a machine where worker 0 is not, in the first process of that machine; None in all others."""
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if local or not rank or os.environ.get("GROUP_RANK") in (None, "0"):
         return None
+    from fxpipe.errors import FxpipeError
+    from fxpipe.plan.build_folder import read_plan
+
+    try:
+        noun = "rank" if read_plan(build).virtual else "worker"
+    except FxpipeError:  # said later, with all that is wrong
+        noun = "worker"
     last = rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
-    return f"worker {rank} is" if last == rank else f"workers {rank} to {last} are"
+    return f"{noun} {rank} is" if last == rank else f"{noun}s {rank} to {last} are"
 
 
 def _checked_plan(options: RunOptions) -> Plan:

@@ -19,7 +19,13 @@ class WorkerState(NamedTuple):
 
 
 class Board(Protocol):
-    """Tells what the workers are doing."""
+    """Tells what the workers are doing.
+
+    Attributes:
+        noun: what it has numbers of: `worker`, or `rank` where processes have several.
+    """
+
+    noun: str
 
     def read(self) -> list[Status]:
         """By rank; empty if nothing is known."""
@@ -30,6 +36,7 @@ class Looker:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self.noun = board.noun
         self._before: list[Status] = []
         self._states: list[WorkerState] = []
 
@@ -52,6 +59,8 @@ class Looker:
 class LocalBoard:
     """A board of workers in this process."""
 
+    noun = "worker"
+
     def __init__(self, watches: Sequence[Watch]) -> None:
         self._watches = watches
 
@@ -60,10 +69,10 @@ class LocalBoard:
 
 
 class PulseBoard:
-    """A board of workers in separate processes, by their pulses."""
+    """A board of separate processes, by their pulses."""
 
-    def __init__(self, pulses: Pulses) -> None:
-        self._pulses = pulses
+    def __init__(self, pulses: Pulses, noun: str = "worker") -> None:
+        self._pulses, self.noun = pulses, noun
 
     def read(self) -> list[Status]:
         return [signs.status for signs in self._pulses.read()]

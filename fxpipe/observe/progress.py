@@ -138,7 +138,7 @@ def _bar(states: _States) -> Bar:
         def get_renderables(self) -> Iterable[Any]:
             yield self.make_tasks_table(self.tasks)
             if found := states.now():
-                yield _table(found)
+                yield _table(found, states.looker.noun if states.looker else "worker")
 
     return WithWorkers(
         TextColumn("step"),
@@ -153,7 +153,7 @@ def _bar(states: _States) -> Bar:
     )
 
 
-def _table(states: Sequence[WorkerState]) -> Any:
+def _table(states: Sequence[WorkerState], noun: str) -> Any:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -162,9 +162,9 @@ def _table(states: Sequence[WorkerState]) -> Any:
     rows = list(enumerate(states))
     if len(rows) > SHOWN:
         rows = sorted(sorted(rows, key=lambda row: -row[1].waiting)[: SHOWN - 1])
-    for worker, state in rows:
+    for place, state in rows:
         shares = f"busy {100 * state.busy:.0f} %", f"waiting {100 * state.waiting:.0f} %"
-        table.add_row(f"worker {worker}", *shares, f"{state.in_flight} in flight")
+        table.add_row(f"{noun} {place}", *shares, f"{state.in_flight} in flight")
     if len(rows) < len(states):
         table.add_row(f"{len(states) - len(rows)} others wait less", "", "", "")
     return table

@@ -97,9 +97,7 @@ class TimedWorker:
         waits = _grouped(row.get("waits") or (), fill)
         whole = row.get("took") or {}
         took = Times(*(float(whole[kind]) for kind in WHOLES)) if all(kind in whole for kind in WHOLES) else None
-        return TimedWorker(
-            row.get("worker", row.get("rank")), float(row.get("seconds") or seconds), spent, fill, waits, took
-        )
+        return TimedWorker(row["worker"], float(row.get("seconds") or seconds), spent, fill, waits, took)
 
     def of_all(self, *kinds: str) -> float:
         return sum(self.spent.get(kind, 0.0) for kind in kinds)

@@ -33,6 +33,8 @@ class Steady:
 class Told:
     """A board that says one thing after the other."""
 
+    noun = "worker"
+
     def __init__(self, *found: list[Status]) -> None:
         self.found = list(found)
 
@@ -88,13 +90,13 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
 def test_many_workers_stay_one_line() -> None:
     stream = io.StringIO()
     progress = LineProgress(stream)
-    progress.watch(Steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)]))
+    progress.watch(Steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)], "worker"))
     progress(1, 1, 2.0, 64.0)
     assert stream.getvalue().endswith("busy 0 to 63 %\n")
 
 
 def test_a_terminal_shows_every_worker() -> None:
-    text = rendered(_table([WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)]))
+    text = rendered(_table([WorkerState(0.934, 0.05, 2), WorkerState(0.71, 0.29, 1)], "worker"))
     assert [re.sub(" +", " ", line.strip()) for line in text.splitlines()] == [
         "worker 0 busy 93 % waiting 5 % 2 in flight",
         "worker 1 busy 71 % waiting 29 % 1 in flight",
@@ -102,7 +104,7 @@ def test_a_terminal_shows_every_worker() -> None:
 
 
 def test_a_terminal_shows_of_many_workers_those_that_wait_most() -> None:
-    text = rendered(_table([WorkerState(0.5, worker / 100, 1) for worker in range(64)]))
+    text = rendered(_table([WorkerState(0.5, worker / 100, 1) for worker in range(64)], "worker"))
     lines = text.splitlines()
     assert len(lines) == 16
     assert lines[0].split()[:2] == ["worker", "49"]

@@ -130,7 +130,7 @@ def test_nothing_to_say_of_nothing() -> None:
     assert time_losses([], None, 1.0, 1, 1) == []
     assert time_losses([row(0, F=1.0)], None, 10.0, 0, 1) == []
     assert time_losses([row(0, F=1.0)], None, 0.0, 5, 1) == []
-    assert time_losses([{"rank": 0}], None, 1.0, 1, 1) == []
+    assert time_losses([{"worker": 0}], None, 1.0, 1, 1) == []
 
 
 times = st.floats(0, 5)

@@ -90,6 +90,7 @@ def play(case: Played) -> tuple[list[dict[str, Any]], float]:
     assert all(place[k] == len(queues[k]) for k in range(n)), "the schedule hangs"
     rows = [
         {
+            "worker": k,
             "rank": k,
             "seconds": clock[k] / 1e3,
             "spent": {kind: value / 1e3 for kind, value in spent[k].items()},
@@ -137,4 +138,4 @@ def texts(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def row(rank: int, **spent: float) -> dict[str, Any]:
-    return {"rank": rank, "seconds": 10.0, "spent": spent, "waits": [], "fill": 0.0}
+    return {"worker": rank, "rank": rank, "seconds": 10.0, "spent": spent, "waits": [], "fill": 0.0}

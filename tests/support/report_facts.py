@@ -229,8 +229,8 @@ def _run(workers: int, steps: int, cost: list[Facts]) -> Facts:
     }  # fmt: skip
     rows = [
         {
-            "rank": w, "engines": ["eager", "eager"], "busy": 0.93 - 0.01 * w, "forward_ms": 12.1, "backward_ms": 22.9,
-            "wait_ms": 2.4, "seconds": sum(spent.values()), "spent": dict(spent), "fill": 0.02,
+            "worker": w, "rank": w, "engines": ["eager", "eager"], "busy": 0.93 - 0.01 * w, "forward_ms": 12.1,
+            "backward_ms": 22.9, "wait_ms": 2.4, "seconds": sum(spent.values()), "spent": dict(spent), "fill": 0.02,
             "waits": [
                 {"what": what, "from": max(w - 1, 0), "seconds": 0.41 / 3**place}
                 for place, what in enumerate(("activation", "gradient", "weights", "loss"))

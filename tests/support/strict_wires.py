@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.plan.build_folder import read_plan
+from fxpipe.plan.spec import EdgeSpec
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.coming_shapes import ComingShapes, several_shapes
@@ -105,6 +106,9 @@ class StrictWires:
 
     def rank_of(self, worker: int) -> int:
         return self.placement[worker] if self.placement else worker
+
+    def stays(self, edge: EdgeSpec) -> bool:
+        return self.rank_of(edge.src) == self.rank_of(edge.dst)
 
     def number(self, channel: Any, tag: int | None) -> Any:
         return channel if tag is None else tag

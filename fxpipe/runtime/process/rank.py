@@ -301,7 +301,7 @@ class RankRun:
             watch.begin()
         self.pulse.phase = "training"
         if record is not None:
-            record.begin(PulseBoard(self.pulses))
+            record.begin(PulseBoard(self.pulses, "rank" if self.plan.virtual else "worker"))
         try:
             row = ending(self._row(), lambda: self.total, self.recipe)
             feed, report = (None, None) if record is None else (self.batches, looking(record.step, look))

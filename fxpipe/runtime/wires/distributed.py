@@ -155,6 +155,10 @@ class Wires:
         with peers(self.rank):
             return dist.irecv(numbers, rank, tag=tag), numbers
 
+    def stays(self, edge: EdgeSpec) -> bool:
+        """Whether both ends of an edge are in one process."""
+        return self._rank_of(edge.src) == self._rank_of(edge.dst)
+
     def passing(self, pending: Pending) -> Passing | None:
         """A receive of what another worker of this process sends: it has come, or never will. None for any other."""
         return pending[0] if isinstance(pending[0], Passing) else None
@@ -294,7 +298,8 @@ class DistTransport(Transport):
             self._keep_order(edges)
 
     def add(self, edges: Sequence[EdgeSpec]) -> None:
-        if self.wires.ordered and (found := self.addresses.unconnected(edges)):
+        between = [edge for edge in edges if not self.wires.stays(edge)]
+        if self.wires.ordered and (found := self.addresses.unconnected(between)):
             raise RunError(
                 f"worker {found[0].src} has no line to worker {found[0].dst} for {found[0].name}",
                 hint="NCCL's lines are set up when a run begins: compile with a batch of this shape (--scan N)",
