@@ -199,13 +199,13 @@ class TraceWriter:
 def worker_metadata(worker: int, placement: Sequence[int] = ()) -> list[dict[str, Any]]:
     """The events that name a worker's process and its row, and give it its place among the others."""
     process, row = row_of(worker, placement)
-    place = {"ph": "M", "pid": process, "tid": row}
     named, lane = (f"rank {process}", f"worker {worker}") if placement else (f"worker {worker}", "compute")
-    return [
-        {**place, "name": "process_name", "args": {"name": named}},
-        {**place, "name": "process_sort_index", "args": {"sort_index": process}},
-        {**place, "name": "thread_name", "args": {"name": lane}},
-    ]
+    given: dict[str, dict[str, Any]] = {
+        "process_name": {"name": named},
+        "process_sort_index": {"sort_index": process},
+        "thread_name": {"name": lane},
+    }
+    return [{"ph": "M", "name": name, "pid": process, "tid": row, "args": args} for name, args in given.items()]
 
 
 class _Flow:

@@ -2,7 +2,7 @@
 
 A worker posts receives before it needs them (`training_loop`), and must know by then what will come. So a minibatch's
 shape is told when the first forward of an earlier one begins, `AHEAD` minibatches before: that forward cannot begin on
-a worker before it has begun on the one before, so that nobody waits for a message that is not under way.
+a worker before it has begun on the one before, so that none waits for a message that is not under way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The losses of all steps in every process: the loss worker tells them, and nobody waits before he asks."""
+"""The losses of all steps in every process: the loss worker tells them, and who does not ask does not wait."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Wires:
             return Coming([dist.irecv(data[place], rank, tag=tag) for place in places]), flat
 
     def isend_numbers(self, numbers: Tensor, to: int, tag: int) -> Pending | None:
-        """Begin to send a worker a few float64 numbers that are on the CPU: over gloo, whatever the backend.
+        """Begin to send a worker a few float64 numbers that are on the CPU: over gloo, with any backend.
 
         Returns:
             As `isend`.

@@ -24,7 +24,7 @@ class Loopback:
         self._counts[tag] += 1
 
     def expect(self, tag: int) -> Passing:
-        """A receive of the next message of a tag that nobody has announced a receive of."""
+        """A receive of the first message of a tag that has none yet."""
         self._expected[tag] += 1
         return Passing(self._sent, (tag, self._expected[tag] - 1))
 
@@ -43,5 +43,5 @@ class Passing:
         self._sent, self._key = sent, key
 
     def take(self) -> Tensor | None:
-        """The very tensor that was sent; None if it was not: then waiting would help nobody."""
+        """The very tensor that was sent; None if it was not: waiting would not help."""
         return self._sent.pop(self._key, None)

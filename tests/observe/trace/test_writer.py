@@ -40,6 +40,22 @@ def test_a_file_of_one_event_a_line(tmp_path: Path) -> None:
     assert trace_workers(path) == 2
 
 
+def test_ranks_with_several_workers_have_a_row_for_each(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with TraceWriter(path, 4, placement=(0, 1, 1, 0)) as writer:
+        for worker in range(4):
+            writer.add(worker, ["F"], [f"F{worker}"], [0], [0], [worker], [worker + 1])
+        writer.close({})
+    events = json.loads(path.read_text())["traceEvents"]
+    places = [(e["pid"], e["tid"]) for e in events if e["ph"] == "X"]
+    assert places == [(0, 0), (1, 1), (1, 2), (0, 3)]
+    named = {(e["pid"], e["tid"], e["name"]): e["args"].get("name") for e in events if e["ph"] == "M"}
+    assert (named[1, 2, "process_name"], named[1, 2, "thread_name"]) == ("rank 1", "worker 2")
+    found = read_trace(path)
+    assert [(e.worker, e.name) for e in found.events] == [(w, f"F{w}") for w in range(4)]
+    assert found.workers == trace_workers(path) == 4
+
+
 def arrows(path: Path) -> list[dict[str, Any]]:
     events = json.loads(path.read_text())["traceEvents"]
     return sorted((e for e in events if e["ph"] in "stf"), key=lambda e: e["ts"])

@@ -37,6 +37,14 @@ def test_the_earliest_error_of_ones_own(tmp_path: Path) -> None:
     assert str(error) == "first\n  at: here\n  hint: do this"
 
 
+def test_a_process_of_several_workers_is_called_by_its_rank(tmp_path: Path) -> None:
+    placement = (0, 1, 1, 0, 2)
+    assert first_cause(tmp_path, {1: -9}, SIGNS, placement).what.startswith("rank 1 (workers 1, 2) was killed")
+    assert first_cause(tmp_path, {2: -9}, SIGNS, placement).what.startswith("worker 4 was killed")
+    leave(tmp_path, 0, 1.0, None, "what", trace="lines")
+    assert first_cause(tmp_path, {0: 1}, SIGNS, placement).what.startswith("rank 0 (workers 0, 3) stopped on an")
+
+
 @pytest.mark.parametrize(
     ("ends", "message"),
     [

@@ -69,6 +69,21 @@ def test_who_waits_for_a_shape_that_is_compiled_does_not_stand_still_while_that_
     )
 
 
+def test_processes_of_several_workers_are_called_by_their_ranks() -> None:
+    data = Worker()
+    data.watch.open("data")
+    placement = (0, 1, 2, 0, 1)
+    said = looks(61, [data, Worker().waits("activation", 3), Worker().waits("gradient", 4)], placement=placement)
+    assert said[60].text.splitlines() == [
+        "no worker has moved for 60 s: rank 0 (workers 0, 3) waits for the data of step 12",
+        "  rank 0 (workers 0, 3) waits for the data of step 12",
+        "  rank 1 (workers 1, 4) waits for worker 3: an activation of step 12",
+        "  worker 2 waits for worker 4: a gradient of step 12",
+    ]
+    silent = looks(61, [data, data, data], silent=(1, 2), placement=placement)
+    assert silent[60].text.startswith("no worker has moved for 60 s: rank 1 (workers 1, 4), worker 2 does not answer")
+
+
 def test_it_is_said_at_growing_intervals_until_the_end() -> None:
     data = Worker()
     data.watch.open("data")

@@ -52,7 +52,7 @@ def transports(folder: Path) -> dict[int, DistTransport]:
 
 
 def test_it_takes_no_time_and_no_copy(toy: Any, tmp_path: Path) -> None:
-    """Whatever links there are: values, notes, weights, the loss."""
+    """Over any links: values, notes, the loss."""
     folder = toy(forward=(0, 1, 2), backward=(0, 1, 2), schedule="1f1b", placement=PLACEMENT).save(tmp_path / "build")
     zero, two = (of_worker := transports(folder))[0], of_worker[2]
     edge = next(e for e in read_plan(folder).edges if (e.src, e.dst) == (0, 2))
@@ -78,7 +78,7 @@ def test_it_takes_no_time_and_no_copy(toy: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_not_sent_is_an_error(toy: Any, tmp_path: Path) -> None:
-    """Nobody else could send it meanwhile."""
+    """No other process could send it meanwhile."""
     folder = toy(forward=(0, 1, 2), backward=(0, 1, 2), schedule="1f1b", placement=PLACEMENT).save(tmp_path / "build")
     two = transports(folder)[2]
     edge = next(e for e in read_plan(folder).edges if (e.src, e.dst) == (0, 2))

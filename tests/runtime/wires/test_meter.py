@@ -16,6 +16,7 @@ from fxpipe.plan.urgency import CHUNK, SAVED, URGENT, WEIGHTS
 from fxpipe.planner.links import Links
 from fxpipe.planner.throttle import read_throttle
 from fxpipe.runtime.wires.distributed import Wires
+from fxpipe.runtime.wires.mailbox import Mailbox
 from fxpipe.runtime.wires.meter import Letter, Meter
 from fxpipe.schedule import Action
 from fxpipe.simulator.channel import Channel, Direction
@@ -182,6 +183,15 @@ def test_letters_of_a_local_pipeline_take_their_time(build: Any) -> None:
         took = time.perf_counter() - begin
     assert losses[0] == losses[1]
     assert took > 3 * SECONDS  # both ways at once
+
+
+def test_letters_within_a_rank_take_none() -> None:
+    mailbox = Mailbox((), Links(1e-6), placement=(0, 1, 0))
+    mailbox.put(0, 2, "here", torch.zeros(1000))
+    mailbox.put(0, 1, "there", torch.zeros(1000))
+    assert mailbox.has("here")
+    assert not mailbox.has("there")
+    assert len(mailbox.take("here")) == 1000
 
 
 TASK = """
