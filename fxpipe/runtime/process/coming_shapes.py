@@ -15,7 +15,7 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.process.training_loop import LOOKAHEAD
 from fxpipe.runtime.wires.addresses import BATCH
-from fxpipe.runtime.wires.line import Line
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 
 AHEAD = LOOKAHEAD + 1
@@ -39,7 +39,7 @@ class ComingShapes:
 
     def __init__(
         self,
-        line: Line,
+        line: ProcessLine,
         transport: Transport,
         total: int,
         read: Callable[[int], int] | None,
