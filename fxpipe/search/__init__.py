@@ -1,0 +1,24 @@
+"""Which schedule, with how many microbatches and which cuts, takes least time: planned and simulated, no torch.
+
+candidate (what is compared) → plans (the planner's cuts for each) → trial (one plan, simulated) → climb (cuts that the
+simulator likes better) → reasons (what the others lose) → search (all of it, ranked).
+"""
+
+from __future__ import annotations
+
+from fxpipe.search.candidate import AUTO, Candidate, Question, Sized, candidates, microbatch_counts, schedules_of
+from fxpipe.search.search import Ranking, search
+from fxpipe.search.trial import Trial
+
+__all__ = [
+    "AUTO",
+    "Candidate",
+    "Question",
+    "Ranking",
+    "Sized",
+    "Trial",
+    "candidates",
+    "microbatch_counts",
+    "schedules_of",
+    "search",
+]

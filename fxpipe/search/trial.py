@@ -1,0 +1,123 @@
+"""One plan under one schedule, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+
+from fxpipe.planner.links import Links
+from fxpipe.planner.partition import Partition, of_cuts
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Workers
+from fxpipe.policy import make as make_policy
+from fxpipe.policy.copies import delay
+from fxpipe.schedule import Schedule, make
+from fxpipe.schedule.versions import versions_of
+from fxpipe.search.candidate import Candidate, Sized
+from fxpipe.simulator.of_partition import scenario_of_partition
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.simulate import simulate, steady_minibatches
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A partition that fits into memory, and what it does under its candidate's schedule.
+
+    Attributes:
+        setting: the schedule, its policy, and what it was planned for.
+    """
+
+    candidate: Candidate
+    sized: Sized
+    setting: Setting
+    partition: Partition
+    scenario: Scenario
+    simulation: Simulation
+
+    @property
+    def seconds(self) -> float:
+        """Of a minibatch, in the steady state."""
+        return self.simulation.seconds_per_minibatch
+
+    @property
+    def pace(self) -> float:
+        """The same, comparable with trials of other numbers of microbatches."""
+        return self.sized.share(self.seconds)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the worker that holds most."""
+        return max(load.memory for load in self.partition.loads)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its schedule."""
+        return make(self.setting.schedule, len(self.partition.loads), self.setting.microbatches)
+
+    @cached_property
+    def staleness(self) -> int:
+        """How many updates a forward misses at most."""
+        schedule = self.schedule
+        if schedule.synchronous:
+            return 0
+        policy, versions = make_policy(self.setting.policy or ""), versions_of(schedule)
+        return max(delay(policy, versions, worker) for worker in range(schedule.workers))
+
+    @cached_property
+    def busy(self) -> float:
+        """Seconds of a minibatch in which a worker computes, updates or copies, on average."""
+        workers, microbatches = len(self.scenario.workers), self.setting.microbatches
+        return sum(self.scenario.busy(worker, microbatches) for worker in range(workers)) / workers
+
+    @cached_property
+    def waits_for_links(self) -> float:
+        """Seconds of a minibatch that links add: it would take so much less if messages took no time on the way."""
+        free = replace(self.scenario, links=Links(copy=self.scenario.links.copy))
+        schedule = self.schedule
+        return max(0.0, self.seconds - simulate(schedule, free, steady_minibatches(schedule)).seconds_per_minibatch)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Simulates plans of one candidate.
+
+    Attributes:
+        profile, workers: what the candidate's schedule makes of its units and its workers.
+    """
+
+    candidate: Candidate
+    sized: Sized
+    setting: Setting
+    profile: Profile
+    workers: Workers
+
+    @staticmethod
+    def of(candidate: Candidate, sized: Sized, setting: Setting, workers: int) -> Judge:
+        """For so many workers of the setting."""
+        profile = sized.profile(candidate.schedule, candidate.mode)
+        return Judge(candidate, sized, setting, profile, setting.workers(workers))
+
+    def trial(self, partition: Partition) -> Trial:
+        """What a partition does that fits."""
+        schedule = make(self.candidate.schedule, self.workers.count, self.candidate.microbatches)
+        scenario = scenario_of_partition(self.profile, partition, self.workers, schedule)
+        simulation = simulate(schedule, scenario, steady_minibatches(schedule))
+        return Trial(self.candidate, self.sized, self.setting, partition, scenario, simulation)
+
+    def of_cuts(self, like: Partition, forward: Cut, backward: Cut, weights: Cut, send: bool = False) -> Trial | None:
+        """What other cuts do, if they fit into memory; the same mismatched units are computed again as in `like`.
+
+        Args:
+            send: compute nothing again: what is mismatched travels.
+        """
+        again = () if send else like.recompute
+        mode = self.candidate.mode
+        found = of_cuts(self.profile, self.workers, forward, backward, weights, recompute=again, mode=mode)
+        return self.trial(found) if isfinite(found.bottleneck) else None
+
+
+Cut = tuple[int, ...]
+"""The positions of one kind of cuts."""
