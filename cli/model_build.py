@@ -146,6 +146,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
     parts += [f"--schedule {options.schedule}"]
+    parts += ["--synchronous"] if options.synchronous else []
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []
     parts += [f"--autocast {options.autocast}"] if options.autocast else []

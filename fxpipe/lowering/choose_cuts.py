@@ -25,6 +25,12 @@ class Choice:
     cuts: Cuts
     partitions: tuple[Partition, ...] = ()
 
+    @staticmethod
+    def of(*partitions: Partition) -> Choice:
+        """The last of some partitions."""
+        best = partitions[-1]
+        return Choice(Cuts(best.forward, best.backward, best.weights, best.recompute), partitions)
+
 
 def choose_cuts(program: Program, profile: Profile, options: CompileOptions, setting: Setting) -> Choice:
     """The cuts of a program whose units are numbered.
@@ -39,9 +45,7 @@ def choose_cuts(program: Program, profile: Profile, options: CompileOptions, set
             units, or one that would part the readers of a buffer from the unit that updates it.
     """
     if options.planned:
-        found = _planned(profile, options, setting)
-        best = found[-1]
-        return Choice(Cuts(best.forward, best.backward, best.weights, best.recompute), found)
+        return Choice.of(*_planned(profile, options, setting))
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)
     count = len(program.units)
     if (cuts.workers, cuts.forward[-1]) != (options.workers, count):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fxpipe.build.build import Build
 from fxpipe.ir.program import Buffer, Parameter, Program
@@ -24,6 +24,7 @@ from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Ratios
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import make as make_schedule
@@ -47,6 +48,7 @@ class Emitter:
         setting: what the planner plans for.
         codec_times: what codecs take.
         first: the number of the next pass.
+        known: the cuts that are known already, by what travels for each byte of values.
     """
 
     program: Program
@@ -57,6 +59,7 @@ class Emitter:
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
     first: int
+    known: Mapping[Ratios, Choice] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -78,7 +81,8 @@ class Emitter:
         Raises:
             CutError: as `choose_cuts`.
         """
-        return choose_cuts(self.planned, self.profile, self.options, setting)
+        known = self.known.get(setting.ratios)
+        return known or choose_cuts(self.planned, self.profile, self.options, setting)
 
     def emit(
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fxpipe.engines import BACKENDS
-from fxpipe.errors import CutError, FxpipeError, near
+from fxpipe.errors import CutError, FxpipeError, ScheduleError, near
 from fxpipe.options import option
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts
 from fxpipe.plan.limits import MOST_MICROBATCHES, MOST_THREADS, MOST_WORKERS
@@ -32,11 +32,23 @@ if TYPE_CHECKING:
     from fxpipe.task.padding import Pad
 
 IN_PYTHON = "fxpipe.compile(...)"
+AUTO = "auto"
+"""In place of a schedule's name: the one that takes least time, see `fxpipe.search`."""
+
 SCANNED = 8
 """Batches that are read for their shapes, where nothing is asked."""
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
+
+
+def not_synchronous(schedule: str) -> ScheduleError:
+    """Says why a schedule is not what `synchronous` asks for."""
+    return ScheduleError(
+        f"schedule '{schedule}' is not synchronous: its forwards miss updates, so that it does not train exactly as "
+        "one worker would",
+        hint="leave the schedule out for the fastest that does, or leave --synchronous out",
+    )
 
 
 def _dims(text: str) -> dict[str, int | None]:
@@ -63,6 +75,9 @@ class CompileOptions:
             where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
             worker between two cuts at one place has nothing to do in that phase.
         schedule: 'async', '1f1b', 'gpipe', 'zb-h1' or 'zb-h2'; the last two make weight gradients apart from backward.
+            'auto': that which takes least time, with the number of microbatches and the cuts that it takes it with.
+        synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
+            without a schedule takes the fastest of them.
         policy: where None, that of `fxpipe.policy.default_for`.
         microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
             the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
@@ -117,7 +132,15 @@ class CompileOptions:
     backward_at: Sequence[str] = option(
         (), "--bp-cut", metavar="PATH", help="Cut backward before this module; default: same as forward."
     )
-    schedule: str = option("async", "--schedule", choices=tuple(sorted(SCHEDULES)), help="Order of the actions.")
+    schedule: str = option(
+        "async",
+        "--schedule",
+        choices=(AUTO, *sorted(SCHEDULES)),
+        help="Order of the actions; auto: the fastest by the simulator, with its cuts and microbatches.",
+    )
+    synchronous: bool = option(
+        False, "--synchronous", help="Train exactly as one worker would: the fastest schedule that does so."
+    )
     policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
         None,
@@ -312,6 +335,8 @@ class CompileOptions:
             )
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
+        if self.synchronous and not kind_of(self.schedule).synchronous:
+            raise not_synchronous(self.schedule)
         check_loss_scaling(self.schedule, self.autocast)
         self.setting()
         encoding = self.encoding

@@ -6,12 +6,11 @@ simulator likes better) → reasons (what the others lose) → search (all of it
 
 from __future__ import annotations
 
-from fxpipe.search.candidate import AUTO, Candidate, Question, Sized, candidates, microbatch_counts, schedules_of
+from fxpipe.search.candidate import Candidate, Question, Sized, candidates, microbatch_counts, schedules_of
 from fxpipe.search.search import Ranking, search
 from fxpipe.search.trial import Trial
 
 __all__ = [
-    "AUTO",
     "Candidate",
     "Question",
     "Ranking",

@@ -13,9 +13,6 @@ from fxpipe.policy import make as make_policy
 from fxpipe.schedule import SCHEDULES, kind_of, make
 from fxpipe.schedule.base import divisors
 
-AUTO = "auto"
-"""In place of a schedule's name: the one that takes least time."""
-
 SIZES = 3
 """How many numbers of microbatches are tried at most where none is asked: each is captured and measured by itself."""
 

@@ -7,101 +7,162 @@ fill and drain, and where weight gradients are apart, W fills some of that: cuts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import combinations_with_replacement, pairwise
+from math import comb
+
+import numpy as np
 
 from fxpipe.planner.candidates import Positions, positions
 from fxpipe.planner.cost_model import CostModel
 from fxpipe.search.trial import Cut, Judge, Trial
 
 STEPS = (1, -1, 3, -3, 9, -9)
-"""How many positions a cut is moved by."""
+"""By how many positions cuts are moved."""
+
+EVERY = 400
+"""Of that many plans or fewer, all are tried instead."""
 
 WORTH = 1e-4
 """The least share of the time that a move must gain."""
 
 _Three = tuple[Cut, Cut, Cut]
-_COLUMNS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "same": ((0, 1, 2),),
-    "bidirectional": ((0, 1, 2), (0,), (1, 2)),
-    "three-way": ((0, 1, 2), (0,), (1, 2), (2,), (1,)),
+_Move = tuple[int, int, int]
+_MOVES: dict[str, tuple[_Move, ...]] = {
+    "same": ((1, 1, 1),),
+    "bidirectional": ((1, 1, 1), (1, 0, 0), (0, 1, 1), (1, -1, -1)),
+    "three-way": ((1, 1, 1), (1, 0, 0), (0, 1, 1), (1, -1, -1), (0, 0, 1), (0, 1, 0), (1, 0, -1), (0, 1, -1)),
 }
-"""By mode, which kinds of cuts move together: 0 forward, 1 backward, 2 weight gradients."""
+"""By mode, which way forward, backward and weight cuts of a boundary go together, and the same backwards."""
 
 
-def climb(judge: Judge, start: Trial, most: int) -> Trial:
-    """The best trial that moves of single boundaries lead to, one after the other, each an improvement.
+def climb(judge: Judge, starts: list[Trial], most: int) -> Trial:
+    """The best trial that moves of cuts lead to from any of some starts, one after the other, each an improvement.
+
+    A move shifts the cuts of one boundary between workers, or of two neighbouring ones alike.
 
     Args:
-        most: how many plans may be simulated.
+        starts: of plans that the judge's mode may have.
+        most: how many plans may be simulated, from all starts together.
     """
-    mode = judge.candidate.mode
-    if mode not in _COLUMNS or judge.workers.count == 1:
-        return start
-    places = positions(CostModel(judge.profile, judge.workers), mode)
-    best, budget = start, _Budget(most)
-    seen = {_cuts(start)}
-    improved = True
-    while improved:
-        improved = False
-        for boundary in range(1, judge.workers.count):
-            while (better := _first_better(judge, best, boundary, places, seen, budget)) is not None:
-                best, improved = better, True
-    return best
+    search = _Climb(judge, most)
+    best = min(starts, key=lambda trial: trial.seconds)
+    if judge.candidate.mode not in _MOVES or judge.workers.count == 1:
+        return best
+    if search.plans <= EVERY:
+        return search.every(best)
+    return min((search.from_(start) for start in starts), key=lambda trial: trial.seconds)
 
 
-@dataclass
-class _Budget:
-    left: int
+class _Climb:
+    """One search for cuts."""
 
-    def spend(self) -> bool:
-        """Whether there was one left."""
-        self.left -= 1
-        return self.left >= 0
+    def __init__(self, judge: Judge, most: int) -> None:
+        self.judge = judge
+        self.left = most
+        self.mode = judge.candidate.mode
+        costs = CostModel(judge.profile, judge.workers)
+        self.places = _allowed(positions(costs, self.mode), self.mode)
+        self.costs = costs
+        self.seen: set[_Three] = set()
 
+    @property
+    def plans(self) -> int:
+        """How many plans there are, at most."""
+        inner = self.judge.workers.count - 1
+        chains = {"same": 1, "bidirectional": 2}.get(self.mode, 3)
+        counts = [comb(len(places) + inner - 1, inner) for places in self.places[:chains]]
+        return int(np.prod(np.array(counts, dtype=object)))
 
-def _first_better(
-    judge: Judge, best: Trial, boundary: int, places: Positions, seen: set[_Three], budget: _Budget
-) -> Trial | None:
-    """The first move of one boundary that is worth it."""
-    for moved in _moves(_cuts(best), boundary, judge.candidate.mode, places):
-        if moved in seen:
-            continue
-        if not budget.spend():
+    def every(self, best: Trial) -> Trial:
+        """The best of all plans."""
+        inner, count = self.judge.workers.count - 1, self.costs.count
+        forward, backward, weights = (
+            [(0, *cut, count) for cut in combinations_with_replacement(places, inner)] for places in self.places
+        )
+        for f in forward:
+            for b in [f] if self.mode == "same" else backward:
+                for w in weights if self.mode == "three-way" else [b]:
+                    if all(later >= at for later, at in zip(w, b, strict=True)):
+                        best = self._better((f, b, w), best) or best
+        return best
+
+    def from_(self, best: Trial) -> Trial:
+        """The best that moves lead to from one trial."""
+        improved = True
+        while improved:
+            improved = False
+            for boundaries in self._boundaries():
+                while self.left > 0 and (better := self._first(best, boundaries)) is not None:
+                    best, improved = better, True
+        return best
+
+    def _boundaries(self) -> list[tuple[int, ...]]:
+        single = range(1, self.judge.workers.count)
+        return [*((k,) for k in single), *pairwise(single)]
+
+    def _first(self, best: Trial, boundaries: tuple[int, ...]) -> Trial | None:
+        """The first move of these boundaries that is worth it."""
+        for moved in self._moves(_cuts(best), boundaries):
+            if moved in self.seen:
+                continue
+            self.seen.add(moved)
+            if (found := self._better(moved, best)) is not None:
+                return found
+            if self.left <= 0:
+                return None
+        return None
+
+    def _better(self, cuts: _Three, best: Trial) -> Trial | None:
+        """What these cuts do, if they fit and gain something; not simulated where work alone takes too long."""
+        if self._work(cuts) >= best.seconds:
             return None
-        seen.add(moved)
         for send in (False, True) if best.partition.recompute else (False,):
-            found = judge.of_cuts(best.partition, *moved, send=send)
+            self.left -= 1
+            found = self.judge.of_cuts(best.partition, *cuts, send=send)
             if found is not None and found.seconds < best.seconds * (1 - WORTH):
                 return found
-    return None
+        return None
+
+    def _work(self, cuts: _Three) -> float:
+        """Seconds of work of the worker that has most in a minibatch: a bound on what any schedule takes."""
+        loads = self.costs.load(np.array(cuts).T)
+        busy = np.diff(loads) / np.array(self.judge.workers.speeds)
+        return float(busy.max()) * self.judge.workers.microbatches / 1e3
+
+    def _moves(self, cuts: _Three, boundaries: tuple[int, ...]) -> Iterator[_Three]:
+        """The lawful cuts that differ in these boundaries."""
+        for move in _MOVES[self.mode]:
+            for step in STEPS:
+                moved = []
+                for cut, way, places in zip(cuts, move, self.places, strict=True):
+                    at = list(cut)
+                    for k in boundaries if way else ():
+                        at[k] = _shifted(places, at[k], way * step)
+                    moved.append(tuple(at))
+                forward, backward, weights = moved
+                rising = all(list(cut) == sorted(cut) for cut in moved)
+                if rising and all(w >= b for w, b in zip(weights, backward, strict=True)) and tuple(moved) != cuts:
+                    yield forward, backward, weights
+
+
+def _allowed(where: Positions, mode: str) -> tuple[list[int], list[int], list[int]]:
+    """Where forward, backward and weight gradients may be cut."""
+    forward, backward, weight = where.forward, where.backward, where.weight
+    if mode == "same":
+        forward = backward = where.shared
+    if mode != "three-way":
+        weight = backward
+    return forward.tolist(), backward.tolist(), weight.tolist()
 
 
 def _cuts(trial: Trial) -> _Three:
     return trial.partition.forward, trial.partition.backward, trial.partition.weights
 
 
-def _moves(cuts: _Three, boundary: int, mode: str, places: Positions) -> Iterator[_Three]:
-    """The lawful cuts that differ in one boundary."""
-    allowed = [places.forward, places.backward, places.weight]
-    if mode == "same":
-        allowed = [places.shared] * 3
-    for columns in _COLUMNS[mode]:
-        for step in STEPS:
-            moved = list(cuts)
-            for column in columns:
-                where, cut = allowed[column if mode == "three-way" else min(column, 1)].tolist(), cuts[column]
-                at = _next(where, cut[boundary], step)
-                moved[column] = (*cut[:boundary], at, *cut[boundary + 1 :])
-            forward, backward, weights = moved
-            lawful = all(list(c) == sorted(c) for c in moved)
-            if lawful and all(w >= b for w, b in zip(weights, backward, strict=True)) and tuple(moved) != cuts:
-                yield forward, backward, weights
-
-
-def _next(where: list[int], position: int, step: int) -> int:
-    """The position some allowed positions further, or the last one on that side."""
+def _shifted(places: list[int], position: int, step: int) -> int:
+    """The place some places further, or the last one on that side."""
     if step > 0:
-        after = [p for p in where if p > position]
+        after = [p for p in places if p > position]
         return after[min(step, len(after)) - 1] if after else position
-    before = [p for p in where if p < position]
+    before = [p for p in places if p < position]
     return before[max(step, -len(before))] if before else position

@@ -21,8 +21,11 @@ from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
 from fxpipe.search.trial import Judge, Trial
 
-SIMULATIONS = 120
-"""How many plans are simulated at most to improve the cuts of one schedule with one number of microbatches."""
+SIMULATIONS = 150
+"""How many plans are simulated at most to improve one kind of cuts of one schedule and number of microbatches."""
+
+STARTS = 3
+"""From how many plans they are improved."""
 
 NEAR = 1.4
 """How many times the fastest trial's time one may take to be improved: moving cuts gains less than the rest."""
@@ -77,7 +80,7 @@ def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: N
         start = min(own, key=lambda trial: trial.pace)
         if kind_of(schedule).synchronous and start.pace <= NEAR * fastest and start.candidate.mode != PINNED:
             say(f"{schedule}, {_counted(microbatches)}: moving cuts")
-            trials.append(_improved(start, own, question))
+            trials += _improved(own, question)
     best = simplest(trials)
     return Ranking(best, (*_rows(trials, best), *refused))
 
@@ -213,17 +216,17 @@ def _simplicity(trial: Trial) -> tuple[int, int, int, float, float]:
     return trial.staleness, complexity(trial.setting.schedule), mode, trial.memory, trial.pace
 
 
-def _improved(start: Trial, own: Sequence[Trial], question: Question) -> Trial:
-    """The start with cuts moved, each kind on its own that the schedule has a use for."""
-    mode = max((t.candidate.mode for t in own), key=MODES.index)
-    candidate = replace(start.candidate, mode=mode)
-    judge = Judge.of(candidate, start.sized, start.setting, question.workers)
-    narrow = start.candidate.mode
-    if narrow == "same" != mode:
-        alike = Judge.of(start.candidate, start.sized, start.setting, question.workers)
-        start = climb(alike, start, SIMULATIONS // 2)
-    wider = climb(judge, start, SIMULATIONS // 2 if narrow == "same" else SIMULATIONS)
-    return wider if wider.pace < start.pace * (1 - TIE / 2) else start
+def _improved(own: Sequence[Trial], question: Question) -> list[Trial]:
+    """Trials of one schedule with its cuts moved: of each kind of cuts, the best that was found."""
+    found: list[Trial] = []
+    for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in own}]:
+        starts = [t for t in (*own, *found) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
+        starts = sorted(starts, key=lambda trial: trial.pace)[:STARTS]
+        candidate = replace(starts[0].candidate, mode=mode)
+        judge = Judge.of(candidate, starts[0].sized, starts[0].setting, question.workers)
+        better = climb(judge, starts, SIMULATIONS)
+        found += [] if any(better is start for start in starts) else [better]
+    return found
 
 
 def _rows(trials: Sequence[Trial], best: Trial) -> list[ScheduleForecast]:

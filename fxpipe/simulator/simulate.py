@@ -56,14 +56,15 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
         raise AssertionError("a run that stops would stop with whole actions too")
     ends = [run.ends[worker] for worker in range(workers)]
-    finished = {span.action.minibatch: span.end for span in run.spans[0] if span.kind != "F"}
-    period = _period(schedule, rows[0], list(finished.values()), max(ends))
+    finished = [{span.action.minibatch: span.end for span in spans if span.kind != "F"} for spans in run.spans]
+    slow = finished if schedule.weights_apart else finished[:1]  # where no worker waits for W, a later one may lag more
+    period = max(_period(schedule, rows[0], list(own.values()), max(ends)) for own in slow)
     working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
     return Simulation(
         microbatches=schedule.microbatches,
         spans=tuple(tuple(spans) for spans in run.spans),
         transfers=tuple(run.transfers),
-        finished=tuple(finished.values()),
+        finished=tuple(finished[0].values()),
         seconds=max(ends),
         seconds_per_minibatch=period,
         busy=tuple(end - waited for end, waited in zip(ends, run.waited, strict=True)),
