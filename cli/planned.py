@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.cli.output import warn
 
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def of_profile(path: str, weight_fraction: float) -> Source:
 
 def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into so many microbatches, and the step is captured and costed on one."""
-    from fxpipe.lowering.choose_schedule import counts_of
+    from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.model_file import load_task
@@ -105,6 +105,8 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
 
     def read(microbatches: int | None, three_way: bool, say: Say) -> PlanInput:
         counted = replace(asked, microbatches=microbatches)
+        if asked.schedule == AUTO and microbatches is not None:
+            counted = for_count(asked, microbatches)
         found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say)
         for warning in found.warnings:
             if warning not in told:

@@ -12,12 +12,13 @@ from torch import nn
 from fxpipe.errors import BatchError, CaptureError, FxpipeError
 from fxpipe.lowering.captured_step import CapturedStep, captured_step
 from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
-from fxpipe.lowering.choose_cuts import Choice, choose_cuts
+from fxpipe.lowering.choose_cuts import choose_cuts
 from fxpipe.lowering.model_profile import StepProfile, profile_step, samples_of_step
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.lowering.step_costs import StepCosts
 from fxpipe.plan.cost_records import OptimizerCosts, ScheduleForecast
 from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.workers import Ratios
 from fxpipe.schedule.loss_scaling import FLOAT16
@@ -40,13 +41,13 @@ class ChosenSchedule:
 
     Attributes:
         step: captured, with the schedule and the microbatches among its options.
-        known: the cuts, by what travels for each byte of values.
+        known: its partition, by what travels for each byte of values.
         costs: of the step as that schedule has it.
         rows: what was compared, the chosen one first.
     """
 
     step: CapturedStep
-    known: Mapping[Ratios, Choice]
+    known: Mapping[Ratios, Partition]
     costs: StepCosts
     rows: tuple[ScheduleForecast, ...]
 
@@ -120,7 +121,7 @@ def choose_schedule(
     split = decided.splits_backward
     return ChosenSchedule(
         step,
-        {ratios: Choice.of(ranking.best.partition)},
+        {ratios: ranking.best.partition},
         found.costs_of_apart if split else found.costs_of_whole,
         (*ranking.rows, *refused),
     )

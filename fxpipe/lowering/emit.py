@@ -22,6 +22,7 @@ from fxpipe.passes.encode import Encode
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
 from fxpipe.planner.workers import Ratios
@@ -48,7 +49,7 @@ class Emitter:
         setting: what the planner plans for.
         codec_times: what codecs take.
         first: the number of the next pass.
-        known: the cuts that are known already, by what travels for each byte of values.
+        known: the partitions that are known already, by what travels for each byte of values.
     """
 
     program: Program
@@ -59,7 +60,7 @@ class Emitter:
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
     first: int
-    known: Mapping[Ratios, Choice] = field(default_factory=dict)
+    known: Mapping[Ratios, Partition] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -81,8 +82,7 @@ class Emitter:
         Raises:
             CutError: as `choose_cuts`.
         """
-        known = self.known.get(setting.ratios)
-        return known or choose_cuts(self.planned, self.profile, self.options, setting)
+        return choose_cuts(self.planned, self.profile, self.options, setting, self.known.get(setting.ratios))
 
     def emit(
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
