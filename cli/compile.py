@@ -347,7 +347,6 @@ def _as_json(
     result: dict[str, Any] = {
         "out": out,
         "schedule": plan.schedule,
-        "schedules": [dataclasses.asdict(row) for row in build.costs.schedules],
         "policy": plan.policy,
         "microbatches": plan.microbatches,
         "microbatch_loss": microbatch_facts(plan),
@@ -374,6 +373,7 @@ def _as_json(
         "engines": [dataclasses.asdict(t) for t in build.costs.engines],
         "codecs": codec_facts(plan, build.costs),
         "warnings": list(build.warnings),
+        "schedules": [dataclasses.asdict(row) for row in build.costs.schedules],
     }
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)

@@ -12,9 +12,10 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model, check_cuts
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, stdout_console, warn, working
+from fxpipe.cli.schedule_comparison import asked_schedule
 
 from fxpipe.errors import BuildError
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy.option import policy_help
 from fxpipe.schedule import SCHEDULES
@@ -32,7 +33,11 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.option("--stage", type=click.IntRange(min=0), metavar="K", help="Print the code of stage K.")
 @click.option("--node", metavar="NAME", help="Say where a value, a parameter or a module comes from and goes to.")
 @click.option("--after", metavar="PASS", help="Print the program after a pass; `capture` means before the first.")
-@click.option("--schedule", type=click.Choice(sorted(SCHEDULES)), help="Show which weights every action sees with it.")
+@click.option(
+    "--schedule",
+    type=click.Choice([AUTO, *sorted(SCHEDULES)]),
+    help="Show which weights every action sees with it; auto, for a model: the fastest.",
+)
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
 @click.option("--edges", is_flag=True, help="Show every edge, however many there are.")
@@ -42,6 +47,7 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @option_fields(
     CompileOptions,
     workers="For a model: stages.",
+    synchronous="For a model: train exactly as one worker would.",
     cuts="For a model: what the planner may choose.",
     forward_at="For a model: cut forward before this module.",
     backward_at="For a model: cut backward before this module.",
@@ -103,9 +109,15 @@ def inspect_command(
     is_model = target.endswith(".py")
     if not is_model:
         _refuse_model_options(context, target)
+        if schedule == AUTO:
+            raise click.UsageError(
+                f"--schedule auto chooses while a model is compiled; {target} is a build, which has one"
+            )
     elif run is not None:
         raise click.UsageError("--run shows a run of a build: give the build's folder instead of a model file")
-    made, options = ModelOptions(meta=meta), CompileOptions(schedule=schedule or "async", policy=policy, **asked)
+    asked["schedule"] = schedule or "async"
+    chosen = is_model and asked_schedule(asked)
+    made, options = ModelOptions(meta=meta), CompileOptions(policy=policy, **asked)
     check_cuts(options)
     if html is not None:
         _check_page(Path(html))
@@ -113,6 +125,8 @@ def inspect_command(
         _print_after(Path(target), after, made, options, costs, as_json)
         return 0
     subject = _of_model(target, made, options, costs) if is_model else _of_folder(target)
+    if chosen:
+        schedule = subject.plan.schedule
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
@@ -240,6 +254,8 @@ def _print_after(
 
     check_pass(name)
     if target.suffix == ".py":
+        if options.schedule == AUTO:
+            raise click.UsageError("--after shows the program for one schedule: name it, not auto")
         options = costs.applied(options, meta=made.meta)
         if options.device is not None:
             raise click.UsageError("--after shows no times: leave --device-spec out")
