@@ -16,7 +16,7 @@ def reason(trial: Trial, best: Trial) -> str:
     """Of waiting for links, more work and the rest of the bubble, that which costs most; of a tie, what decided it."""
     lost = trial.pace / best.pace - 1 if best.pace else 0.0
     if lost <= TIE:
-        return f"{_faster(lost)}, but {_less_simple(trial, best)}"
+        return f"{_faster(lost)}, {_less_simple(trial, best)}"
     parts = {
         "links": _share(trial, trial.waits_for_links) - _share(best, best.waits_for_links),
         "work": _share(trial, trial.busy) - _share(best, best.busy),
@@ -71,17 +71,17 @@ def _faster(lost: float) -> str:
 def _less_simple(trial: Trial, best: Trial) -> str:
     """What made the other one win, in the order in which `simplicity` asks."""
     if trial.staleness != best.staleness:
-        return f"forwards miss {trial.staleness} update{'' if trial.staleness == 1 else 's'}"
-    if complexity(trial.setting.schedule) > complexity(best.setting.schedule):
-        return "weight gradients are apart"
-    return f"a worker holds {size(trial.memory)} against {size(best.memory)}"
+        return f"but forwards miss {trial.staleness} update{'' if trial.staleness == 1 else 's'}"
+    if complexity(trial) > complexity(best):
+        return "but weight gradients are apart" if trial.schedule.weights_apart else "but without a flush"
+    held, less = size(trial.memory), size(best.memory)
+    return f"but a worker holds {held} against {less}" if held != less else "and no simpler"
 
 
-def complexity(schedule: str) -> int:
-    """How much a schedule asks of a build beyond forward and backward: 0, or 1 for weight gradients apart."""
-    from fxpipe.schedule import kind_of
-
-    return int(kind_of(schedule).weights_apart)
+def complexity(trial: Trial) -> int:
+    """How much a schedule asks beyond forward, backward and a flush."""
+    schedule = trial.schedule
+    return 2 * (not schedule.synchronous) + schedule.weights_apart
 
 
 def _ms(seconds: float) -> str:

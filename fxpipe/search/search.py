@@ -213,7 +213,7 @@ def simplest(trials: Sequence[Trial]) -> Trial:
 
 def _simplicity(trial: Trial) -> tuple[int, int, int, float, float]:
     mode = MODES.index(trial.candidate.mode) if trial.candidate.mode in MODES else 0
-    return trial.staleness, complexity(trial.setting.schedule), mode, trial.memory, trial.pace
+    return trial.staleness, complexity(trial), mode, trial.memory, trial.pace
 
 
 def _improved(own: Sequence[Trial], question: Question) -> list[Trial]:
