@@ -1,6 +1,6 @@
 """Which schedule, with how many microbatches and which cuts, takes least time: planned and simulated, no torch.
 
-candidate (what is compared) → plans (the planner's cuts for each) → trial (one plan, simulated) → climb (cuts that the
+candidate (what is compared) → plans (the planner's cuts for each) → simulated_plan (a trial of one plan) → climb (cuts that the
 simulator likes better) → reasons (what the others lose) → search (all of it, ranked).
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from fxpipe.search.candidate import Candidate, Question, Sized, candidates, microbatch_counts, schedules_of
 from fxpipe.search.search import Ranking, search
-from fxpipe.search.trial import Trial
+from fxpipe.search.simulated_plan import SimulatedPlan
 
 __all__ = [
     "Candidate",
     "Question",
     "Ranking",
+    "SimulatedPlan",
     "Sized",
-    "Trial",
     "candidates",
     "microbatch_counts",
     "schedules_of",

@@ -14,7 +14,7 @@ import numpy as np
 
 from fxpipe.planner.candidates import Positions, positions
 from fxpipe.planner.cost_model import CostModel
-from fxpipe.search.trial import Cut, Judge, Trial
+from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
 
 STEPS = (1, -1, 3, -3, 9, -9)
 """By how many positions cuts are moved."""
@@ -35,7 +35,7 @@ _MOVES: dict[str, tuple[_Move, ...]] = {
 """By mode, which way forward, backward and weight cuts of a boundary go together, and the same backwards."""
 
 
-def climb(judge: Judge, starts: list[Trial], most: int) -> Trial:
+def climb(judge: Judge, starts: list[SimulatedPlan], most: int) -> SimulatedPlan:
     """The best trial that moves of cuts lead to from any of some starts, one after the other, each an improvement.
 
     A move shifts the cuts of one boundary between workers, or of two neighbouring ones alike.
@@ -73,7 +73,7 @@ class _Climb:
         counts = [comb(len(places) + inner - 1, inner) for places in self.places[:chains]]
         return int(np.prod(np.array(counts, dtype=object)))
 
-    def every(self, best: Trial) -> Trial:
+    def every(self, best: SimulatedPlan) -> SimulatedPlan:
         """The best of all plans."""
         inner, count = self.judge.workers.count - 1, self.costs.count
         forward, backward, weights = (
@@ -86,7 +86,7 @@ class _Climb:
                         best = self._better((f, b, w), best) or best
         return best
 
-    def from_(self, best: Trial) -> Trial:
+    def from_(self, best: SimulatedPlan) -> SimulatedPlan:
         """The best that moves lead to from one trial."""
         improved = True
         while improved:
@@ -100,7 +100,7 @@ class _Climb:
         single = range(1, self.judge.workers.count)
         return [*((k,) for k in single), *pairwise(single)]
 
-    def _first(self, best: Trial, boundaries: tuple[int, ...]) -> Trial | None:
+    def _first(self, best: SimulatedPlan, boundaries: tuple[int, ...]) -> SimulatedPlan | None:
         """The first move of these boundaries that is worth it."""
         for moved in self._moves(_cuts(best), boundaries):
             if moved in self.seen:
@@ -112,7 +112,7 @@ class _Climb:
                 return None
         return None
 
-    def _better(self, cuts: _Three, best: Trial) -> Trial | None:
+    def _better(self, cuts: _Three, best: SimulatedPlan) -> SimulatedPlan | None:
         """What these cuts do, if they fit and gain something; not simulated where work alone takes too long."""
         if self._work(cuts) >= best.seconds:
             return None
@@ -155,7 +155,7 @@ def _allowed(where: Positions, mode: str) -> tuple[list[int], list[int], list[in
     return forward.tolist(), backward.tolist(), weight.tolist()
 
 
-def _cuts(trial: Trial) -> _Three:
+def _cuts(trial: SimulatedPlan) -> _Three:
     return trial.partition.forward, trial.partition.backward, trial.partition.weights
 
 

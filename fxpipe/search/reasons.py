@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpipe.planner.quantity import size
-from fxpipe.search.trial import Trial
+from fxpipe.search.simulated_plan import SimulatedPlan
 
 TIE = 0.01
 """Forecasts that differ by less say nothing about which is faster."""
@@ -12,7 +12,7 @@ _MORE = 1.02
 """Work that grows by less is not named."""
 
 
-def reason(trial: Trial, best: Trial) -> str:
+def reason(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     """Of waiting for links, more work and the rest of the bubble, that which costs most; of a tie, what decided it."""
     lost = trial.pace / best.pace - 1 if best.pace else 0.0
     if lost <= TIE:
@@ -25,21 +25,21 @@ def reason(trial: Trial, best: Trial) -> str:
     return {"links": _links, "work": _work, "bubble": _bubble}[max(parts, key=lambda name: parts[name])](trial, best)
 
 
-def _share(trial: Trial, seconds: float) -> float:
+def _share(trial: SimulatedPlan, seconds: float) -> float:
     return trial.sized.share(seconds)
 
 
-def _links(trial: Trial, best: Trial) -> str:
+def _links(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     return f"waits {_ms(trial.waits_for_links)} a minibatch for links against {_ms(best.waits_for_links)}"
 
 
-def _bubble(trial: Trial, best: Trial) -> str:
+def _bubble(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     one, other = 100 * trial.simulation.bubble, 100 * best.simulation.bubble
     digits = 0 if round(one) != round(other) else 1
     return f"bubble {one:.{digits}f}% against {other:.{digits}f}%"
 
 
-def _work(trial: Trial, best: Trial) -> str:
+def _work(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     """More work: of smaller microbatches, of forward that is computed again, or of updates and policies."""
     own, others = _compute(trial), _compute(best)
     samples = trial.sized.samples
@@ -52,13 +52,13 @@ def _work(trial: Trial, best: Trial) -> str:
     return f"{_ms(trial.busy)} of work on each worker against {_ms(best.busy)}"
 
 
-def _compute(trial: Trial) -> float:
+def _compute(trial: SimulatedPlan) -> float:
     """Seconds of F, B and W of a minibatch on all workers."""
     loads = trial.partition.loads
     return trial.sized.microbatches * sum(load.forward + load.backward + load.weight for load in loads)
 
 
-def _again(trial: Trial) -> float:
+def _again(trial: SimulatedPlan) -> float:
     return trial.sized.microbatches * sum(load.recompute for load in trial.partition.loads)
 
 
@@ -68,7 +68,7 @@ def _faster(lost: float) -> str:
     return f"{100 * abs(lost):.1f}% {'slower' if lost > 0 else 'faster'}"
 
 
-def _less_simple(trial: Trial, best: Trial) -> str:
+def _less_simple(trial: SimulatedPlan, best: SimulatedPlan) -> str:
     """What made the other one win, in the order in which `simplicity` asks."""
     if trial.staleness != best.staleness:
         return f"but forwards miss {trial.staleness} update{'' if trial.staleness == 1 else 's'}"
@@ -78,7 +78,7 @@ def _less_simple(trial: Trial, best: Trial) -> str:
     return f"but a worker holds {held} against {less}" if held != less else "and no simpler"
 
 
-def complexity(trial: Trial) -> int:
+def complexity(trial: SimulatedPlan) -> int:
     """How much a schedule asks beyond forward, backward and a flush."""
     schedule = trial.schedule
     return 2 * (not schedule.synchronous) + schedule.weights_apart

@@ -19,7 +19,7 @@ from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidat
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import Found, Plans
 from fxpipe.search.reasons import TIE, complexity, reason
-from fxpipe.search.trial import Judge, Trial
+from fxpipe.search.simulated_plan import Judge, SimulatedPlan
 
 SIMULATIONS = 150
 """How many plans are simulated at most to improve one kind of cuts of one schedule and number of microbatches."""
@@ -44,7 +44,7 @@ class Ranking:
             do not fit, and those that are refused.
     """
 
-    best: Trial
+    best: SimulatedPlan
     rows: tuple[ScheduleForecast, ...]
 
 
@@ -65,7 +65,7 @@ def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: N
         PolicyError: the policy makes no sense with any of the schedules.
         CutError: more workers than units; given cuts that are impossible, or do not fit.
     """
-    trials: list[Trial] = []
+    trials: list[SimulatedPlan] = []
     refused: list[ScheduleForecast] = []
     failed: list[tuple[FxpipeError, Candidate, Sized]] = []
     for sized in sizes:
@@ -95,7 +95,7 @@ class _Planning:
         self.failed: list[tuple[FxpipeError, Candidate, Sized]] = []
         self._plans = Plans(self.say)
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[SimulatedPlan]:
         """Of every candidate, its own plan; of every schedule, the plans that were made for others."""
         planned: list[tuple[Judge, Found]] = []
         by_schedule: dict[str, list[Candidate]] = {}
@@ -137,7 +137,7 @@ class _Planning:
             raise short
         return found
 
-    def _borrowed(self, planned: Sequence[tuple[Judge, Found]], trials: Sequence[Trial]) -> list[Trial]:
+    def _borrowed(self, planned: Sequence[tuple[Judge, Found]], trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
         """Plans that were made for other schedules, where they fit: their objectives are the same."""
         tried = {(t.candidate.schedule, *_cuts(t)) for t in trials}
         found = []
@@ -205,20 +205,20 @@ def _share_of(failed: tuple[FxpipeError, Candidate, Sized]) -> float:
     return error.share if isinstance(error, TooLittleMemory) else inf
 
 
-def simplest(trials: Sequence[Trial]) -> Trial:
+def simplest(trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
     """Of all that are as fast as the fastest, within `TIE`, that which asks for least."""
     fastest = min(trial.pace for trial in trials)
     return min((t for t in trials if t.pace <= fastest * (1 + TIE)), key=_simplicity)
 
 
-def _simplicity(trial: Trial) -> tuple[int, int, int, float, float]:
+def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:
     mode = MODES.index(trial.candidate.mode) if trial.candidate.mode in MODES else 0
     return trial.staleness, complexity(trial), mode, trial.memory, trial.pace
 
 
-def _improved(own: Sequence[Trial], question: Question) -> list[Trial]:
+def _improved(own: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:
     """Trials of one schedule with its cuts moved: of each kind of cuts, the best that was found."""
-    found: list[Trial] = []
+    found: list[SimulatedPlan] = []
     for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in own}]:
         starts = [t for t in (*own, *found) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
         starts = sorted(starts, key=lambda trial: trial.pace)[:STARTS]
@@ -229,7 +229,7 @@ def _improved(own: Sequence[Trial], question: Question) -> list[Trial]:
     return found
 
 
-def _rows(trials: Sequence[Trial], best: Trial) -> list[ScheduleForecast]:
+def _rows(trials: Sequence[SimulatedPlan], best: SimulatedPlan) -> list[ScheduleForecast]:
     """Each schedule and number of microbatches with its own best cuts; the best of all first."""
     found = [(best, "")]
     for pair, own in _by_pair(trials).items():
@@ -253,14 +253,14 @@ def _rows(trials: Sequence[Trial], best: Trial) -> list[ScheduleForecast]:
     ]
 
 
-def _by_pair(trials: Sequence[Trial]) -> dict[_Pair, list[Trial]]:
-    found: dict[_Pair, list[Trial]] = {}
+def _by_pair(trials: Sequence[SimulatedPlan]) -> dict[_Pair, list[SimulatedPlan]]:
+    found: dict[_Pair, list[SimulatedPlan]] = {}
     for trial in trials:
         found.setdefault((trial.candidate.schedule, trial.candidate.microbatches), []).append(trial)
     return found
 
 
-def _cuts(trial: Trial) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _cuts(trial: SimulatedPlan) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     p = trial.partition
     return trial.candidate.mode, p.forward, p.backward, p.weights
 

@@ -23,8 +23,8 @@ from fxpipe.simulator.simulate import simulate, steady_minibatches
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A partition that fits into memory, and what it does under its candidate's schedule.
+class SimulatedPlan:
+    """A partition that fits into memory, and what it does under its candidate's schedule: a trial.
 
     Attributes:
         setting: the schedule, its policy, and what it was planned for.
@@ -100,14 +100,16 @@ class Judge:
         profile = sized.profile(candidate.schedule, candidate.mode)
         return Judge(candidate, sized, setting, profile, setting.workers(workers))
 
-    def trial(self, partition: Partition) -> Trial:
+    def trial(self, partition: Partition) -> SimulatedPlan:
         """What a partition does that fits."""
         schedule = make(self.candidate.schedule, self.workers.count, self.candidate.microbatches)
         scenario = scenario_of_partition(self.profile, partition, self.workers, schedule)
         simulation = simulate(schedule, scenario, steady_minibatches(schedule))
-        return Trial(self.candidate, self.sized, self.setting, partition, scenario, simulation)
+        return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation)
 
-    def of_cuts(self, like: Partition, forward: Cut, backward: Cut, weights: Cut, send: bool = False) -> Trial | None:
+    def of_cuts(
+        self, like: Partition, forward: Cut, backward: Cut, weights: Cut, send: bool = False
+    ) -> SimulatedPlan | None:
         """What other cuts do, if they fit into memory; the same mismatched units are computed again as in `like`.
 
         Args:
