@@ -13,7 +13,6 @@ from math import comb
 import numpy as np
 
 from fxpipe.planner.candidates import Positions, positions
-from fxpipe.planner.cost_model import CostModel
 from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
 
 STEPS = (1, -1, 3, -3, 9, -9)
@@ -60,9 +59,8 @@ class _Climb:
         self.judge = judge
         self.left = most
         self.mode = judge.candidate.mode
-        costs = CostModel(judge.profile, judge.workers)
-        self.places = _allowed(positions(costs, self.mode), self.mode)
-        self.costs = costs
+        self.costs = judge.costs
+        self.places = _allowed(positions(judge.costs, self.mode), self.mode)
         self.seen: set[_Three] = set()
 
     @property

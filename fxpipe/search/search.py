@@ -14,7 +14,6 @@ from fxpipe.planner.candidates import MODES
 from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
 from fxpipe.planner.quantity import size
 from fxpipe.planner.search import EPSILON
-from fxpipe.schedule import kind_of
 from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidates
 from fxpipe.search.climb import climb
 from fxpipe.search.plans import Found, Plans
@@ -28,7 +27,7 @@ STARTS = 3
 """From how many plans they are improved."""
 
 NEAR = 1.4
-"""How many times the fastest trial's time one may take to be improved: moving cuts gains less than the rest."""
+"""How many times the fastest one's time a schedule with a flush may take to be improved: moving cuts gains less."""
 
 Say = Callable[[str], None]
 _Pair = tuple[str, int]
@@ -75,10 +74,10 @@ def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: N
         failed += wide.failed
     if not trials:
         _raise(failed, question, say)
-    fastest = min(trial.pace for trial in trials)
-    for (schedule, microbatches), own in _by_pair(trials).items():
-        start = min(own, key=lambda trial: trial.pace)
-        if kind_of(schedule).synchronous and start.pace <= NEAR * fastest and start.candidate.mode != PINNED:
+    flushing = [trial for trial in trials if trial.schedule.synchronous and trial.candidate.mode != PINNED]
+    fastest = min((trial.pace for trial in flushing), default=0.0)
+    for (schedule, microbatches), own in _by_pair(flushing).items():
+        if min(trial.pace for trial in own) <= NEAR * fastest:
             say(f"{schedule}, {_counted(microbatches)}: moving cuts")
             trials += _improved(own, question)
     best = simplest(trials)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 
+from fxpipe.planner.cost_model import CostModel
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile
@@ -94,6 +95,11 @@ class Judge:
     profile: Profile
     workers: Workers
 
+    @cached_property
+    def costs(self) -> CostModel:
+        """What the planner says that cuts cost."""
+        return CostModel(self.profile, self.workers)
+
     @staticmethod
     def of(candidate: Candidate, sized: Sized, setting: Setting, workers: int) -> Judge:
         """For so many workers of the setting."""
@@ -117,7 +123,8 @@ class Judge:
         """
         again = () if send else like.recompute
         mode = self.candidate.mode
-        found = of_cuts(self.profile, self.workers, forward, backward, weights, recompute=again, mode=mode)
+        cuts = forward, backward, weights
+        found = of_cuts(self.profile, self.workers, *cuts, recompute=again, mode=mode, costs=self.costs)
         return self.trial(found) if isfinite(found.bottleneck) else None
 
 
