@@ -13,6 +13,7 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model, check_cuts
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, plain, print_table, size, warn, working
+from fxpipe.cli.schedule_comparison import asked_schedule, print_schedules
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.task.model_options import ModelOptions
@@ -27,12 +28,18 @@ if TYPE_CHECKING:
     from fxpipe.simulator.result import Simulation
 
 
+MOST_SHOWN = 4
+"""Of the schedules that were compared: the best one and the three next."""
+
+
 @click.command("compile")
 @click.argument("model", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual")
 @click.option("-o", "--out", type=click.Path(), default="build", show_default=True, help="The build directory.")
 @option_fields(
-    CompileOptions, "cuts", "forward_at", "backward_at", "schedule", "policy", "microbatches", "autocast", "codec"
+    CompileOptions,
+    *("cuts", "forward_at", "backward_at"),
+    *("schedule", "synchronous", "policy", "microbatches", "autocast", "codec"),
 )
 @click.option(
     "--like",
@@ -73,10 +80,14 @@ def compile_command(
     here, or computed for another device (--device-spec), and for the links between the workers (--bandwidth and
     --latency, or --links with what `fxpipe doctor --links` measured).
 
+    --schedule auto also chooses the schedule and the number of microbatches, those that are fastest in the simulator,
+    and says what the next three lose and why. --synchronous asks for exactly ordinary training: the fastest such one.
+
     \b
     fxpipe compile examples/gpt.py -n 2 -o build/ --verify
     fxpipe compile examples/gpt.py -n 2 --fp-cut blocks.4 --bp-cut blocks.3 -o build/
     fxpipe compile examples/gpt.py -n 4 --schedule 1f1b --microbatches 8 -o build/
+    fxpipe compile examples/gpt.py -n 2 --synchronous --memory 200MB -o build/
     fxpipe compile examples/gpt.py -n 2 --backend auto -o build/
     fxpipe compile examples/gpt.py -n 8 --meta -o build/
     fxpipe compile examples/gpt.py -n 3 --like build/ -o smaller/
@@ -93,6 +104,7 @@ def compile_command(
 
     if like is not None:
         asked |= _like(like)
+    asked_schedule(asked, given=like is not None)
     options = CompileOptions(**asked, known_costs=Path(out) / NODE_COSTS)
     check_cuts(options)
     if meta and verify:
@@ -209,6 +221,8 @@ def _print(
     headers = ["", "forward from", "backward from", "F", "B", "update", "owns", "replicas", "in", "out", "memory"]
     print_table(headers, rows, left=3)
     _print_engines(build)
+    if build.costs.schedules:
+        print_schedules(build.costs.schedules, samples_of(plan), MOST_SHOWN)
     echo(
         f"{plan.schedule} · {plan.policy} · {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} · "
         f"{len(plan.edges)} edges"
@@ -359,6 +373,7 @@ def _as_json(
         "engines": [dataclasses.asdict(t) for t in build.costs.engines],
         "codecs": codec_facts(plan, build.costs),
         "warnings": list(build.warnings),
+        "schedules": [dataclasses.asdict(row) for row in build.costs.schedules],
     }
     if agreement is not None:
         result["verify"] = dataclasses.asdict(agreement)

@@ -12,12 +12,12 @@ from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.model_build import build_model, check_cuts
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, stdout_console, warn, working
+from fxpipe.cli.schedule_comparison import asked_schedule
 
 from fxpipe.errors import BuildError
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import AUTO, CompileOptions, compile_schedule
 from fxpipe.plan.build_folder import PLAN
 from fxpipe.policy.option import policy_help
-from fxpipe.schedule.option import schedule_text
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
 @click.option("--after", metavar="PASS", help="Print the program after a pass; `capture` means before the first.")
 @click.option(
     "--schedule",
-    type=schedule_text,
+    type=compile_schedule,
     metavar="NAME|FILE.csv",
-    help="Show which weights every action sees with it.",
+    help="Show which weights every action sees with it; auto, for a model: the fastest.",
 )
 @option_fields(CompileOptions, policy=policy_help("the build's own"))
 @click.option("--depth", type=click.IntRange(min=0), metavar="D", help="Show every module down to this depth.")
@@ -48,6 +48,7 @@ OF_ANY = {"target", "schedule", "policy", "stage", "node", "after", "depth", "ed
     CompileOptions,
     workers="For a model: processes.",
     virtual="For a model: stages that every process runs in turn.",
+    synchronous="For a model: train exactly as one worker would.",
     cuts="For a model: what the planner may choose.",
     forward_at="For a model: cut forward before this module.",
     backward_at="For a model: cut backward before this module.",
@@ -109,9 +110,15 @@ def inspect_command(
     is_model = target.endswith(".py")
     if not is_model:
         _refuse_model_options(context, target)
+        if schedule == AUTO:
+            raise click.UsageError(
+                f"--schedule auto chooses while a model is compiled; {target} is a build, which has one"
+            )
     elif run is not None:
         raise click.UsageError("--run shows a run of a build: give the build's folder instead of a model file")
-    made, options = ModelOptions(meta=meta), CompileOptions(schedule=schedule or "async", policy=policy, **asked)
+    asked["schedule"] = schedule or "async"
+    chosen = is_model and asked_schedule(asked)
+    made, options = ModelOptions(meta=meta), CompileOptions(policy=policy, **asked)
     check_cuts(options)
     if html is not None:
         _check_page(Path(html))
@@ -119,6 +126,8 @@ def inspect_command(
         _print_after(Path(target), after, made, options, costs, as_json)
         return 0
     subject = _of_model(target, made, options, costs) if is_model else _of_folder(target)
+    if chosen:
+        schedule = subject.plan.schedule
     if stage is not None:
         _print_stage(subject, stage, as_json)
         return 0
@@ -246,6 +255,8 @@ def _print_after(
 
     check_pass(name)
     if target.suffix == ".py":
+        if options.schedule == AUTO:
+            raise click.UsageError("--after shows the program for one schedule: name it, not auto")
         options = costs.applied(options, meta=made.meta)
         if options.device is not None:
             raise click.UsageError("--after shows no times: leave --device-spec out")

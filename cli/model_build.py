@@ -146,6 +146,7 @@ def _command(path: str, made: ModelOptions, options: CompileOptions) -> str:
     parts += [] if options.cuts == "auto" else [f"--cuts {options.cuts}"]
     parts += [f"--fp-cut {p}" for p in options.forward_at] + [f"--bp-cut {p}" for p in options.backward_at]
     parts += [f"--schedule {'FILE.csv' if options.from_file else options.schedule}"]
+    parts += ["--synchronous"] if options.synchronous else []
     parts += [] if options.virtual is None else [f"--virtual {options.virtual}"]
     parts += [] if options.microbatches is None else [f"--microbatches {options.microbatches}"]
     parts += [f"--codec {shlex.quote(options.codec)}"] if options.codec != "none" else []

@@ -237,15 +237,16 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
             waiting.cancel()
 
 
-def print_table(headers: list[str], rows: list[list[str]], left: int = 1) -> None:
-    """A table on stdout; the first `left` columns are text, the others numbers. Wide enough for its content."""
+def print_table(headers: list[str], rows: list[list[str]], left: int = 1, last: int = 0) -> None:
+    """A table on stdout; the first `left` and the `last` columns are text, the others numbers; as wide as its cells."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, header in enumerate(headers):
-        table.add_column(Text(plain(header)), justify="left" if i < left else "right", overflow="fold")
+        text = i < left or i >= len(headers) - last
+        table.add_column(Text(plain(header)), justify="left" if text else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     width = console().width if sys.stdout.isatty() else 0

@@ -10,8 +10,10 @@ import click
 from fxpipe.cli.cost_options import CostOptions, cost_options
 from fxpipe.cli.option_fields import option_fields
 from fxpipe.cli.output import echo, emit_json, note, print_table, size, working
-from fxpipe.cli.plan_comparison import COMPARED, compare, comparison_json, print_comparison
+from fxpipe.cli.plan_comparison import COMPARED, comparison_json, print_comparison
+from fxpipe.cli.plan_comparison import compare as compare_counts
 from fxpipe.cli.planned import PlanInput, Planned, of_model, of_profile, planned
+from fxpipe.cli.schedule_comparison import asked_schedule, compare_schedules, print_schedules
 
 from fxpipe.lowering.options import CompileOptions
 from fxpipe.plan.limits import MOST_MICROBATCHES
@@ -41,9 +43,11 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 @click.argument("target", type=click.Path(dir_okay=False))
 @option_fields(CompileOptions, "workers", "virtual")
 @click.option("--cuts", type=click.Choice(MODES), multiple=True, help="Only these kinds of cuts. [default: all three]")
+@click.option("--compare", is_flag=True, help="Compare all schedules, each with its best cuts, by the simulator.")
 @option_fields(
     CompileOptions,
     "schedule",
+    "synchronous",
     "policy",
     autocast="Run a model's step under torch.autocast.",
     pad_to="Make lengths of a model's batches multiples of N.",
@@ -79,6 +83,7 @@ def _counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
 def plan_command(
     target: str,
     cuts: tuple[str, ...],
+    compare: bool,
     counts: tuple[int, ...],
     save_schedule: str | None,
     no_communication: bool,
@@ -96,9 +101,13 @@ def plan_command(
     model of fxpipe/planner/cost_model.py, or is shown with a bound on how good the best one could be. Efficiency is the
     ideal time (all work divided by the workers' speeds) over the slowest worker's.
 
+    --compare has a row for every schedule and number of microbatches: its time, its bubble, the memory it needs, and
+    what it loses against the best and why.
+
     \b
     fxpipe plan examples/gpt.py -n 8 --microbatches 1,4,8
     fxpipe plan examples/gpt.py -n 8 --bandwidth 10Gbit --latency 50us
+    fxpipe plan examples/gpt.py -n 8 --compare --memory 4GB --bandwidth 10Gbit
     fxpipe plan vgg16.txt -n 4 --no-communication --weight-fraction 0.5
     fxpipe plan model.py -n 16 --device-spec h100 --bandwidth 400Gbit --memory 80GiB
     fxpipe plan profile.json -n 4 --speed 1,1,0.5,0.5 --json
@@ -106,13 +115,14 @@ def plan_command(
     """
     if no_communication and (costs.bandwidth or costs.latency or costs.links):
         raise click.UsageError("--no-communication contradicts --bandwidth, --latency and --links")
-    if save_schedule is not None and len(counts) > 1:
-        raise click.UsageError("--save-schedule writes one schedule: give one number of microbatches")
     is_model = target.endswith(".py")
     if meta and not is_model:
         raise click.UsageError("--meta is for models; a profile has no parameters")
     if weight_fraction and is_model:
         raise click.UsageError("--weight-fraction is for profiles; for a model, W is known")
+    compare = asked_schedule(asked, compare) or compare
+    if save_schedule is not None and (compare or len(counts) > 1):
+        raise click.UsageError("--save-schedule writes one schedule: name it, and one number of microbatches")
     options = CompileOptions(**asked, microbatches=counts[0] if len(counts) == 1 else None)
     if (given := options.from_file) is not None:
         options = options.of_microbatches(given.microbatches)
@@ -123,16 +133,24 @@ def plan_command(
         options = replace(options, links=Links())
     modes = tuple(mode for mode in MODES if mode in cuts)
     with working("planning") as say:
-        read = of_model(target, ModelOptions(meta=meta), options) if is_model else of_profile(target, weight_fraction)
-        if len(counts) > 1:
-            rows = compare(read, options, counts, modes or COMPARED, say)
+        made = ModelOptions(meta=meta)
+        source = of_model(target, made, options) if is_model else of_profile(target, weight_fraction)
+        if compare:
+            schedules = compare_schedules(source, options, counts, modes, say)
+        elif len(counts) > 1:
+            rows = compare_counts(source.read, options, counts, modes or COMPARED, say)
         else:
-            subject = read(options.microbatches, not modes or "three-way" in modes, say)
+            subject = source.read(options.microbatches, not modes or "three-way" in modes, say)
             found = planned(subject, options, modes or MODES, say)
     if save_schedule is not None:
         Path(save_schedule).write_text(to_csv(found.setting.schedule_of(options.stages)), encoding="utf-8")
         note(f"wrote {save_schedule}")
-    if len(counts) > 1:
+    if compare:
+        if as_json:
+            emit_json(schedules.as_json())
+        else:
+            print_schedules(schedules.rows, schedules.samples)
+    elif len(counts) > 1:
         if as_json:
             emit_json(comparison_json(rows))
         else:

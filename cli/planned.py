@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.cli.output import warn
 
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.task.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -50,6 +50,19 @@ Read = Callable[[int | None, bool, Say], PlanInput]
 
 
 @dataclass(frozen=True)
+class Source:
+    """A model or a profile.
+
+    Attributes:
+        read: makes what is planned of it.
+        counts: the numbers of microbatches with which schedules are compared where none is asked.
+    """
+
+    read: Read
+    counts: Callable[[CompileOptions], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class Planned:
     """The best partition of each mode, of those that fit into memory, and its simulation."""
 
@@ -59,7 +72,7 @@ class Planned:
     simulated: dict[str, Simulation]
 
 
-def of_profile(path: str, weight_fraction: float) -> Read:
+def of_profile(path: str, weight_fraction: float) -> Source:
     """A profile, whose microbatches are as large however many there are."""
     from fxpipe.plan.cost_records import OptimizerCosts
     from fxpipe.planner.pipedream import read_profile
@@ -69,11 +82,15 @@ def of_profile(path: str, weight_fraction: float) -> Read:
     if weight_fraction:
         profile = profile.split_backward(weight_fraction)
     optimizer = OptimizerCosts(MOMENTUM, 0.0)  # its time is unknown
-    return lambda microbatches, three_way, say: PlanInput(profile, profile, microbatches or 1, None, optimizer)
+    return Source(
+        lambda microbatches, three_way, say: PlanInput(profile, profile, microbatches or 1, None, optimizer),
+        lambda options: (2 * options.workers,),  # with a flush, as many as keep workers busy most of the time
+    )
 
 
-def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
+def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Source:
     """A model file: its batch is cut into so many microbatches, and the step is captured and costed on one."""
+    from fxpipe.lowering.choose_schedule import counts_of, for_count
     from fxpipe.lowering.model_profile import profile_model
     from fxpipe.runtime.process.allocator import reuse_freed_memory
     from fxpipe.task.model_file import load_task
@@ -88,6 +105,8 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
 
     def read(microbatches: int | None, three_way: bool, say: Say) -> PlanInput:
         counted = replace(asked, microbatches=microbatches)
+        if asked.schedule == AUTO and microbatches is not None:
+            counted = for_count(asked, microbatches)
         found = profile_model(model, task.loss, batch, counted, three_way=three_way, say=say)
         for warning in found.warnings:
             if warning not in told:
@@ -102,7 +121,7 @@ def of_model(path: str, made: ModelOptions, options: CompileOptions) -> Read:
             found.device,
         )
 
-    return read
+    return Source(read, lambda options: counts_of(replace(asked, synchronous=options.synchronous), [batch]))
 
 
 def planned(subject: PlanInput, options: CompileOptions, modes: Sequence[str], say: Say) -> Planned:

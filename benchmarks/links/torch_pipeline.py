@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -48,11 +49,20 @@ class Half:
 
 def fair_split(task: Task) -> int:
     """The first piece of the second half, by the measured forward, backward and update of every piece."""
+    return fair_splits(task, 2)[0]
+
+
+def fair_splits(task: Task, parts: int) -> tuple[int, ...]:
+    """The first pieces of all parts but the first, so that the slowest part takes least: measured likewise."""
     model = task.model()
     updates = [task.optimizer(list(piece.named_parameters())) if list(piece.parameters()) else None for piece in model]
     rounds = [_times(task, model, updates, task.train_data()[0]) for _ in range(REPETITIONS)]
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
-    return min(range(1, len(model)), key=lambda k: max(sum(medians[:k]), sum(medians[k:])))
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        return max(sum(medians[a:b]) for a, b in pairwise((0, *cuts, len(medians))))
+
+    return min(combinations(range(1, len(model)), parts - 1), key=slowest)
 
 
 def _times(

@@ -8,6 +8,7 @@ them. What an older build does not know is None, or empty.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import fxpipe
@@ -65,6 +66,7 @@ def facts(
         "workers": worker_rows(subject, recipe, traffic),
         "edges": edge_rows(subject, traffic),
         "partitions": list(balance.rows),
+        "schedules": [asdict(row) for row in subject.known.schedules],
         "forecast": ahead.forecast,
         "timeline": ahead.timeline,
         "grid": grid_facts(subject, recipe),

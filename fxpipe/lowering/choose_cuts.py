@@ -26,12 +26,15 @@ class Choice:
     partitions: tuple[Partition, ...] = ()
 
 
-def choose_cuts(program: Program, profile: Profile, options: CompileOptions, setting: Setting) -> Choice:
+def choose_cuts(
+    program: Program, profile: Profile, options: CompileOptions, setting: Setting, known: Partition | None = None
+) -> Choice:
     """The cuts of a program whose units are numbered.
 
     Args:
         profile: what its units cost.
         setting: what the planner plans for.
+        known: what it would find, if that is known.
 
     Raises:
         TooLittleMemory: nothing fits; says what would.
@@ -39,7 +42,7 @@ def choose_cuts(program: Program, profile: Profile, options: CompileOptions, set
             units, or one that would part the readers of a buffer from the unit that updates it.
     """
     if options.planned:
-        found = _planned(profile, options, setting)
+        found = (known,) if known is not None else _planned(profile, options, setting)
         best = found[-1]
         return Choice(Cuts(best.forward, best.backward, best.weights, best.recompute), found)
     cuts = options.cuts if isinstance(options.cuts, Cuts) else _pinned(program.units, options)

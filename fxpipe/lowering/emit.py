@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fxpipe.build.build import Build
 from fxpipe.ir.program import Buffer, Parameter, Program
@@ -22,8 +22,10 @@ from fxpipe.passes.encode import Encode
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.partition import Partition
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Ratios
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
 from fxpipe.schedule import of_plan
@@ -47,6 +49,7 @@ class Emitter:
         setting: what the planner plans for.
         codec_times: what codecs take.
         first: the number of the next pass.
+        known: the partitions that are known already, by what travels for each byte of values.
     """
 
     program: Program
@@ -57,6 +60,7 @@ class Emitter:
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
     first: int
+    known: Mapping[Ratios, Partition] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -78,7 +82,7 @@ class Emitter:
         Raises:
             CutError: as `choose_cuts`.
         """
-        return choose_cuts(self.planned, self.profile, self.options, setting)
+        return choose_cuts(self.planned, self.profile, self.options, setting, self.known.get(setting.ratios))
 
     def emit(
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines

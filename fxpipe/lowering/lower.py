@@ -11,14 +11,15 @@ from torch import nn
 
 from fxpipe.build.build import Build
 from fxpipe.costs.codecs import codec_times
-from fxpipe.errors import BackendError, BatchError, FxpipeError
+from fxpipe.errors import BackendError, BatchError, FxpipeError, ScheduleError
 from fxpipe.ir.program import Program
 from fxpipe.ir.transform import Observer, PassLines, run_passes
 from fxpipe.lowering.captured_step import captured_step
 from fxpipe.lowering.choose_codecs import emit_encoded
+from fxpipe.lowering.choose_schedule import ChosenSchedule, choose_schedule
 from fxpipe.lowering.emit import Codecs, Emitter
 from fxpipe.lowering.evaluation import Evaluations, capture_evaluations, with_evaluations
-from fxpipe.lowering.options import CompileOptions
+from fxpipe.lowering.options import AUTO, CompileOptions
 from fxpipe.lowering.padding_doubts import padding_doubts
 from fxpipe.lowering.shapes import CapturedShape, with_shape
 from fxpipe.lowering.step_costs import has_no_values, step_costs
@@ -66,14 +67,21 @@ def compile(
     Raises:
         FxpipeError: as capture and `lower`; each names the place and what to do.
     """
+    if changes.get("synchronous") and "schedule" not in changes:
+        changes["schedule"] = AUTO
     options, batches = changed(options, changes), [batch, *shapes]
     _ = options.encoding  # refused before the work
     padding = options.padding(batches)
     doubts = padding_doubts(model, loss, [*batches, *([] if last is None else [last])], padding, options)
     batch, *batches = (padded(one, padding) for one in batches)
     options = replace(options, pad=None, pad_to=None)
-    step = captured_step(model, loss, batch, options, batches, padded(last, padding), say)
-    bare = _bare(model)
+    bare, last = _bare(model), padded(last, padding)
+    chosen = None
+    if options.schedule == AUTO:
+        chosen = choose_schedule(model, loss, batch, options, batches, last, bare, say)
+        step = chosen.step
+    else:
+        step = captured_step(model, loss, batch, options, batches, last, say)
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, bare))
     evaluations = None
     if evaluation is not None:
@@ -86,7 +94,13 @@ def compile(
             padding=padding,
         )
     build = lower(
-        step.program, options, whole_loss=step.whole_loss, shapes=step.shapes, evaluations=evaluations, say=say
+        step.program,
+        options,
+        whole_loss=step.whole_loss,
+        shapes=step.shapes,
+        evaluations=evaluations,
+        chosen=chosen,
+        say=say,
     )
     plan = replace(build.plan, padding=padding)
     hooks = StepHooks.of_compiled(model, loss, options.loss_weight)
@@ -109,6 +123,7 @@ def lower(
     shapes: Sequence[CapturedShape] = (),
     evaluations: Evaluations | None = None,
     codecs: Codecs | None = None,
+    chosen: ChosenSchedule | None = None,
     observers: Sequence[Observer] = (),
     say: Say = lambda text: None,
     **changes: Any,
@@ -122,6 +137,7 @@ def lower(
         shapes: what `capture_shape` made of batches of other shapes: cut as this program is.
         evaluations: what `capture_evaluations` made of the validation hooks; they are cut where the weights will be.
         codecs: gives the first shape's edges their codecs, where they are known already, in place of the options.
+        chosen: what the search found, where it chose the schedule.
         observers: are told of every pass.
         say: is told which shape of batch is being worked on, and which part is being put onto engines.
 
@@ -135,6 +151,11 @@ def lower(
         FxpipeError: an option that does not exist.
     """
     options = changed(options, changes)
+    if options.schedule == AUTO:
+        raise ScheduleError(
+            "schedule 'auto' decides the number of microbatches, too, which a captured program has already",
+            hint="name the schedule, or give the model to fxpipe.compile, which captures",
+        )
     options.check()
     check_loss_scaling(options.kind, program.autocast)
     if program.autocast == FLOAT16:
@@ -152,16 +173,20 @@ def lower(
         options.splits_backward, whole_loss or options.whole_loss(), bool(program.metrics()), program.scales_loss
     )
     program = run_passes(program, front, observers)
-    costs = step_costs(program, options)
+    costs = step_costs(program, options) if chosen is None else chosen.costs
     program = run_passes(program, [costs.of_nodes], observers, first=len(front) + 1)
     setting = options.setting(program.device, costs.optimizer)
     times = codec_times(options.encoding.codecs, program.device, costs.nodes is not None, options.threads, costs.device)
     emitter = Emitter.of(program, costs, options, setting, times, first=len(front) + 2)
+    if chosen is not None:
+        emitter = replace(emitter, known=chosen.known)
     if codecs is None:
         program, build = emit_encoded(emitter, options.encoding, observers, lines)
     else:
         program, build = emitter.emit(emitter.choose(setting), codecs, observers, lines)
     build = _with_optimizer(build, options)
+    if chosen is not None:
+        build = replace(build, costs=replace(build.costs, schedules=chosen.rows))
     if program.totals is not None:
         build = with_totals(build, program.totals, options.command)
     for number, shape in enumerate(shapes, 1):

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.ir.program import Program
 from fxpipe.ir.transform import run_passes
-from fxpipe.lowering.captured_step import captured_step
+from fxpipe.lowering.captured_step import CapturedStep, captured_step
 from fxpipe.lowering.options import CompileOptions
-from fxpipe.lowering.step_costs import step_costs
+from fxpipe.lowering.step_costs import StepCosts, step_costs
 from fxpipe.passes import front_passes
 from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
@@ -46,6 +47,23 @@ class ModelProfile:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class StepProfile:
+    """What a captured step's units cost, and where that is from.
+
+    Attributes:
+        program: with its units numbered, without metrics.
+        whole, apart: as in `ModelProfile`.
+        costs_of_whole, costs_of_apart: those of their nodes, and the optimizer's.
+    """
+
+    program: Program
+    whole: Profile
+    apart: Profile
+    costs_of_whole: StepCosts
+    costs_of_apart: StepCosts
+
+
 def profile_model(
     model: nn.Module,
     loss: Loss,
@@ -69,27 +87,53 @@ def profile_model(
     say("capturing")
     batch = padded(batch, options.padding([batch]))
     step = captured_step(model, loss, batch, options)
-    captured, whole_loss = step.program, step.whole_loss
     options = replace(step.options, optimizer=of_parameters(step.options.optimizer, lambda: without_values(model)))
+    found = profile_step(step, options, three_way=three_way, say=say)
+    program, optimizer = found.program, found.costs_of_whole.optimizer
+    return ModelProfile(
+        found.whole,
+        found.apart,
+        options.count,
+        samples_of_step(step),
+        optimizer,
+        program.device,
+        (*program.warnings, *([optimizer.doubt] if optimizer.doubt else [])),
+    )
+
+
+def samples_of_step(step: CapturedStep) -> int:
+    """How many samples a minibatch has."""
+    first = next(b.leaf.tensor for b in step.program.batch if b.leaf.tensor is not None)
+    return (first.shape[0] if first.shape else 1) * step.options.count
+
+
+def profile_step(
+    step: CapturedStep,
+    options: CompileOptions,
+    *,
+    three_way: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> StepProfile:
+    """Cost a captured step.
+
+    Args:
+        options: those of the step, with the optimizer as costs take it.
+        three_way, say: as for `profile_model`.
+
+    Raises:
+        FxpipeError: the step fails.
+    """
+    captured, whole_loss = step.program, step.whole_loss
     asked = whole_loss, bool(captured.metrics()), captured.scales_loss
     program = run_passes(captured, front_passes(False, *asked))
     split_up = run_passes(captured, front_passes(True, *asked)) if three_way else program
     say("costing the step")
-    costs = step_costs(program, options)
+    costs = again = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte
-    whole = apart = profile_of(without_metrics(run_passes(program, [costs.of_nodes])), rate)
+    planned = without_metrics(run_passes(program, [costs.of_nodes]))
+    whole = apart = profile_of(planned, rate)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, costs.optimizer)
         apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate)
-    first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
-    samples = (first.shape[0] if first.shape else 1) * options.count
-    return ModelProfile(
-        whole,
-        apart,
-        options.count,
-        samples,
-        costs.optimizer,
-        program.device,
-        (*program.warnings, *([costs.optimizer.doubt] if costs.optimizer.doubt else [])),
-    )
+    return StepProfile(planned, whole, apart, costs, again)

@@ -34,11 +34,28 @@ if TYPE_CHECKING:
     from fxpipe.task.padding import Pad
 
 IN_PYTHON = "fxpipe.compile(...)"
+AUTO = "auto"
+"""In place of a schedule's name: the one that takes least time, see `fxpipe.search`."""
+
 SCANNED = 8
 """Batches that are read for their shapes, where nothing is asked."""
 
 CutsMode = Literal["auto", "same", "bidirectional", "three-way"]
 CostMode = Literal["measured", "analytic"]
+
+
+def compile_schedule(text: str) -> str:
+    """As `schedule_text`; or 'auto'."""
+    return AUTO if text == AUTO else schedule_text(text)
+
+
+def not_synchronous(schedule: str) -> ScheduleError:
+    """Says why a schedule is not what `synchronous` asks for."""
+    return ScheduleError(
+        f"schedule '{schedule}' is not synchronous: its forwards miss updates, so that it does not train exactly as "
+        "one worker would",
+        hint="leave the schedule out for the fastest that does, or leave --synchronous out",
+    )
 
 
 def _dims(text: str) -> dict[str, int | None]:
@@ -65,7 +82,10 @@ class CompileOptions:
         forward_at, backward_at: module paths to cut before, one for each boundary between workers; the planner chooses
             where both are empty, and one of them alone serves both. Where both are given, a path may be repeated: a
             worker between two cuts at one place has nothing to do in that phase.
-        schedule: a name of `fxpipe.schedule.SCHEDULES`, a file in torch's format (`….csv`), or the text of one.
+        schedule: a name of `fxpipe.schedule.SCHEDULES`, a file in torch's format (`….csv`), or the text of one. 'auto':
+            that which takes least time, with the number of microbatches and the cuts that it takes it with.
+        synchronous: train exactly as one worker would: only schedules with a flush. `compile(…, synchronous=True)`
+            without a schedule takes the fastest of them.
         policy: where None, that of `fxpipe.policy.default_for`.
         microbatches: how many make a minibatch; the step is captured on one of them. None: a divisor of the batch near
             the number of workers, which is 1 for async and two workers; 1 for async, too, where microbatches would
@@ -139,8 +159,12 @@ class CompileOptions:
         "async",
         "--schedule",
         metavar="NAME|FILE.csv",
-        kind=schedule_text,
-        help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format.",
+        kind=compile_schedule,
+        help=f"Order of the actions: {', '.join(sorted(SCHEDULES))}, or a file in torch's format; auto: the fastest by "
+        "the simulator, with its cuts and microbatches.",
+    )
+    synchronous: bool = option(
+        False, "--synchronous", help="Train exactly as one worker would: the fastest schedule that does so."
     )
     policy: str | None = policy_option("by schedule, microbatches and optimizer")
     microbatches: int | None = option(
@@ -306,8 +330,7 @@ class CompileOptions:
         Raises:
             ScheduleError: there is none of that name.
         """
-        made = self.from_file
-        return kind_of(self.schedule) if made is None else type(made)
+        return kind_of(self.schedule)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -396,6 +419,8 @@ class CompileOptions:
             )
         if self.cost not in (None, *get_args(CostMode)):
             raise CutError(f"cost={self.cost!r} is neither 'measured' nor 'analytic'")
+        if self.synchronous and not self.kind.synchronous:
+            raise not_synchronous(self.schedule)
         check_loss_scaling(self.kind, self.autocast)
         self.setting()
         encoding = self.encoding

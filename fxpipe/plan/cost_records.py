@@ -173,3 +173,30 @@ class EngineTime:
     def part(self) -> str:
         """`stage_0.forward`."""
         return f"stage_{self.worker}.{FUNCTIONS[self.phase]}"
+
+
+@dataclass(frozen=True)
+class ScheduleForecast:
+    """One schedule that was compared, with the best cuts that were found for it, as simulated.
+
+    Attributes:
+        cuts: the kind of its cuts: 'same', 'bidirectional', 'three-way' or 'pinned'; '' where nothing fits.
+        seconds: of a minibatch; None where nothing fits, or the schedule is refused.
+        bubble: the share of the workers' time in which they are not busy.
+        memory_bytes: of the worker that holds most; of one that does not fit, what that worker would need.
+        enough_bytes: where nothing fits, the memory of every worker that would be enough; None if they have different
+            memories.
+        staleness: how many updates a forward misses at most.
+        why: what it loses, and why; '' of the one that was taken.
+    """
+
+    schedule: str
+    policy: str
+    microbatches: int
+    cuts: str = ""
+    seconds: float | None = None
+    bubble: float = 0.0
+    memory_bytes: float = 0.0
+    enough_bytes: float | None = None
+    staleness: int = 0
+    why: str = ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpipe.errors import BuildError
 from fxpipe.plan.build_folder import COSTS
-from fxpipe.plan.cost_records import EdgeTiming, EngineTime, PolicyTimes, StageTime, WorkerSummary
+from fxpipe.plan.cost_records import EdgeTiming, EngineTime, PolicyTimes, ScheduleForecast, StageTime, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.links import Links
 from fxpipe.planner.partition import Partition
@@ -37,6 +37,7 @@ class BuildCosts:
         engines: what each part of a stage takes on which engine; empty if nothing was measured.
         without_codecs, with_codecs: seconds of a minibatch, by the operators' costs, if no edge had a codec, and with
             the codecs of the build; None where `auto` did not compare them.
+        schedules: what `--schedule auto` compared, the chosen one first; empty if the schedule was given.
     """
 
     workers: tuple[WorkerSummary, ...] = ()
@@ -50,6 +51,7 @@ class BuildCosts:
     engines: tuple[EngineTime, ...] = ()
     without_codecs: float | None = None
     with_codecs: float | None = None
+    schedules: tuple[ScheduleForecast, ...] = ()
 
     def time(self, worker: int) -> StageTime:
         """What a worker takes: measured, or else as the compiler estimates it."""
@@ -108,7 +110,7 @@ def _check(costs: BuildCosts, plan: Plan) -> None:
     if not all(0 < speed < MOST for speed in costs.speeds):
         raise Malformed("a speed is above 0", ", $.speeds")
     _check_numbers(dataclasses.asdict(costs.policy_times), ", $.policy_times")
-    for table in ("workers", "times", "engines", "partitions"):
+    for table in ("workers", "times", "engines", "partitions", "schedules"):
         for i, record in enumerate(getattr(costs, table)):
             _check_numbers(dataclasses.asdict(record), f", $.{table}[{i}]")
 

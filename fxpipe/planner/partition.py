@@ -158,13 +158,15 @@ def of_cuts(
     *,
     recompute: Sequence[tuple[int, int, int]] = (),
     mode: str = "pinned",
+    costs: CostModel | None = None,
 ) -> Partition:
     """What given cuts cost, as a partition: there is no search, so only the ideal bounds it.
 
     Args:
         forward, backward, weights, recompute: as in `Partition`.
+        costs: those of the profile and the workers, where many cuts are asked about.
     """
-    costs = CostModel(profile, workers)
+    costs = costs or CostModel(profile, workers)
     columns = [np.asarray(c, dtype=np.int64) for c in (forward, backward, weights)]
     cuts = np.stack([*columns, 0 * columns[0]], axis=1)
     for worker, first, _ in recompute:

@@ -29,11 +29,13 @@ SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in _KINDS}
 
 
 def kind_of(name: str) -> type[Schedule]:
-    """The schedules called `name`, of any number of workers.
+    """The schedules called `name`, of any number of workers; or that of a file or a text, as `of_text`.
 
     Raises:
-        ScheduleError: no schedule has this name.
+        ScheduleError: no schedule has this name, or the text is wrong.
     """
+    if (made := of_text(name)) is not None:
+        return type(made)
     if name not in SCHEDULES:
         raise ScheduleError(
             f"there is no schedule '{name}'{near(name, SCHEDULES)}", hint=f"one of: {', '.join(SCHEDULES)}"

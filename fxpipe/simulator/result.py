@@ -47,7 +47,8 @@ class Simulation:
         finished: when worker 0 ended each minibatch.
         seconds: the whole run.
         seconds_per_minibatch: in the steady state: the slope of `finished` over the second half of the minibatches, or
-            over one repetition if they repeat. Without a flush, the last minibatches, during which the pipeline
+            over one repetition if they repeat; where weight gradients are apart, that of the worker that falls behind
+            most, for no other waits for it at once. Without a flush, the last minibatches, during which the pipeline
             empties, do not count; if fewer than two are left, as with workers + 1 minibatches for `async`, it is the
             mean of the whole run.
         busy: each worker's seconds of compute, updates and copying.

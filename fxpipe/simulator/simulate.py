@@ -58,16 +58,17 @@ def simulate(schedule: Schedule, scenario: Scenario, minibatches: int) -> Simula
     if len(run.ends) < schedule.ranks:
         play(schedule, rows, lambda worker, action: _needs(schedule, scenario, worker, action))
         raise AssertionError("a run that stops would stop with whole actions too")
-    finished = {span.action.minibatch: span.end for span in run.spans[0] if span.kind != "F"}
+    finished = [{span.action.minibatch: span.end for span in spans if span.kind != "F"} for spans in run.spans]
     own = [[action for of, action in rows[rank] if of == worker] for worker, rank in enumerate(schedule.placement)]
     seconds = max(run.ends.values())
-    period = _period(schedule, own[0], list(finished.values()), seconds)
+    slow = finished if schedule.weights_apart else finished[:1]  # where no worker waits for W, a later one may lag more
+    period = max(_period(schedule, own[0], list(ends.values()), seconds) for ends in slow)
     working = sum(scenario.busy(worker, schedule.microbatches) for worker in range(workers))
     return Simulation(
         microbatches=schedule.microbatches,
         spans=tuple(tuple(spans) for spans in run.spans),
         transfers=tuple(run.transfers),
-        finished=tuple(finished.values()),
+        finished=tuple(finished[0].values()),
         seconds=seconds,
         seconds_per_minibatch=period,
         busy=tuple(sum(span.end - span.start for span in spans) for spans in run.spans),

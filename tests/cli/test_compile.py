@@ -170,6 +170,7 @@ def test_json(model: Path) -> None:
         "engines",
         "codecs",
         "warnings",
+        "schedules",
         "verify",
     ]
     assert (said["out"], said["schedule"], said["policy"], said["microbatches"]) == ("here", "1f1b", "latest", 2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import asdict
 from typing import Any
 
+from fxpipe.plan.cost_records import ScheduleForecast
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.picture import sees
 from fxpipe.schedule import make as make_schedule
@@ -41,6 +43,7 @@ def made_facts(
         },
         "modules": modules, "nodes": nodes, "units": units, "workers": table, "edges": _edges(workers, blocks),
         "partitions": [_partition(mode, microbatch) for mode in ("same", "bidirectional", "three-way")],
+        "schedules": [],
         "forecast": {
             "schedule": "async", "policy": "spectrain", "samples_per_second": 412.5, "milliseconds": 77.6,
             "bubble": 0.043, "busy": [0.96 for _ in range(workers)],
@@ -50,6 +53,17 @@ def made_facts(
     if run:
         facts["run"] = _run(workers, steps, microbatch)
     return facts
+
+
+def made_schedules() -> list[Facts]:
+    """What was compared: one that was taken, one that is slower, one that does not fit, one that cannot be."""
+    rows = [
+        ScheduleForecast("async", "spectrain", 1, "bidirectional", 0.0776, 0.043, 47e6, staleness=1),
+        ScheduleForecast("zb-h1", "latest", 4, "three-way", 0.1, 0.21, 61e6, why="bubble 21% against 4%"),
+        ScheduleForecast("gpipe", "latest", 4, enough_bytes=3e9, why="does not fit: 2.80 GiB would be enough"),
+        ScheduleForecast("", "", 8, why="the batch has 12 samples"),
+    ]
+    return [asdict(row) for row in rows]
 
 
 def _model(workers: int, blocks: int, inner: int) -> tuple[list[Facts], Facts, list[Facts]]:

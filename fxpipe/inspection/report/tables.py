@@ -110,6 +110,27 @@ def modes(partitions: Sequence[Json]) -> Markup:
     return table("Modes of cuts", columns, rows)
 
 
+def schedules(rows: Sequence[Json]) -> Markup:
+    columns = [
+        plain("schedule", "schedule"), counted("microbatches", "microbatches"), plain("cuts", "cuts"),
+        counted("stale updates", "staleness"), Column("minibatch", "milliseconds", form.ms),
+        Column("bubble", "bubble", form.share), sized("memory", "memory_bytes"), Column("why", "why", form.text, ""),
+    ]  # fmt: skip
+    chosen = Markup("<strong>✓ taken</strong>")
+    return table(
+        "Schedules that were compared", columns, [_compared(row) | {"why": row["why"] or chosen} for row in rows]
+    )
+
+
+def _compared(row: Json) -> Json:
+    """A schedule's row; of one that cannot be, there are no numbers."""
+    row = row | {"why": row["why"] or Markup("<strong>✓ taken</strong>")}
+    if row["seconds"] is None:
+        nothing = dict.fromkeys(("milliseconds", "bubble", "staleness"))
+        return row | nothing | {"schedule": row["schedule"] or "all", "memory_bytes": row["enough_bytes"]}
+    return row | {"milliseconds": 1e3 * row["seconds"]}
+
+
 def balance(partitions: Sequence[Json]) -> Markup:
     columns = [
         plain("cuts", "mode"), WORKER, *(Column(MARKS[mark].name, part) for mark, part in PARTS.items()),

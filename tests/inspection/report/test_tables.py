@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from report_facts import made_facts
+from report_facts import made_facts, made_schedules
 
 from fxpipe.inspection.report import formats, tables
 
@@ -75,6 +75,17 @@ def test_every_number_is_a_fact(page: Any) -> None:
         for row, values in zip(rows, facts, strict=True):
             for said, value in zip(row[at : at + len(values)], values, strict=True):
                 assert read(said) == pytest.approx(value, rel=0.05, abs=6e-4), (caption, row)
+
+
+def test_schedules_that_were_compared_are_a_table(written: Any) -> None:
+    page = written(FACTS | {"schedules": made_schedules()})
+    rows = page.table("Schedules that were compared")
+    assert [row[0] for row in rows] == ["async", "zb-h1", "gpipe", "all"]
+    assert rows[0][3:] == ["1", "77.6 ms", "4.3%", "44.8 MiB", "✓ taken"]
+    assert rows[1][-1] == "bubble 21% against 4%"
+    assert rows[2][3:] == ["–", "–", "–", "2.8 GiB", "does not fit: 2.80 GiB would be enough"]
+    assert "Against other schedules" in page.text("#schedule")
+    assert "Against other schedules" not in written(FACTS).text("#schedule")
 
 
 def test_names_are_in_the_tables(page: Any) -> None:

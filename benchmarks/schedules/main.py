@@ -1,0 +1,205 @@
+"""Synchronous schedules against torch.distributed.pipelining's, trained for real on two workers; see README.md.
+
+Each round runs every contender one after the other, in processes of their own. What counts is each round's ratio to the
+fastest of torch's, the median over the rounds. The forecasts of `fxpipe compile` are next to what was measured; four
+and eight workers are only forecast. Last, what half the memory costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from commands import minibatch_seconds, run_fxpipe
+
+HERE = Path(__file__).resolve().parent
+MODEL, TINY = HERE / "gpt_pieces.py", HERE / "gpt_pieces_tiny.py"
+MICROBATCHES = 8
+TORCH = {"torch 1F1B": "1f1b", "torch ZB1P": "zb", "torch InterleavedZeroBubble": "interleaved-zb"}
+FXPIPE = {
+    "fxpipe 1f1b": ("--schedule", "1f1b"),
+    "fxpipe zb-h1": ("--schedule", "zb-h1"),
+    "fxpipe zb-h2": ("--schedule", "zb-h2"),
+    "fxpipe auto": ("--schedule", "auto", "--synchronous"),
+}
+AUTO = "fxpipe auto"
+FASTER, OFF, HALF = 1.05, 0.03, 1.2
+"""The goals: auto against torch's best, how far a forecast may be off, and what half the memory may cost."""
+AGREE = 1e-4
+"""How far the losses of two contenders may be apart, relative: all train alike, in another order of sums."""
+
+
+def main() -> None:
+    """Measure, print the tables and keep the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="1 round of 4 steps of two contenders each, kept nowhere: to see that it runs",
+    )
+    options = parser.parse_args()
+    torch, ours, more, model = dict(TORCH), dict(FXPIPE), (4, 8), MODEL
+    if options.quick:
+        options.rounds, options.steps, more, model = 1, 4, (4,), TINY
+        torch, ours = dict([*TORCH.items()][::2]), {name: FXPIPE[name] for name in ("fxpipe zb-h1", AUTO)}
+    with tempfile.TemporaryDirectory(prefix="fxpipe_schedules_") as scratch:
+        folder = Path(scratch)
+        builds = {
+            name: compile_build(model, arguments, 2, folder / f"2-{i}")
+            for i, (name, arguments) in enumerate(ours.items())
+        }
+        rounds = []
+        for number in range(options.rounds):
+            row = {name: torch_run(model, schedule, options.steps) for name, schedule in torch.items()}
+            row |= {name: fxpipe_run(found, options.steps) for name, found in builds.items()}
+            check_losses(row)
+            rounds.append({name: found["seconds"] for name, found in row.items()})
+            print(
+                f"round {number + 1}  " + "  ".join(f"{n} {1e3 * s:.0f} ms" for n, s in rounds[-1].items()), flush=True
+            )
+        rows = table(rounds, builds, list(torch))
+        taken = builds[AUTO]["schedules"][0]
+        half = half_memory(model, builds[AUTO], folder, options.steps, options.rounds)
+        forecasts = [forecast(model, ours, workers, folder) for workers in more]
+    met = verdict(rows, half)
+    result = {"rows": rows, "rounds": rounds, "taken": taken, "half": half, "forecasts": forecasts, "missed": met}
+    if not options.quick:
+        (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compile_build(model: Path, arguments: tuple[str, ...], workers: int, build: Path) -> dict[str, Any]:
+    """What `fxpipe compile --json` says, and where the build is; one thread a worker."""
+    given = ("-n", workers, "--microbatches", MICROBATCHES, "--threads", 1, "-o", build, "--json", *arguments)
+    found: dict[str, Any] = json.loads(run_fxpipe("compile", model, *given))
+    return found | {"folder": str(build)}
+
+
+def fxpipe_run(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Seconds of a minibatch in a run of a build, and its losses."""
+    build = Path(found["folder"])
+    out = build.parent / "out"
+    run_fxpipe("run", build, "--steps", steps, "--threads", 1, "--json", "--out", out)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {"seconds": minibatch_seconds(out), "losses": [line["loss"] for line in lines if "eval" not in line]}
+
+
+def torch_run(model: Path, schedule: str, steps: int) -> dict[str, Any]:
+    """The same of torch.distributed.pipelining: two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(HERE / "torch_side.py"), str(model), schedule, str(MICROBATCHES), str(steps)]
+    started = [
+        subprocess.Popen(
+            command, env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    said = [process.communicate() for process in started]
+    for process, (_, errors) in zip(started, said, strict=True):
+        if process.returncode:
+            raise SystemExit(f"torch's {schedule} failed\n{errors}")
+    found: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
+    return found
+
+
+def check_losses(row: dict[str, dict[str, Any]]) -> None:
+    """All contenders train the same model on the same batches, exactly as one worker would: their losses agree."""
+    first = next(iter(row.values()))["losses"]
+    for name, found in row.items():
+        apart = max(abs(a - b) / abs(b) for a, b in zip(found["losses"], first, strict=True))
+        if not apart < AGREE:
+            raise SystemExit(f"{name} does not train as the others do: its losses are {apart:.1e} away from theirs")
+
+
+def table(rounds: list[dict[str, float]], builds: dict[str, Any], torch: list[str]) -> list[dict[str, Any]]:
+    """A row for each contender, printed: medians, ratios to the best of torch's in the same round, forecasts."""
+    rows = []
+    print(
+        f"\n{'two workers, 8 microbatches':<30}{'ms a minibatch':>15}{'of torch best':>15}{'forecast':>10}{'off by':>8}"
+    )
+    for name in rounds[0]:
+        measured = statistics.median(r[name] for r in rounds)
+        ratio = statistics.median(min(r[other] for other in torch) / r[name] for r in rounds)
+        expected = builds[name]["forecast"]["milliseconds"] / 1e3 if name in builds else None
+        off = None if expected is None else expected / measured - 1
+        label = f"{name} ({builds[name]['schedule']})" if name == AUTO else name
+        said = "" if expected is None else f"{1e3 * expected:>10.0f}{f'{100 * (off or 0):+.1f} %':>8}"
+        print(f"{label:<30}{1e3 * measured:>15.0f}{ratio:>15.3f}{said}")
+        rows.append({"name": name, "seconds": measured, "of_torch": ratio, "forecast": expected, "off": off})
+    return rows
+
+
+def half_memory(model: Path, roomy: dict[str, Any], folder: Path, steps: int, rounds: int) -> dict[str, Any]:
+    """What auto takes in half of the memory that it takes by itself, and how much longer that takes."""
+    limit = max(row["memory_bytes"] for row in roomy["schedules"][:1]) / 2
+    head = f"\nwhat fits in half the memory, {limit / 2**20:.1f} MiB a worker: "
+    arguments = ("--schedule", "auto", "--synchronous", "--memory", f"{limit:.0f}B")
+    try:
+        found = compile_build(model, arguments, 2, folder / "half")
+    except SystemExit as error:
+        text = str(error)
+        if "memory" not in text:
+            raise
+        print(head + "does not fit")
+        return {"limit": limit, "fits": False, "said": text.splitlines()[-1]}
+    ratios = []
+    for _ in range(rounds):  # both sides in turn, again
+        whole = fxpipe_run(roomy, steps)["seconds"]
+        ratios.append(fxpipe_run(found, steps)["seconds"] / whole)
+    ratio = statistics.median(ratios)
+    print(f"{head}{found['schedule']}, {ratio:.3f} times the time")
+    return {"limit": limit, "fits": True, "schedule": found["schedule"], "ratio": ratio, "ratios": ratios}
+
+
+def forecast(model: Path, ours: dict[str, tuple[str, ...]], workers: int, folder: Path) -> dict[str, Any]:
+    """What more workers would do, each on a core of its own: simulated from stages timed one by one."""
+    found = {
+        name: compile_build(model, arguments, workers, folder / f"{workers}-{i}")
+        for i, (name, arguments) in enumerate(ours.items())
+    }
+    times = {name: one["forecast"]["milliseconds"] for name, one in found.items()}
+    print(f"\n{workers} workers, forecast:")
+    for name, one in found.items():
+        label = f"{name} ({one['schedule']})" if name == AUTO else name
+        bubble = 100 * one["forecast"]["bubble"]
+        print(f"{label:<30}{times[name]:>15.0f} ms{bubble:>10.0f} % bubble")
+    return {"workers": workers, "milliseconds": times, "schedule": found[AUTO]["schedule"]}
+
+
+def verdict(rows: list[dict[str, Any]], half: dict[str, Any]) -> list[str]:
+    """Which goals were missed, printed."""
+    auto = next(row for row in rows if row["name"] == AUTO)
+    missed = []
+    if auto["of_torch"] < FASTER:
+        missed.append(f"auto is {auto['of_torch']:.3f} times as fast as torch's best, not {FASTER}")
+    worst = max((row for row in rows if row["off"] is not None), key=lambda row: abs(row["off"]))
+    if abs(worst["off"]) > OFF:
+        missed.append(f"the forecast of {worst['name']} is off by {100 * worst['off']:+.1f} %, goal {100 * OFF:.0f} %")
+    if not half["fits"]:
+        missed.append("nothing fits in half the memory")
+    elif half["ratio"] > HALF:
+        missed.append(f"half the memory costs {half['ratio']:.3f} times the time, goal {HALF}")
+    print("\n" + ("missed: " + "; ".join(missed) if missed else "all goals are met"))
+    return missed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Schedules against each other: what `--schedule auto` and `fxpipe plan --compare` print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+from fxpipe.cli.output import echo, print_table, size
+from fxpipe.cli.planned import Say, Source
+
+from fxpipe.lowering.options import AUTO, CompileOptions, not_synchronous
+from fxpipe.schedule import kind_of
+
+if TYPE_CHECKING:
+    from fxpipe.plan.cost_records import ScheduleForecast
+
+
+def asked_schedule(asked: dict[str, Any], compare: bool = False, *, given: bool = False) -> bool:
+    """Decide what the options --schedule and --synchronous mean together; returns whether schedules are compared.
+
+    Args:
+        asked: the options by their fields; `schedule` becomes 'auto' where only `synchronous` was asked.
+        compare: with --compare, which compares all of them.
+        given: the schedule comes from elsewhere, if not from the command line.
+
+    Raises:
+        ScheduleError: the schedule is not synchronous, as it should be.
+        click.UsageError: one schedule is asked, and all are compared.
+    """
+    source = click.get_current_context().get_parameter_source("schedule")
+    named = asked["schedule"] != AUTO and (given or source is not ParameterSource.DEFAULT)
+    if named and compare:
+        raise click.UsageError(f"--compare compares all schedules: leave --schedule {asked['schedule']} out")
+    if named and asked["synchronous"] and not kind_of(asked["schedule"]).synchronous:
+        raise not_synchronous(asked["schedule"])
+    if not named and (compare or asked["synchronous"]):
+        asked["schedule"] = AUTO
+    return bool(asked["schedule"] == AUTO)
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """What was compared, the best first; of a model, how many samples a minibatch has."""
+
+    rows: tuple[ScheduleForecast, ...]
+    samples: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """One object a row."""
+        return {"samples": self.samples, "schedules": [asdict(row) for row in self.rows]}
+
+
+def compare_schedules(
+    source: Source, options: CompileOptions, counts: Sequence[int], modes: Sequence[str], say: Say
+) -> Schedules:
+    """Capture and cost with each number of microbatches, plan and simulate every schedule.
+
+    Args:
+        counts: of microbatches; none: some that suit the schedules.
+        modes: the kinds of cuts; none: all that a schedule has a use for.
+
+    Raises:
+        FxpipeError: no number can be captured, or nothing fits into memory: says what would.
+    """
+    from fxpipe.errors import FxpipeError
+    from fxpipe.lowering.choose_codecs import PLAIN, ratios_of
+    from fxpipe.lowering.choose_schedule import counted, for_count, question, refusal, sized
+    from fxpipe.search import search
+
+    encoding = options.encoding
+    ratios = ratios_of(PLAIN if encoding.auto else encoding)
+    capturing = for_count(options, 1)
+    sizes, refused, momentum = [], [], False
+    failed: FxpipeError | None = None
+    for count in counts or source.counts(options):
+
+        def told(text: str, count: int = count) -> None:
+            say(f"{counted(count)}: {text}")
+
+        try:
+            read = source.read(count, True, told)
+        except FxpipeError as error:
+            failed = failed or error
+            refused.append(refusal(count, error))
+            continue
+        own = replace(capturing, microbatches=read.microbatches)
+        momentum = read.optimizer.momentum
+        sizes.append(sized(own, read.device, read.optimizer, (read.whole, read.apart), read.samples, None, ratios))
+    if failed is not None and not sizes:
+        raise failed
+    ranking = search(sizes, replace(question(options, momentum), modes=tuple(modes)), say)
+    return Schedules((*ranking.rows, *refused), sizes[0].samples)
+
+
+def print_schedules(rows: Sequence[ScheduleForecast], samples: int | None, most: int | None = None) -> None:
+    """A row for each schedule and number of microbatches, with what it loses and why; then those that cannot be.
+
+    Args:
+        most: how many rows at most.
+    """
+    fitting = [row for row in rows if row.seconds is not None]
+    best = _pace(fitting[0], samples)
+    lines = []
+    for row in fitting[:most]:
+        pace = _pace(row, samples)
+        speed = f"{1e3 * pace:.2f} ms a microbatch" if samples is None else f"{samples / pace:.1f}" if pace else "∞"
+        lost = f"{100 * (pace / best - 1):+.1f} %" if best else ""
+        lines.append(
+            [
+                row.schedule,
+                str(row.microbatches),
+                row.cuts,
+                str(row.staleness) if row.staleness else "none",
+                speed,
+                f"{100 * row.bubble:.0f} %",
+                size(row.memory_bytes),
+                lost if row.why else "",
+                row.why or "the one to take",
+            ]
+        )
+    headers = ["schedule", "microbatches", "cuts", "stale", "samples/s", "bubble", "memory", "time", "why"]
+    print_table(headers, lines, last=1)
+    for row in rows:
+        if row.seconds is None:
+            counted = f"{row.microbatches} microbatch{'' if row.microbatches == 1 else 'es'}"
+            echo(f"{row.schedule or 'every schedule'}, {counted}: {row.why}")
+
+
+def _pace(row: ScheduleForecast, samples: int | None) -> float:
+    """Seconds that can be compared: of a minibatch, or, of a profile, of a microbatch."""
+    assert row.seconds is not None
+    return row.seconds if samples is not None else row.seconds / row.microbatches

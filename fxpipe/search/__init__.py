@@ -1,0 +1,23 @@
+"""Which schedule, with how many microbatches and which cuts, takes least time: planned and simulated, no torch.
+
+candidate (what is compared) → plans (the planner's cuts for each) → simulated_plan (a trial of one plan) → climb (cuts
+that the simulator likes better) → reasons (what the others lose) → search (all of it, ranked).
+"""
+
+from __future__ import annotations
+
+from fxpipe.search.candidate import Candidate, Question, Sized, candidates, microbatch_counts, schedules_of
+from fxpipe.search.search import Ranking, search
+from fxpipe.search.simulated_plan import SimulatedPlan
+
+__all__ = [
+    "Candidate",
+    "Question",
+    "Ranking",
+    "SimulatedPlan",
+    "Sized",
+    "candidates",
+    "microbatch_counts",
+    "schedules_of",
+    "search",
+]

@@ -1,0 +1,145 @@
+"""What is compared: schedules, numbers of microbatches, kinds of cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.errors import ScheduleError
+from fxpipe.planner.cuts import Cuts
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.policy import default_for
+from fxpipe.policy import make as make_policy
+from fxpipe.schedule import SCHEDULES, kind_of, make
+from fxpipe.schedule.base import divisors
+
+SIZES = 3
+"""How many numbers of microbatches are tried at most where none is asked: each is captured and measured by itself."""
+
+PINNED = "pinned"
+"""The kind of cuts that were given."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A minibatch cut into some number of microbatches.
+
+    Attributes:
+        setting: what it is planned for, with that number; its schedule and policy say nothing here.
+        whole: what its units cost, with W in B.
+        apart: the same where W has cuts or actions of its own.
+        samples: of a minibatch; None for a profile, whose microbatches are as large however many there are.
+        fixed: the cuts, where they are given.
+    """
+
+    setting: Setting
+    whole: Profile
+    apart: Profile
+    samples: int | None = None
+    fixed: Cuts | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Of a minibatch."""
+        return self.setting.microbatches
+
+    def share(self, seconds: float) -> float:
+        """Seconds of a minibatch, made comparable with those of other numbers of microbatches."""
+        return seconds if self.samples is not None else seconds / self.microbatches
+
+    def profile(self, schedule: str, mode: str) -> Profile:
+        """What the units cost under a schedule, with a kind of cuts."""
+        return self.apart if mode == "three-way" or kind_of(schedule).weights_apart else self.whole
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is searched.
+
+    Attributes:
+        workers: how many processes.
+        virtual: how many workers each of them runs; None: as many as each schedule has.
+        schedules: their names.
+        policy: for all of them; None takes each schedule's default.
+        momentum: of every group of the optimizer, which decides the default policy.
+        modes: the kinds of cuts; none: all that each schedule has a use for.
+    """
+
+    workers: int
+    schedules: tuple[str, ...]
+    policy: str | None = None
+    momentum: bool = False
+    modes: tuple[str, ...] = ()
+    virtual: int | None = None
+
+    def placement(self, schedule: str) -> tuple[int, ...] | None:
+        """The rank of each worker under a schedule; None where it cannot have so many on a rank."""
+        try:
+            return kind_of(schedule).usual_placement(self.workers, self.virtual)
+        except ScheduleError:
+            return None
+
+    def setting(self, sized: Sized, schedule: str) -> Setting:
+        """What a schedule is planned for.
+
+        Raises:
+            PolicyError: the policy makes no sense with it.
+        """
+        placement = self.placement(schedule)
+        assert placement is not None
+        made = make(schedule, len(placement), sized.microbatches, placement)
+        policy = make_policy(self.policy or default_for(made, self.momentum))
+        policy.check(made)
+        placement = placement if made.several else ()
+        return replace(sized.setting, schedule=schedule, policy=str(policy), placement=placement)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with a number of microbatches and a kind of cuts."""
+
+    schedule: str
+    microbatches: int
+    mode: str
+
+
+def candidates(question: Question, sized: Sized) -> list[Candidate]:
+    """All that is compared of one number of microbatches.
+
+    Three-way cuts are among them where the schedule has weight gradients apart, for there they cost no wait.
+    """
+    found = []
+    for schedule in question.schedules:
+        placement = question.placement(schedule)
+        if placement is None or (len(placement) > question.workers and _too_many(len(placement), sized)):
+            continue
+        modes = question.modes or ("same", "bidirectional")
+        if not question.modes and kind_of(schedule).weights_apart:
+            modes = (*modes, "three-way")
+        if sized.fixed is not None:
+            modes = (PINNED,)
+        found += [Candidate(schedule, sized.microbatches, mode) for mode in modes]
+    return found
+
+
+def _too_many(stages: int, sized: Sized) -> bool:
+    """Whether the step cannot be cut into so many stages, or is cut into fewer already."""
+    return stages > len(sized.whole.units) or (sized.fixed is not None and sized.fixed.workers != stages)
+
+
+def schedules_of(synchronous: bool) -> tuple[str, ...]:
+    """The names of all schedules, or of those that train exactly as one worker would; the simpler ones first."""
+    return tuple(name for name, kind in SCHEDULES.items() if kind.synchronous or not synchronous)
+
+
+def microbatch_counts(workers: int, samples: int, schedules: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of microbatches to try of a minibatch, `SIZES` at most; divisors of `samples`, in rising order.
+
+    Those that each schedule would take by itself; then about two and four for each worker, which leave bubbles of about
+    a third and a fifth of the time to schedules with a flush.
+    """
+    known = divisors(samples)
+    usual = [kind_of(name).usual_microbatches(workers, samples) for name in schedules]
+    more = [min((d for d in known if d >= times * workers), default=known[-1]) for times in (2, 4)]
+    return tuple(sorted(list(dict.fromkeys([*usual, *more]))[:SIZES]))

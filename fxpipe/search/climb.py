@@ -1,0 +1,166 @@
+"""Moves cuts as long as the simulator finds that the pipeline becomes faster.
+
+The planner minimises what the slowest worker takes in the steady state. Under a schedule with a flush, workers also
+fill and drain, and where weight gradients are apart, W fills some of that: cuts that are a little uneven may be better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations_with_replacement, pairwise
+from math import comb
+
+import numpy as np
+
+from fxpipe.planner.candidates import Positions, positions
+from fxpipe.search.simulated_plan import Cut, Judge, SimulatedPlan
+
+STEPS = (1, -1, 3, -3, 9, -9)
+"""By how many positions cuts are moved."""
+
+EVERY = 400
+"""Of that many plans or fewer, all are tried instead."""
+
+WORTH = 1e-4
+"""The least share of the time that a move must gain."""
+
+_Three = tuple[Cut, Cut, Cut]
+_Move = tuple[int, int, int]
+_MOVES: dict[str, tuple[_Move, ...]] = {
+    "same": ((1, 1, 1),),
+    "bidirectional": ((1, 1, 1), (1, 0, 0), (0, 1, 1), (1, -1, -1)),
+    "three-way": ((1, 1, 1), (1, 0, 0), (0, 1, 1), (1, -1, -1), (0, 0, 1), (0, 1, 0), (1, 0, -1), (0, 1, -1)),
+}
+"""By mode, which way forward, backward and weight cuts of a boundary go together, and the same backwards."""
+
+
+def climb(judge: Judge, starts: list[SimulatedPlan], most: int) -> SimulatedPlan:
+    """The best trial that moves of cuts lead to from any of some starts, one after the other, each an improvement.
+
+    A move shifts the cuts of one boundary between workers, or of two neighbouring ones alike.
+
+    Args:
+        starts: of plans that the judge's mode may have.
+        most: how many plans may be simulated, from all starts together.
+    """
+    search = _Climb(judge, most)
+    best = min(starts, key=lambda trial: trial.seconds)
+    if judge.candidate.mode not in _MOVES or judge.workers.count == 1:
+        return best
+    if search.plans <= EVERY:
+        return search.every(best)
+    return min((search.from_(start) for start in starts), key=lambda trial: trial.seconds)
+
+
+class _Climb:
+    """One search for cuts."""
+
+    def __init__(self, judge: Judge, most: int) -> None:
+        self.judge = judge
+        self.left = most
+        self.mode = judge.candidate.mode
+        self.costs = judge.costs
+        self.places = _allowed(positions(judge.costs, self.mode), self.mode)
+        self.seen: set[_Three] = set()
+
+    @property
+    def plans(self) -> int:
+        """How many plans there are, at most."""
+        inner = self.judge.workers.count - 1
+        chains = {"same": 1, "bidirectional": 2}.get(self.mode, 3)
+        counts = [comb(len(places) + inner - 1, inner) for places in self.places[:chains]]
+        return int(np.prod(np.array(counts, dtype=object)))
+
+    def every(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The best of all plans."""
+        inner, count = self.judge.workers.count - 1, self.costs.count
+        forward, backward, weights = (
+            [(0, *cut, count) for cut in combinations_with_replacement(places, inner)] for places in self.places
+        )
+        for f in forward:
+            for b in [f] if self.mode == "same" else backward:
+                for w in weights if self.mode == "three-way" else [b]:
+                    if all(later >= at for later, at in zip(w, b, strict=True)):
+                        best = self._better((f, b, w), best) or best
+        return best
+
+    def from_(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The best that moves lead to from one trial."""
+        improved = True
+        while improved:
+            improved = False
+            for boundaries in self._boundaries():
+                while self.left > 0 and (better := self._first(best, boundaries)) is not None:
+                    best, improved = better, True
+        return best
+
+    def _boundaries(self) -> list[tuple[int, ...]]:
+        single = range(1, self.judge.workers.count)
+        return [*((k,) for k in single), *pairwise(single)]
+
+    def _first(self, best: SimulatedPlan, boundaries: tuple[int, ...]) -> SimulatedPlan | None:
+        """The first move of these boundaries that is worth it."""
+        for moved in self._moves(_cuts(best), boundaries):
+            if moved in self.seen:
+                continue
+            self.seen.add(moved)
+            if (found := self._better(moved, best)) is not None:
+                return found
+            if self.left <= 0:
+                return None
+        return None
+
+    def _better(self, cuts: _Three, best: SimulatedPlan) -> SimulatedPlan | None:
+        """What these cuts do, if they fit and gain something; not simulated where work alone takes too long."""
+        if self._work(cuts) >= best.seconds:
+            return None
+        for send in (False, True) if best.partition.recompute else (False,):
+            self.left -= 1
+            found = self.judge.of_cuts(best.partition, *cuts, send=send)
+            if found is not None and found.seconds < best.seconds * (1 - WORTH):
+                return found
+        return None
+
+    def _work(self, cuts: _Three) -> float:
+        """Seconds of work of the worker that has most in a minibatch: a bound on what any schedule takes."""
+        loads = self.costs.load(np.array(cuts).T)
+        busy = np.diff(loads) / np.array(self.judge.workers.speeds)
+        return float(busy.max()) * self.judge.workers.microbatches / 1e3
+
+    def _moves(self, cuts: _Three, boundaries: tuple[int, ...]) -> Iterator[_Three]:
+        """The lawful cuts that differ in these boundaries."""
+        for move in _MOVES[self.mode]:
+            for step in STEPS:
+                moved = []
+                for cut, way, places in zip(cuts, move, self.places, strict=True):
+                    at = list(cut)
+                    for k in boundaries if way else ():
+                        at[k] = _shifted(places, at[k], way * step)
+                    moved.append(tuple(at))
+                forward, backward, weights = moved
+                rising = all(list(cut) == sorted(cut) for cut in moved)
+                if rising and all(w >= b for w, b in zip(weights, backward, strict=True)) and tuple(moved) != cuts:
+                    yield forward, backward, weights
+
+
+def _allowed(where: Positions, mode: str) -> tuple[list[int], list[int], list[int]]:
+    """Where forward, backward and weight gradients may be cut."""
+    forward, backward, weight = where.forward, where.backward, where.weight
+    if mode == "same":
+        forward = backward = where.shared
+    if mode != "three-way":
+        weight = backward
+    return forward.tolist(), backward.tolist(), weight.tolist()
+
+
+def _cuts(trial: SimulatedPlan) -> _Three:
+    return trial.partition.forward, trial.partition.backward, trial.partition.weights
+
+
+def _shifted(places: list[int], position: int, step: int) -> int:
+    """The place some places further, or the last one on that side."""
+    if step > 0:
+        after = [p for p in places if p > position]
+        return after[min(step, len(after)) - 1] if after else position
+    before = [p for p in places if p < position]
+    return before[max(step, -len(before))] if before else position

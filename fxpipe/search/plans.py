@@ -1,0 +1,85 @@
+"""The planner's plans for candidates; those that differ in nothing that matters to it are planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from fxpipe.errors import CutError
+from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts, partitions
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.workers import Workers
+
+Found = dict[str, Partition]
+"""The partitions of several modes; a mode that does not fit is missing."""
+
+
+@dataclass
+class Plans:
+    """Plans as `partitions` makes them, kept for those who ask again.
+
+    Attributes:
+        say: is told what is being done.
+    """
+
+    say: Callable[[str], None] = lambda text: None
+    _kept: list[tuple[Profile, Workers, tuple[str, ...], Found | TooLittleMemory]] = field(default_factory=list)
+
+    def of(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> Found:
+        """The best partition of each mode that fits.
+
+        Schedules with a flush differ only in memory. Where even one worker could hold everything, memory decides
+        nothing, and what was planned for one of them serves all.
+
+        Raises:
+            TooLittleMemory: nothing fits.
+            CutError: more workers than units.
+        """
+        if workers.count > len(profile.units):
+            what = f"{workers.count} workers, but the step has only {len(profile.units)} units to share"
+            raise CutError(what, hint=f"use -n {len(profile.units)} or fewer")
+        roomy = _roomy(profile, workers)
+        asked = _without_memory(workers) if roomy else workers
+        found = self._planned(profile, asked, modes)
+        return {m: _with_memory_of(profile, workers, p) for m, p in found.items()} if roomy else found
+
+    def _planned(self, profile: Profile, workers: Workers, modes: tuple[str, ...]) -> Found:
+        for kept, before, wider, found in self._kept:
+            if kept is profile and before == workers and set(modes) <= set(wider):  # planned on the way to wider modes
+                if isinstance(found, TooLittleMemory) and modes == wider:
+                    raise found
+                if isinstance(found, dict) and any(mode in found for mode in modes):
+                    return {mode: found[mode] for mode in modes if mode in found}
+        try:
+            made: Found | TooLittleMemory = partitions(profile, workers, modes, self.say)
+        except TooLittleMemory as error:
+            made = error
+        self._kept.append((profile, workers, modes, made))
+        if isinstance(made, TooLittleMemory):
+            raise made
+        return made
+
+
+def _roomy(profile: Profile, workers: Workers) -> bool:
+    """Whether every worker could hold all that there is, twice: once for itself, once on the way to others."""
+    costs, count = CostModel(profile, workers), len(profile.units)
+    begin, end = np.array([[0, 0, 0, 0]]), np.array([[count, count, count, 0]])
+    costs.remember(begin, end)
+    most = max(float(costs.memory(k, begin, end)[0]) for k in range(workers.count))
+    return 2 * most <= min(workers.memory)
+
+
+def _without_memory(workers: Workers) -> Workers:
+    count = workers.count
+    return replace(workers, memory=(inf,) * count, in_flight=(1,) * count, owned_factor=(1.0,) * count)
+
+
+def _with_memory_of(profile: Profile, workers: Workers, plan: Partition) -> Partition:
+    """The plan with the memory that it takes under a schedule."""
+    cuts = plan.forward, plan.backward, plan.weights
+    loads = of_cuts(profile, workers, *cuts, recompute=plan.recompute).loads
+    return replace(plan, loads=loads)

@@ -1,0 +1,268 @@
+"""The search: every candidate planned and simulated, the promising ones improved, all of them ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NoReturn
+
+from fxpipe.errors import FxpipeError, PolicyError
+from fxpipe.plan.cost_records import ScheduleForecast
+from fxpipe.planner.advice import advised_partitions
+from fxpipe.planner.candidates import MODES
+from fxpipe.planner.partition import Partition, TooLittleMemory, of_cuts
+from fxpipe.planner.quantity import size
+from fxpipe.planner.search import EPSILON
+from fxpipe.search.candidate import PINNED, Candidate, Question, Sized, candidates
+from fxpipe.search.climb import climb
+from fxpipe.search.plans import Found, Plans
+from fxpipe.search.reasons import TIE, complexity, reason
+from fxpipe.search.simulated_plan import Judge, SimulatedPlan
+
+SIMULATIONS = 150
+"""How many plans are simulated at most to improve one kind of cuts of one schedule and number of microbatches."""
+
+STARTS = 3
+"""From how many plans they are improved."""
+
+NEAR = 1.4
+"""How many times the fastest one's time a schedule with a flush may take to be improved: moving cuts gains less."""
+
+Say = Callable[[str], None]
+_Pair = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What was compared.
+
+    Attributes:
+        best: what to take.
+        rows: one for each schedule and number of microbatches: the best one first, then by their time; then those that
+            do not fit, and those that are refused.
+    """
+
+    best: SimulatedPlan
+    rows: tuple[ScheduleForecast, ...]
+
+
+def search(sizes: Sequence[Sized], question: Question, say: Say = lambda text: None) -> Ranking:
+    """The schedule, the number of microbatches and the cuts that take least time, as simulated, and what others lose.
+
+    Every schedule is planned for every kind of cuts that it has a use for, with the memory that it needs itself; plans
+    of one schedule are tried under the others, too. Those with a flush, which are not far behind, are improved further
+    (`climb`). Of all within 1% of the fastest, the simplest is taken: without stale weights, without weight gradients
+    apart, with fewer kinds of cuts, with less memory. So nothing that any schedule's own plan promises is more than 1%
+    faster.
+
+    Args:
+        sizes: the numbers of microbatches, each with its own costs.
+
+    Raises:
+        TooLittleMemory: nothing fits; says what would, and which schedule needs it.
+        PolicyError: the policy makes no sense with any of the schedules.
+        CutError: more workers than units; given cuts that are impossible, or do not fit.
+    """
+    trials: list[SimulatedPlan] = []
+    refused: list[ScheduleForecast] = []
+    failed: list[tuple[FxpipeError, Candidate, Sized]] = []
+    for sized in sizes:
+        wide = _Planning(sized, question, say)
+        trials += wide.trials()
+        refused += wide.refused
+        failed += wide.failed
+    if not trials:
+        _raise(failed, question, say)
+    flushing = [trial for trial in trials if trial.schedule.synchronous and trial.candidate.mode != PINNED]
+    fastest = min((trial.pace for trial in flushing), default=0.0)
+    for (schedule, microbatches), own in _by_pair(flushing).items():
+        if min(trial.pace for trial in own) <= NEAR * fastest:
+            say(f"{schedule}, {_counted(microbatches)}: moving cuts")
+            trials += _improved(own, question)
+    best = simplest(trials)
+    return Ranking(best, (*_rows(trials, best), *refused))
+
+
+class _Planning:
+    """The plans and trials of one number of microbatches."""
+
+    def __init__(self, sized: Sized, question: Question, say: Say) -> None:
+        self.sized, self.question = sized, question
+        self.say: Say = lambda text: say(f"{_counted(sized.microbatches)}: {text}")
+        self.refused: list[ScheduleForecast] = []
+        self.failed: list[tuple[FxpipeError, Candidate, Sized]] = []
+        self._plans = Plans(self.say)
+
+    def trials(self) -> list[SimulatedPlan]:
+        """Of every candidate, its own plan; of every schedule, the plans that were made for others."""
+        planned: list[tuple[Judge, Found]] = []
+        by_schedule: dict[str, list[Candidate]] = {}
+        for candidate in candidates(self.question, self.sized):
+            by_schedule.setdefault(candidate.schedule, []).append(candidate)
+        for schedule, own in sorted(by_schedule.items(), key=lambda pair: -len(pair[1])):  # wide ones serve narrow ones
+            self.say(f"planning for {schedule}")
+            try:
+                planned += self._planned(own)
+            except (TooLittleMemory, PolicyError) as error:
+                self._refuse(own[-1], error)
+        trials = [judge.trial(found[judge.candidate.mode]) for judge, found in planned]
+        return [*trials, *self._borrowed(planned, trials)]
+
+    def _planned(self, own: Sequence[Candidate]) -> list[tuple[Judge, Found]]:
+        """The plans of one schedule, by its candidates.
+
+        Raises:
+            TooLittleMemory: none fits.
+            PolicyError: the schedule is refused.
+        """
+        judges = [Judge.of(candidate, self.sized, self.question) for candidate in own]
+        if self.sized.fixed is not None:
+            return [(judge, {PINNED: _fixed(judge)}) for judge in judges]
+        found: list[tuple[Judge, Found]] = []
+        short: TooLittleMemory | None = None
+        for profile in {id(judge.profile): judge.profile for judge in judges}.values():
+            group = [judge for judge in judges if judge.profile is profile]
+            modes = tuple(mode for mode in MODES if mode in {judge.candidate.mode for judge in group})
+            try:
+                plans = self._plans.of(profile, group[0].workers, modes)
+            except TooLittleMemory as error:
+                short = error if short is None or error.share < short.share else short
+                continue
+            found += [(judge, plans) for judge in group if judge.candidate.mode in plans]
+        if not found:
+            assert short is not None
+            raise short
+        return found
+
+    def _borrowed(self, planned: Sequence[tuple[Judge, Found]], trials: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+        """Plans that were made for other schedules, where they fit: their objectives are the same."""
+        tried = {(t.candidate.schedule, *_cuts(t)) for t in trials}
+        found = []
+        for judge, _ in planned:
+            for trial in trials:
+                key = (judge.candidate.schedule, *_cuts(trial))
+                same = trial.candidate.mode == judge.candidate.mode and trial.placement == judge.placement
+                if same and trial.candidate.mode != PINNED and key not in tried:
+                    tried.add(key)
+                    p = trial.partition
+                    other = judge.of_cuts(p, p.forward, p.backward, p.weights)
+                    found += [] if other is None else [other]
+        return found
+
+    def _refuse(self, candidate: Candidate, error: TooLittleMemory | PolicyError) -> None:
+        self.failed.append((error, candidate, self.sized))
+        row = ScheduleForecast(candidate.schedule, self.question.policy or "", candidate.microbatches, why=error.what)
+        if isinstance(error, TooLittleMemory):
+            policy = self.question.setting(self.sized, candidate.schedule).policy or ""
+            memory = self.sized.setting.memory
+            enough = error.share * memory[0] if len(set(memory)) == 1 else None
+            why = "does not fit" if enough is None else f"does not fit: {size(enough, enough=True)} would be enough"
+            row = replace(row, policy=policy, memory_bytes=enough or 0.0, enough_bytes=enough, why=why)
+        self.refused.append(row)
+
+
+def _fixed(judge: Judge) -> Partition:
+    """The cuts that were given.
+
+    Raises:
+        TooLittleMemory: they do not fit.
+    """
+    cuts, workers = judge.sized.fixed, judge.workers
+    assert cuts is not None
+    three = cuts.forward, cuts.backward, cuts.weights
+    found = of_cuts(judge.profile, workers, *three, recompute=cuts.recompute, mode=PINNED)
+    shares = [load.memory / memory for load, memory in zip(found.loads, workers.memory, strict=True)]
+    if max(shares) > 1 + EPSILON:
+        fullest = shares.index(max(shares))
+        room = f"{size(found.loads[fullest].memory, enough=True)} on worker {fullest}"
+        what = f"these cuts do not fit into memory: they need {room}, which has {size(workers.memory[fullest])}"
+        raise TooLittleMemory(what, max(shares), hint="give it that much, or let the planner choose the cuts")
+    return found
+
+
+def _raise(failed: Sequence[tuple[FxpipeError, Candidate, Sized]], question: Question, say: Say) -> NoReturn:
+    """Nothing can be taken: what would have to change for that which needs least."""
+    short = [one for one in failed if isinstance(one[0], TooLittleMemory)]
+    if not short:
+        raise failed[0][0]
+    error, candidate, sized = min(short, key=_share_of)
+    if sized.fixed is None:  # once more, for its advice
+        setting = question.setting(sized, candidate.schedule)
+        profile = sized.profile(candidate.schedule, candidate.mode)
+        try:
+            advised_partitions(profile, setting, len(setting.placement) or question.workers, (candidate.mode,), say)
+        except TooLittleMemory as advised:
+            error = advised
+    if len(short) > 1:
+        error.what += f" ({candidate.schedule} with {_counted(candidate.microbatches)}, which needs least)"
+    raise error
+
+
+def _share_of(failed: tuple[FxpipeError, Candidate, Sized]) -> float:
+    error = failed[0]
+    return error.share if isinstance(error, TooLittleMemory) else inf
+
+
+def simplest(trials: Sequence[SimulatedPlan]) -> SimulatedPlan:
+    """Of all that are as fast as the fastest, within `TIE`, that which asks for least."""
+    fastest = min(trial.pace for trial in trials)
+    return min((t for t in trials if t.pace <= fastest * (1 + TIE)), key=_simplicity)
+
+
+def _simplicity(trial: SimulatedPlan) -> tuple[int, int, int, float, float]:
+    mode = MODES.index(trial.candidate.mode) if trial.candidate.mode in MODES else 0
+    return trial.staleness, complexity(trial), mode, trial.memory, trial.pace
+
+
+def _improved(own: Sequence[SimulatedPlan], question: Question) -> list[SimulatedPlan]:
+    """Trials of one schedule with its cuts moved: of each kind of cuts, the best that was found."""
+    found: list[SimulatedPlan] = []
+    for mode in [mode for mode in MODES if mode in {t.candidate.mode for t in own}]:
+        starts = [t for t in (*own, *found) if MODES.index(t.candidate.mode) <= MODES.index(mode)]
+        starts = sorted(starts, key=lambda trial: trial.pace)[:STARTS]
+        candidate = replace(starts[0].candidate, mode=mode)
+        judge = Judge.of(candidate, starts[0].sized, question)
+        better = climb(judge, starts, SIMULATIONS)
+        found += [] if any(better is start for start in starts) else [better]
+    return found
+
+
+def _rows(trials: Sequence[SimulatedPlan], best: SimulatedPlan) -> list[ScheduleForecast]:
+    """Each schedule and number of microbatches with its own best cuts; the best of all first."""
+    found = [(best, "")]
+    for pair, own in _by_pair(trials).items():
+        if pair != (best.candidate.schedule, best.candidate.microbatches):
+            trial = simplest(own)
+            found.append((trial, reason(trial, best)))
+    found[1:] = sorted(found[1:], key=lambda pair: pair[0].pace)
+    return [
+        ScheduleForecast(
+            trial.setting.schedule,
+            trial.setting.policy or "",
+            trial.setting.microbatches,
+            trial.candidate.mode,
+            trial.seconds,
+            trial.simulation.bubble,
+            trial.memory,
+            staleness=trial.staleness,
+            why=why,
+        )
+        for trial, why in found
+    ]
+
+
+def _by_pair(trials: Sequence[SimulatedPlan]) -> dict[_Pair, list[SimulatedPlan]]:
+    found: dict[_Pair, list[SimulatedPlan]] = {}
+    for trial in trials:
+        found.setdefault((trial.candidate.schedule, trial.candidate.microbatches), []).append(trial)
+    return found
+
+
+def _cuts(trial: SimulatedPlan) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    p = trial.partition
+    return trial.candidate.mode, p.forward, p.backward, p.weights
+
+
+def _counted(microbatches: int) -> str:
+    return f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}"

@@ -1,0 +1,151 @@
+"""One plan under one schedule, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+
+from fxpipe.planner.cost_model import CostModel
+from fxpipe.planner.links import Links
+from fxpipe.planner.partition import Partition, of_cuts
+from fxpipe.planner.profile import Profile
+from fxpipe.planner.setting import Setting
+from fxpipe.planner.workers import Workers
+from fxpipe.policy import make as make_policy
+from fxpipe.policy.copies import delay
+from fxpipe.schedule import Schedule
+from fxpipe.schedule.versions import versions_of
+from fxpipe.search.candidate import Candidate, Question, Sized
+from fxpipe.simulator.of_partition import scenario_of_partition
+from fxpipe.simulator.result import Simulation
+from fxpipe.simulator.scenario import Scenario
+from fxpipe.simulator.simulate import simulate, steady_minibatches
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A partition that fits into memory, and what it does under its candidate's schedule: a trial.
+
+    Attributes:
+        setting: the schedule, its policy, and what it was planned for.
+    """
+
+    candidate: Candidate
+    sized: Sized
+    setting: Setting
+    partition: Partition
+    scenario: Scenario
+    simulation: Simulation
+
+    @property
+    def seconds(self) -> float:
+        """Of a minibatch, in the steady state."""
+        return self.simulation.seconds_per_minibatch
+
+    @property
+    def pace(self) -> float:
+        """The same, comparable with trials of other numbers of microbatches."""
+        return self.sized.share(self.seconds)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each worker."""
+        return self.schedule.placement
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the process that holds most."""
+        of_ranks = [0.0] * self.schedule.ranks
+        for rank, load in zip(self.schedule.placement, self.partition.loads, strict=True):
+            of_ranks[rank] += load.memory
+        return max(of_ranks)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its schedule."""
+        return self.setting.schedule_of(len(self.partition.loads))
+
+    @cached_property
+    def staleness(self) -> int:
+        """How many updates a forward misses at most."""
+        schedule = self.schedule
+        if schedule.synchronous:
+            return 0
+        policy, versions = make_policy(self.setting.policy or ""), versions_of(schedule)
+        return max(delay(policy, versions, worker) for worker in range(schedule.workers))
+
+    @cached_property
+    def busy(self) -> float:
+        """Seconds of a minibatch in which a process computes, updates or copies, on average."""
+        workers, microbatches = len(self.scenario.workers), self.setting.microbatches
+        return sum(self.scenario.busy(worker, microbatches) for worker in range(workers)) / self.schedule.ranks
+
+    @cached_property
+    def waits_for_links(self) -> float:
+        """Seconds of a minibatch that links add: it would take so much less if messages took no time on the way."""
+        free = replace(self.scenario, links=Links(copy=self.scenario.links.copy))
+        schedule = self.schedule
+        return max(0.0, self.seconds - simulate(schedule, free, steady_minibatches(schedule)).seconds_per_minibatch)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Simulates plans of one candidate.
+
+    Attributes:
+        profile, workers: what the candidate's schedule makes of its units and its workers.
+    """
+
+    candidate: Candidate
+    sized: Sized
+    setting: Setting
+    profile: Profile
+    workers: Workers
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each worker."""
+        return self.setting.schedule_of(self.workers.count).placement
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """What the planner says that cuts cost."""
+        return CostModel(self.profile, self.workers)
+
+    @staticmethod
+    def of(candidate: Candidate, sized: Sized, question: Question) -> Judge:
+        """For the workers that the candidate's schedule has.
+
+        Raises:
+            PolicyError: the policy makes no sense with it.
+        """
+        setting, placement = question.setting(sized, candidate.schedule), question.placement(candidate.schedule)
+        assert placement is not None
+        profile = sized.profile(candidate.schedule, candidate.mode)
+        return Judge(candidate, sized, setting, profile, setting.workers(len(placement)))
+
+    def trial(self, partition: Partition) -> SimulatedPlan:
+        """What a partition does that fits."""
+        schedule = self.setting.schedule_of(self.workers.count)
+        scenario = scenario_of_partition(self.profile, partition, self.workers, schedule)
+        simulation = simulate(schedule, scenario, steady_minibatches(schedule))
+        return SimulatedPlan(self.candidate, self.sized, self.setting, partition, scenario, simulation)
+
+    def of_cuts(
+        self, like: Partition, forward: Cut, backward: Cut, weights: Cut, send: bool = False
+    ) -> SimulatedPlan | None:
+        """What other cuts do, if they fit into memory; the same mismatched units are computed again as in `like`.
+
+        Args:
+            send: compute nothing again: what is mismatched travels.
+        """
+        again = () if send else like.recompute
+        mode = self.candidate.mode
+        cuts = forward, backward, weights
+        found = of_cuts(self.profile, self.workers, *cuts, recompute=again, mode=mode, costs=self.costs)
+        return self.trial(found) if isfinite(found.bottleneck) else None
+
+
+Cut = tuple[int, ...]
+"""The positions of one kind of cuts."""

@@ -1,0 +1,143 @@
+"""`schedule="auto"`: what compile takes, that the build is of it, and what it cannot be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CutError, PolicyError, ScheduleError
+from fxpipe.lowering.choose_schedule import counts_of
+from fxpipe.lowering.compare_with_eager import compare_with_eager
+from fxpipe.lowering.options import CompileOptions
+from fxpipe.planner.device import CPU
+from fxpipe.planner.links import Links
+from fxpipe.schedule import SCHEDULES
+from fxpipe.simulator.forecast import forecast
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def net(depth: int = 6, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+def made(rows: int = 32, model: nn.Module | None = None, **asked: Any) -> Any:
+    """A build of a net whose costs are computed, over links that cost little."""
+    asked = {"workers": 2, "cost": "analytic", "links": Links(latency=1e-7), "device": CPU} | asked
+    return fxpipe.compile(model or net(), loss, torch.randn(rows, 64), **asked)
+
+
+def test_the_build_is_of_what_was_taken() -> None:
+    build = made(schedule="auto", synchronous=True)
+    best = build.costs.schedules[0]
+    assert (build.plan.schedule, build.plan.policy, build.plan.microbatches) == (
+        best.schedule,
+        "latest",
+        best.microbatches,
+    )
+    assert best.why == ""
+    assert SCHEDULES[best.schedule].synchronous
+    assert SCHEDULES[best.schedule].weights_apart == (build.plan.stages[0].weights is not None)
+    assert {row.microbatches for row in build.costs.schedules} == {2, 4, 8}
+    assert {row.schedule for row in build.costs.schedules} == {n for n, kind in SCHEDULES.items() if kind.synchronous}
+    assert [p.mode for p in build.costs.partitions] == [best.cuts]
+    assert build.costs.partitions[0].forward[1:-1] == tuple(s.forward_units[0] for s in build.plan.stages[1:])
+    assert forecast(build.plan, build.costs).seconds_per_minibatch == pytest.approx(best.seconds, rel=0.1)
+
+
+def test_it_trains_as_eager_does() -> None:
+    model, batch = net(), torch.randn(32, 64)
+    build = made(model=model, schedule="auto", synchronous=True)
+    found = compare_with_eager(build, model, loss, batch)
+    assert found.largest < 1e-5
+
+
+def test_synchronous_alone_means_auto() -> None:
+    assert made(synchronous=True).plan == made(schedule="auto", synchronous=True).plan
+
+
+def test_auto_considers_async_too() -> None:
+    build = made(schedule="auto", microbatches=2)
+    assert {row.schedule for row in build.costs.schedules} == set(SCHEDULES)
+    assert {row.microbatches for row in build.costs.schedules} == {2}
+    assert build.plan.schedule == "async"
+
+
+def test_no_schedule_compiled_by_itself_is_faster() -> None:
+    """By the forecast of the build itself, whose messages are known one by one."""
+    auto = made(schedule="auto", synchronous=True, microbatches=4)
+    for name in SCHEDULES:
+        if SCHEDULES[name].synchronous:
+            fixed = made(schedule=name, microbatches=4)
+            assert forecast(auto.plan, auto.costs).seconds_per_minibatch <= 1.03 * (
+                forecast(fixed.plan, fixed.costs).seconds_per_minibatch
+            ), name
+
+
+def test_further_shapes_have_stages_of_the_same_schedule() -> None:
+    model = net()
+    build = fxpipe.compile(
+        model, loss, torch.randn(32, 64), shapes=[torch.randn(16, 64)], synchronous=True, cost="analytic"
+    )
+    assert len(build.of_shapes) == 2
+    assert all(16 % row.microbatches == 0 for row in build.costs.schedules)
+    assert build.plan.schedule == build.costs.schedules[0].schedule
+
+
+def test_pinned_cuts_stay() -> None:
+    build = made(schedule="auto", synchronous=True, microbatches=4, forward_at=["2"])
+    assert {row.cuts for row in build.costs.schedules} == {"pinned"}
+    first = build.plan.stages[1].forward_units[0]
+    assert build.plan.units[first].startswith("2")
+
+
+def test_memory_decides() -> None:
+    roomy = made(schedule="auto", synchronous=True, microbatches=8)
+    need = {row.schedule: row.memory_bytes for row in roomy.costs.schedules}
+    limit = 1.02 * need["1f1b"]
+    tight = made(schedule="auto", synchronous=True, microbatches=8, memory=[limit] * 2)
+    assert tight.costs.schedules[0].memory_bytes <= limit
+    with pytest.raises(CutError, match="which needs least") as caught:
+        made(schedule="auto", synchronous=True, microbatches=8, memory=[1e4] * 2)
+    assert "give every worker" in str(caught.value.hint)
+
+
+def test_a_loss_of_microbatches_leaves_one() -> None:
+    """A contrastive loss is not one of microbatches: only a single microbatch can be compiled."""
+
+    def contrastive(model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch)
+        return (out @ out.T).logsumexp(1).mean()
+
+    build = fxpipe.compile(net(), contrastive, torch.randn(8, 64), synchronous=True, cost="analytic")
+    assert build.plan.microbatches == 1
+    refused = {row.microbatches for row in build.costs.schedules if row.seconds is None}
+    assert refused == {2, 4, 8}
+    with pytest.raises(fxpipe.FxpipeError):
+        fxpipe.compile(net(), contrastive, torch.randn(8, 64), synchronous=True, microbatches=4, cost="analytic")
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="'async' is not synchronous") as caught:
+        made(schedule="async", synchronous=True)
+    assert "leave the schedule out" in str(caught.value.hint)
+    with pytest.raises(PolicyError, match="makes no sense"):
+        made(policy="stash", synchronous=True)
+    program = fxpipe.capture(net(), loss, torch.randn(8, 64))
+    with pytest.raises(ScheduleError, match="a captured program has already"):
+        fxpipe.lower(program, schedule="auto")
+
+
+def test_counts_divide_all_batches() -> None:
+    options = CompileOptions(workers=2, schedule="auto", synchronous=True)
+    assert counts_of(options, [torch.randn(32, 4), torch.randn(12, 4)]) == (2, 4)
+    assert counts_of(options, [torch.randn(7, 4)]) == (7,)
+    assert counts_of(CompileOptions(workers=2, microbatches=4), [torch.randn(32, 4)]) == (4,)
+    assert counts_of(options, [[torch.randn(8), torch.randn(6)]]) == (1,)
