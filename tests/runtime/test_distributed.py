@@ -55,6 +55,18 @@ def test_distributed_is_local_bit_for_bit(
     assert (out, err) == ("", "")
 
 
+def test_processes_of_two_workers_are_the_local_run(toy: Any, tmp_path: Path) -> None:
+    """tests/test_hosting.py has the rest of it."""
+    layers = {"forward": (0, 0, 1, 2, 3, 3), "backward": (0, 1, 1, 2, 2, 3), "tied": True, "dropout": True}
+    built = toy(**layers, schedule="interleaved", placement=(0, 1, 0, 1), microbatches=4)
+    options = RunOptions(str(built.save(tmp_path / "build")), out=str(tmp_path / "local"), clip_norm=0.1)
+    local = run_local(options)
+    real = launch(dataclasses.replace(options, out=str(tmp_path / "real")), 2, (0, 1, 0, 1))
+    assert real["losses"] == local["losses"]
+    assert [(row["worker"], row["rank"]) for row in real["workers"]] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
+
+
 @pytest.mark.slow
 def test_a_shorter_run_with_encoded_replicas_goes_on_as_a_longer_one(toy: Any, tmp_path: Path) -> None:
     """Though its workers knew its end, and did not send what only later minibatches read."""
