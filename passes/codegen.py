@@ -16,6 +16,7 @@ from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_send, is_unpack, variable
+from fxpipe.passes.analysis.last_uses import last_uses
 from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 
@@ -231,17 +232,5 @@ class _Function:
         return argument_text(tuple(nodes), self.names.__getitem__)
 
     def _last_uses(self) -> dict[fx.Node, list[str]]:
-        """By node, the names that are dropped after it: values with memory that nothing below reads."""
-        last: dict[fx.Node, fx.Node] = {}
-        for node in self.part.graph.nodes:
-            if node.op == "call_function" and not is_send(node):
-                last[node] = node  # until something reads it
-            for source in node.all_input_nodes:
-                last[source] = node
-        weights = len(self.part.spec.weights) + len(self.part.spec.buffers)
-        kept = {n for n in list(self.part.graph.nodes)[:weights] if n.op == "placeholder"}
-        dying: dict[fx.Node, list[str]] = {}
-        for node, reader in last.items():
-            if reader.op != "output" and node not in kept:
-                dying.setdefault(reader, []).append(self.names[node])
-        return dying
+        """By node, the names that are dropped after it."""
+        return {node: [self.names[n] for n in dying] for node, dying in last_uses(self.part).items()}

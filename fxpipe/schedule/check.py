@@ -55,6 +55,13 @@ def held(schedule: Schedule) -> tuple[int, ...]:
     return tuple(_at_once(schedule.until(worker, stop), last) for worker in range(schedule.workers))
 
 
+def unreceived(schedule: Schedule) -> int:
+    """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
+    report = check(schedule, 2 * schedule.workers + 2)
+    # Who has ended B of a microbatch has ended W of the one that many earlier.
+    return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
+
+
 def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, float]:
     """By how many bytes each action of a microbatch changes what its worker keeps for the later ones.
 

@@ -13,7 +13,7 @@ import torch
 
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
-from fxpipe.runtime.process.training_loop import LOOKAHEAD
+from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.runtime.wires.addresses import BATCH
 from fxpipe.runtime.wires.transport import Transport
 

@@ -1,0 +1,195 @@
+"""A worker's memory, action by action: what it holds all the time, what microbatches in flight keep, what code adds.
+
+It is that of a worker with a process of its own. While an action runs, its worker holds
+
+    weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
+  + what the policy keeps, and replicas                                `fxpipe.policy.held_weights`
+  + the values that other microbatches in flight have left             `PartMemory.left`
+  + the batches whose microbatches are in flight                       worker 0
+  + what was sent and is not sure to have been received                `fxpipe.schedule.check.unreceived`
+  + the receives posted for the next actions                           `fxpipe.schedule.action.LOOKAHEAD`
+  + the most that the code of the action holds at once                 `PartMemory.peak`
+
+and while its update runs, in place of the last two lines' code, what the optimizer's step takes (`StepMemory`).
+
+Not counted: what operators and codecs allocate for themselves while they run, the user's data, checkpoints being
+written, averages of weights, evaluations, and what an allocator loses in gaps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from fxpipe.plan.cost_records import PartMemory, WorkerSummary
+from fxpipe.plan.spec import Plan
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.policy.demand import Demand
+from fxpipe.policy.held_weights import held_weights
+from fxpipe.schedule.action import LOOKAHEAD, Action
+from fxpipe.schedule.base import Schedule
+from fxpipe.schedule.check import unreceived
+
+
+@dataclass(frozen=True)
+class ActionMemory:
+    """A worker's bytes around one action.
+
+    Attributes:
+        during: the most while it runs, its update included.
+        after: when it is over.
+    """
+
+    action: Action
+    during: float
+    after: float
+
+
+def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0) -> tuple[int, ...]:
+    """The most that each worker holds at once in a run that fills its pipeline; see the module.
+
+    Args:
+        ratio: the size of a microbatch over the one that the costs are of.
+    """
+    stop = filling(demand)
+    rows = [list(demand.schedule.until(worker, stop)) for worker in range(plan.workers)]
+    walks = [memory_of(plan, costs, demand, worker, row, ratio) for worker, row in enumerate(rows)]
+    return tuple(ceil(max((moment.during for moment in walk), default=0.0)) for walk in walks)
+
+
+def filling(demand: Demand) -> int:
+    """After how many minibatches a run has held all that it ever holds: until the first blocks of replicas are free."""
+    schedule = demand.schedule
+    once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
+    return once + ceil(_slack(schedule) / schedule.microbatches) + 2
+
+
+def memory_of(
+    plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float = 1.0
+) -> list[ActionMemory]:
+    """A worker's row, from an empty pipeline on; the optimizer's state is counted from the beginning."""
+    return _Walk(plan, costs, demand, worker, row, ratio).all()
+
+
+class _Walk:
+    """One worker's row."""
+
+    def __init__(
+        self, plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float
+    ) -> None:
+        self.schedule, self.row = demand.schedule, row
+        summary: WorkerSummary = costs.workers[worker]
+        self.parts = {part.phase: _resized(part, ratio) for part in summary.parts}
+        self._weights = held_weights(demand, worker, row)
+        trained = [p.tensor.bytes for p in plan.owned(worker) if p.trained]
+        self.gradients = float(sum(trained))
+        frozen = sum(
+            p.tensor.bytes
+            for p in plan.parameters
+            if not p.trained and p.owner != worker and any(reader == worker for reader, _ in p.readers)
+        )
+        step = costs.step_memory
+        self._step = step.of_largest * max(trained, default=0) + step.of_all * self.gradients
+        self._fixed = summary.owned_bytes + frozen + costs.optimizer_bytes * self.gradients
+        self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
+        # A policy that predicts by the last gradients keeps them until the next ones take their place.
+        self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
+        self._batch = _bytes_of_batch(plan, ratio) if plan.stages[worker].forward.batch else 0.0
+        last_read = [part.phase for part in self.parts.values() if part.batch]
+        self._batch_ends = self.schedule.runs_in(last_read[-1]) if last_read else "F"
+        self._unreceived = unreceived(demand.schedule)
+        self._slack = _slack(demand.schedule)
+        self._last = next(reversed(self.parts)) if self.parts else "B"
+        self._left: dict[tuple[int, int], float] = {}
+        self._sums = 0.0
+        self._batches: dict[int, int] = {}  # how many microbatches have yet to read them
+        self._forwards = 0
+        self._sent: deque[tuple[int, float]] = deque()
+        self._shared: deque[tuple[int, float, tuple[int, int]]] = deque()
+        self._sent_blocks: deque[tuple[int, float]] = deque()
+
+    def all(self) -> list[ActionMemory]:
+        """What is held around each action."""
+        return [self._act(place, action) for place, action in enumerate(self.row)]
+
+    def _act(self, place: int, action: Action) -> ActionMemory:
+        weights, updates = self._weights[place], self.schedule.updates(action)
+        if action.phase == "F" and action.microbatch == 0 and self._batch:
+            self._batches[action.minibatch] = self.schedule.microbatches
+        parts, key = self._parts(action), (action.minibatch, action.microbatch)
+        most = 0.0
+        for i, part in enumerate(parts):
+            posted = sum(later.received for later in parts[i + 1 :]) + self._posted(place)
+            self._left[key] = part.peak
+            most = max(most, self._now() + weights.during + posted)
+            self._left[key] = part.left
+            self._sent.append((self._forwards, part.sent))
+            self._shared.append((self._forwards, part.shared, key))
+            if part.phase == self._last:
+                self._sums = self.gradients
+        posted = self._posted(place)
+        if not self._left.get(key):
+            self._left.pop(key, None)
+        if updates:
+            most = max(most, self._now() + weights.update + posted + self._step)
+            self._sums = self.gradients if self._keeps else 0.0
+            self._sent_blocks.append((self._forwards, weights.sent))
+            most = max(most, self._now() + weights.update + posted)
+        if action.phase == self._batch_ends and action.minibatch in self._batches:
+            self._batches[action.minibatch] -= 1
+            if not self._batches[action.minibatch]:
+                del self._batches[action.minibatch]
+        if action.phase == "F":
+            self._forwards += 1
+            _received(self._sent, self._forwards - self._unreceived)
+            _received(self._shared, self._forwards - self._unreceived)
+            _received(self._sent_blocks, self._forwards - self._slack)
+        return ActionMemory(action, most, self._now() + weights.during + posted)
+
+    def _parts(self, action: Action) -> list[PartMemory]:
+        return [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == action.phase]
+
+    def _posted(self, place: int) -> float:
+        """Receives of the actions after this one, which are there already."""
+        coming = self.row[place + 1 : place + 1 + LOOKAHEAD]
+        return sum(part.received for action in coming for part in self._parts(action))
+
+    def _now(self) -> float:
+        """Between two calls, but for weights and posted receives."""
+        sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
+        sent += sum(size for _, size, key in self._shared if key not in self._left)
+        return self._fixed + self._sums + sum(self._left.values()) + len(self._batches) * self._batch + sent
+
+
+def _slack(schedule: Schedule) -> int:
+    """As `unreceived`, of the blocks of replicas: no reader's lag reaches further."""
+    return unreceived(schedule) + schedule.workers * schedule.microbatches
+
+
+def _received(sent: deque[Any], before: int) -> None:
+    """Forget what was sent before so many forwards."""
+    while sent and sent[0][0] < before:
+        sent.popleft()
+
+
+def _bytes_of_batch(plan: Plan, ratio: float) -> float:
+    """Of a minibatch's tensors, which the tensors of its microbatches are views of."""
+    cut = [(leaf.tensor.bytes, leaf.dim is not None) for leaf in plan.given if leaf.tensor is not None]
+    return sum(size * (ratio * plan.microbatches if several else 1) for size, several in cut)
+
+
+def _resized(part: PartMemory, ratio: float) -> PartMemory:
+    if ratio == 1:
+        return part
+    return replace(
+        part,
+        taken=ceil(ratio * part.taken),
+        received=ceil(ratio * part.received),
+        left=ceil(ratio * part.left),
+        sent=ceil(ratio * part.sent),
+        shared=ceil(ratio * part.shared),
+        peak=ceil(ratio * part.peak),
+    )

@@ -1,0 +1,219 @@
+"""How much memory the functions of a stage hold while they run: a walk over their code, call by call.
+
+A value lives from the call that makes it to the `del` that codegen writes after its last reader (`last_uses`). Values
+that share memory count once: which do, the operators' schemas say. Memory that is not the part's counts elsewhere:
+weights, buffers, the batch, which is held whole until the last of its microbatches is done.
+
+What an operator allocates for itself while it runs is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.ir.aten import aten, is_getitem
+from fxpipe.ir.program import value
+from fxpipe.ir.stage import Part, Stage
+from fxpipe.ir.wire import is_recv, is_send
+from fxpipe.passes.analysis.last_uses import last_uses
+from fxpipe.plan.cost_records import PartMemory
+from fxpipe.plan.packing import ALIGNMENT, is_dense
+from fxpipe.plan.spec import Phase
+
+
+class _Storage:
+    """Memory that one or more values show.
+
+    Attributes:
+        of: who has it: this part, the worker (weights, buffers), or the minibatch's batch.
+    """
+
+    __slots__ = ("bytes", "of")
+
+    def __init__(self, size: int, of: str = "part") -> None:
+        self.bytes = size
+        self.of = of
+
+
+_Held = _Storage | list[Any]
+"""The storage of a tensor; those of the elements of a tuple; an empty list for what is no tensor."""
+
+
+def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
+    """What each function of a stage holds, for one microbatch, in the order in which they run."""
+    passed: dict[str, _Held] = {}
+    made = []
+    for phase, part in stage.parts.items():
+        walk = _Walk(part, passed)
+        made.append(walk.memory(phase))
+        passed = walk.left
+    return tuple(made)
+
+
+class _Walk:
+    """One function, as it is called with what the one before it has left."""
+
+    def __init__(self, part: Part, passed: Mapping[str, _Held]) -> None:
+        self.part = part
+        self._held: dict[fx.Node, _Held] = {}
+        self._names: Counter[_Storage] = Counter()  # how many values show it, and whether it is on its way
+        self._sent: dict[_Storage, None] = {}
+        self._dying = last_uses(part)
+        self.now = self.peak = 0
+        self._take(passed)
+        self._taken = self.now
+        coming = [node for node in part.graph.nodes if node.op == "call_function" and is_recv(node)]
+        for node in coming:  # receives are posted before the action
+            self._hold(node, _new(value(node)))
+        self._received = self.now - self._taken
+        for node in part.graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+        self.left = self._passed_on()
+
+    def memory(self, phase: Phase) -> PartMemory:
+        """What was seen."""
+        left = dict.fromkeys(s for held in self.left.values() for s in _storages(held) if s.of == "part")
+        return PartMemory(
+            phase,
+            taken=self._taken,
+            received=self._received,
+            left=sum(storage.bytes for storage in left),
+            sent=sum(storage.bytes for storage in self._sent if storage not in left),
+            shared=sum(storage.bytes for storage in self._sent if storage in left),
+            peak=self.peak,
+            batch=any(s.of == "batch" for held in self._held.values() for s in _storages(held)),
+        )
+
+    def _take(self, passed: Mapping[str, _Held]) -> None:
+        spec = self.part.spec
+        owners = ["worker"] * (len(spec.weights) + len(spec.buffers))
+        owners += ["batch"] * (0 if self.part.passed else len(spec.batch))
+        holders = [node for node in self.part.graph.nodes if node.op == "placeholder"]
+        for node, of in zip(holders, owners, strict=False):
+            self._hold(node, _Storage(0, of))
+        for node in holders[len(owners) :]:
+            self._hold(node, passed[node.name])
+
+    def _call(self, node: fx.Node) -> None:
+        if is_send(node):
+            self._send(node)
+        elif not is_recv(node):
+            self._hold(node, self._result(node))
+        for dying in self._dying.get(node, ()):
+            self._drop(self._held[dying])
+
+    def _send(self, node: fx.Node) -> None:
+        source = node.all_input_nodes[0]
+        storage = next(_storages(self._held[source]))
+        sent = value(source)
+        if not is_dense(sent.shape, sent.stride()) or sent.storage_offset() * sent.element_size() % ALIGNMENT:
+            storage = _new(sent, whole=True)
+        if storage not in self._sent and storage.of == "part":
+            self._sent[storage] = None
+            self._keep(storage)
+
+    def _result(self, node: fx.Node) -> _Held:
+        """The memory of a call's result: its own, or that of what it shows."""
+        if is_getitem(node):
+            source, index = node.args
+            held = self._held[source]  # type: ignore[index]
+            return held[index] if isinstance(held, list) else held  # type: ignore[index]
+        shown = value(node)
+        aliases = _aliases(node)
+        if isinstance(shown, (tuple, list)):
+            sources = aliases if len(aliases) == len(shown) else aliases[:1] * len(shown) or [None] * len(shown)
+            return [self._shown(v, s) for v, s in zip(shown, sources, strict=True)]
+        return self._shown(shown, aliases[0] if aliases else None)
+
+    def _shown(self, shown: Any, source: fx.Node | None) -> _Held:
+        if not isinstance(shown, Tensor):
+            return []
+        found = None if source is None else next(_storages(self._held[source]), None)
+        return _new(shown) if found is None else found
+
+    def _hold(self, node: fx.Node, held: _Held) -> None:
+        self._held[node] = held
+        for storage in _storages(held):
+            self._keep(storage)
+        self.peak = max(self.peak, self.now)
+
+    def _keep(self, storage: _Storage) -> None:
+        if not self._names[storage] and storage.of == "part":
+            self.now += storage.bytes
+        self._names[storage] += 1
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, held: _Held) -> None:
+        for storage in _storages(held):
+            self._names[storage] -= 1
+            if not self._names[storage] and storage.of == "part":
+                self.now -= storage.bytes
+
+    def _passed_on(self) -> dict[str, _Held]:
+        """What the function leaves for the next one, by name."""
+        result: Any = self.part.graph.output_node().args[0]
+        if isinstance(result, list):
+            names, nodes = self.part.spec.deferred, result
+        elif self.part.function == "forward":
+            names, nodes = self.part.spec.saved, result[2]
+        else:
+            return {}
+        return {name: self._held[node] for name, node in zip(names, nodes, strict=True)}
+
+
+def _new(shown: Any, whole: bool = False) -> Any:
+    """Memory of its own for a value.
+
+    Args:
+        whole: without gaps, however the value is laid out.
+    """
+    if isinstance(shown, (tuple, list)):
+        return [_new(each) for each in shown]
+    if not isinstance(shown, Tensor):
+        return []
+    if shown.layout != torch.strided:
+        return _Storage(0)
+    reach = sum((size - 1) * stride for size, stride in zip(shown.shape, shown.stride(), strict=True)) + 1
+    count = shown.numel() if whole or not shown.numel() else reach
+    return _Storage(count * shown.element_size())
+
+
+def _storages(held: _Held) -> Iterator[_Storage]:
+    if isinstance(held, _Storage):
+        yield held
+        return
+    for each in held:
+        yield from _storages(each)
+
+
+def _aliases(node: fx.Node) -> list[fx.Node | None]:
+    """For each value that an operator returns, the argument whose memory it shows; none if no value does."""
+    target = node.target
+    if target is aten._unsafe_view.default:
+        return [node.all_input_nodes[0]]
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    schema = target._schema
+    given: dict[str, fx.Node] = {}
+    for argument, found in zip(schema.arguments, _arguments(node), strict=False):
+        if argument.alias_info is not None and isinstance(found, fx.Node):
+            given.update(dict.fromkeys(argument.alias_info.before_set, found))
+    shown: list[fx.Node | None] = []
+    for returned in schema.returns:
+        # The elements of a list, as split has them, are of the argument that has a name at all.
+        names = () if returned.alias_info is None else returned.alias_info.before_set or given
+        shown.append(next((given[name] for name in names if name in given), None))
+    return shown if any(shown) else []
+
+
+def _arguments(node: fx.Node) -> Iterable[Any]:
+    """What each argument of an operator is, in the order of its schema."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for i, argument in enumerate(schema.arguments):
+        yield node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
