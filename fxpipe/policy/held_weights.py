@@ -97,12 +97,12 @@ class _HeldWeights:
         if version == 0:
             self._hold(0, 2 * last + 1, sum(map(self._bytes.__getitem__, reads)))
             return
-        newest = (
-            self.demand.newest(part, self.worker, owner, 0) >= version
-            for action in self.row
-            for part, reading in list(self._readings(action))[:1]
+        posted = next(
+            place
+            for place, action in enumerate(self.row)
+            for part, reading in self._readings(action)
+            if reading.owner == owner and self.demand.newest(part, self.worker, owner, 0) >= version
         )
-        posted = next((place for place, due in enumerate(newest) if due), last)
         pack = self._messages.pack(owner, self.worker, version, ahead, self._filling)
         self._hold(2 * max(0, posted - LOOKAHEAD), 2 * last + 1, pack.bytes)
         if pack.differences:  # what is read of the block has memory of its own
