@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fxpipe.passes.analysis.last_uses import last_uses
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, call_text, heading, type_text
@@ -16,7 +17,6 @@ from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_send, is_unpack, variable
-from fxpipe.passes.analysis.last_uses import last_uses
 from fxpipe.plan.spec import EdgeSpec
 from fxpipe.tracing.custom_operators import registering
 

@@ -18,6 +18,7 @@ class PartMemory:
         sent: what it sends and does not leave: the transport holds it until it has been received.
         shared: what it sends and leaves, too.
         peak: the most that it holds at once, `taken` and `received` at its start included.
+        gradients: what of `peak` is gradients that it returns, whose size is that of their parameters.
         batch: whether it reads tensors of the batch, or leaves them.
     """
 
@@ -28,6 +29,7 @@ class PartMemory:
     sent: int
     shared: int
     peak: int
+    gradients: int
     batch: bool = False
 
 

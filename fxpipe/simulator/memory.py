@@ -39,11 +39,13 @@ class ActionMemory:
     """A worker's bytes around one action.
 
     Attributes:
+        before: when it begins, without what only its code needs.
         during: the most while it runs, its update included.
         after: when it is over.
     """
 
     action: Action
+    before: float
     during: float
     after: float
 
@@ -117,9 +119,10 @@ class _Walk:
 
     def _act(self, place: int, action: Action) -> ActionMemory:
         weights, updates = self._weights[place], self.schedule.updates(action)
+        before = self._now() + weights.during + self._posted(place - 1)
+        parts, key = self._parts(action), (action.minibatch, action.microbatch)
         if action.phase == "F" and action.microbatch == 0 and self._batch:
             self._batches[action.minibatch] = self.schedule.microbatches
-        parts, key = self._parts(action), (action.minibatch, action.microbatch)
         most = 0.0
         for i, part in enumerate(parts):
             posted = sum(later.received for later in parts[i + 1 :]) + self._posted(place)
@@ -147,7 +150,7 @@ class _Walk:
             _received(self._sent, self._forwards - self._unreceived)
             _received(self._shared, self._forwards - self._unreceived)
             _received(self._sent_blocks, self._forwards - self._slack)
-        return ActionMemory(action, most, self._now() + weights.during + posted)
+        return ActionMemory(action, before, most, self._now() + weights.during + posted)
 
     def _parts(self, action: Action) -> list[PartMemory]:
         return [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == action.phase]
@@ -177,13 +180,14 @@ def _received(sent: deque[Any], before: int) -> None:
 
 def _bytes_of_batch(plan: Plan, ratio: float) -> float:
     """Of a minibatch's tensors, which the tensors of its microbatches are views of."""
-    cut = [(leaf.tensor.bytes, leaf.dim is not None) for leaf in plan.given if leaf.tensor is not None]
+    cut = [(leaf.tensor.bytes, leaf.dim is not None) for leaf in plan.batch if leaf.tensor is not None]
     return sum(size * (ratio * plan.microbatches if several else 1) for size, several in cut)
 
 
 def _resized(part: PartMemory, ratio: float) -> PartMemory:
     if ratio == 1:
         return part
+    of_values = ceil(ratio * (part.peak - part.gradients))
     return replace(
         part,
         taken=ceil(ratio * part.taken),
@@ -191,5 +195,5 @@ def _resized(part: PartMemory, ratio: float) -> PartMemory:
         left=ceil(ratio * part.left),
         sent=ceil(ratio * part.sent),
         shared=ceil(ratio * part.shared),
-        peak=ceil(ratio * part.peak),
+        peak=of_values + part.gradients,
     )

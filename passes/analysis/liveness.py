@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from fxpipe.passes.analysis.last_uses import last_uses
 from torch import Tensor, fx
 
 from fxpipe.ir.aten import aten, is_getitem
 from fxpipe.ir.program import value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.wire import is_recv, is_send
-from fxpipe.passes.analysis.last_uses import last_uses
 from fxpipe.plan.cost_records import PartMemory
 from fxpipe.plan.packing import ALIGNMENT, is_dense
 from fxpipe.plan.spec import Phase
@@ -64,6 +64,8 @@ class _Walk:
         self._names: Counter[_Storage] = Counter()  # how many values show it, and whether it is on its way
         self._sent: dict[_Storage, None] = {}
         self._dying = last_uses(part)
+        self._born: dict[_Storage, int] = {}  # after so many calls
+        self._calls = self._fullest = 0
         self.now = self.peak = 0
         self._take(passed)
         self._taken = self.now
@@ -73,6 +75,7 @@ class _Walk:
         self._received = self.now - self._taken
         for node in part.graph.nodes:
             if node.op == "call_function":
+                self._calls += 1
                 self._call(node)
         self.left = self._passed_on()
 
@@ -87,6 +90,7 @@ class _Walk:
             sent=sum(storage.bytes for storage in self._sent if storage not in left),
             shared=sum(storage.bytes for storage in self._sent if storage in left),
             peak=self.peak,
+            gradients=sum(s.bytes for s in self._gradients() if self._born.get(s, 0) <= self._fullest),
             batch=any(s.of == "batch" for held in self._held.values() for s in _storages(held)),
         )
 
@@ -141,19 +145,26 @@ class _Walk:
         self._held[node] = held
         for storage in _storages(held):
             self._keep(storage)
-        self.peak = max(self.peak, self.now)
 
     def _keep(self, storage: _Storage) -> None:
         if not self._names[storage] and storage.of == "part":
             self.now += storage.bytes
+            self._born.setdefault(storage, self._calls)
         self._names[storage] += 1
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            self.peak, self._fullest = self.now, self._calls
 
     def _drop(self, held: _Held) -> None:
         for storage in _storages(held):
             self._names[storage] -= 1
             if not self._names[storage] and storage.of == "part":
                 self.now -= storage.bytes
+
+    def _gradients(self) -> dict[_Storage, None]:
+        """The memory of the gradients that the function returns."""
+        result: Any = self.part.graph.output_node().args[0]
+        nodes = result if self.part.spec.gradients else ()
+        return dict.fromkeys(s for node in nodes for s in _storages(self._held[node]) if s.of == "part")
 
     def _passed_on(self) -> dict[str, _Held]:
         """What the function leaves for the next one, by name."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fxpipe.passes.analysis.liveness import part_memories
+
 from fxpipe.ir.aten import viewed
 from fxpipe.ir.program import Program, info, size_of, unit_name
 from fxpipe.ir.stage import Part
-from fxpipe.passes.analysis.liveness import part_memories
 from fxpipe.plan.cost_records import UNKNOWN, OptimizerCosts, WorkerSummary
 from fxpipe.plan.spec import Plan
 from fxpipe.planner.costs_file import BuildCosts

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from fxpipe.runtime.process.early_stop import ending, furthest
-from fxpipe.schedule.action import LOOKAHEAD
 from fxpipe.schedule import SCHEDULES, make
-from fxpipe.schedule.action import Action
+from fxpipe.schedule.action import LOOKAHEAD, Action
 
 CASES = [(name, workers, count) for name in SCHEDULES for workers in (1, 2, 3, 5) for count in (1, 2, 4, 8)]
 
