@@ -47,20 +47,25 @@ class GPT(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Batch norm, whose buffers change."""
+    """Batch norm, whose buffers change; regions of activation checkpointing are between the norms."""
 
-    def __init__(self, again: bool, width: int = 16, depth: int = 6) -> None:
+    def __init__(self, again: bool, width: int = 16, depth: int = 4) -> None:
         super().__init__()
         self.again = again
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv2d(width if i else 3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
             for i in range(depth)
         )
+        self.wide = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.Tanh(), nn.Conv2d(2 * width, width, 1))
+            for _ in range(depth)
+        )
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = _called(layer, self.again and i % 2 == 1, x)
+        for layer, wide in zip(self.layers, self.wide, strict=True):
+            x = layer(x)
+            x = x + _called(wide, self.again, x)
         found: Tensor = self.head(x.mean((2, 3)))
         return found
 
@@ -205,4 +210,4 @@ def test_checkpointing_lowers_the_forecast() -> None:
             GPT(again), _loss, _texts(0), workers=2, microbatches=4, schedule="1f1b", cost="analytic"
         )
         peaks.append([worker.memory_bytes for worker in build.workers])
-    assert all(less < 0.8 * more for more, less in zip(*peaks, strict=True))
+    assert all(less < 0.85 * more for more, less in zip(*peaks, strict=True))

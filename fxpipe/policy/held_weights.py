@@ -24,13 +24,13 @@ class HeldWeights:
     """Around one action.
 
     Attributes:
-        during: bytes while it runs, and after it.
-        update: while the update runs that is part of it; `during` if there is none.
+        during: bytes while its code runs.
+        after: then, with the update that is part of it, if there is one.
         sent: of the blocks of replicas that its update sends.
     """
 
     during: int
-    update: int
+    after: int
     sent: int
 
 
@@ -40,14 +40,14 @@ def held_weights(demand: Demand, worker: int, row: Sequence[Action]) -> list[Hel
 
 
 class _HeldWeights:
-    """Intervals of actions, [first, end), in which something is held; an update has the place after its action."""
+    """Intervals of places, [first, end), in which something is held; what follows an action's code has its own."""
 
     def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:
         self.demand, self.worker, self.row = demand, worker, row
         self._messages = ReplicaMessages(demand)
         self._filling = Filling()
         self._bytes = {parameter.name: parameter.tensor.bytes for parameter in demand.plan.parameters}
-        # Two places for each action: while it runs, and while its update does.
+        # Two places for each action: while its code runs, and after that.
         self._changes = [0] * (2 * len(row) + 1)
         self._predicted: dict[str, list[int]] = defaultdict(lambda: [0] * (2 * len(row) + 1))
         self._sent = [0] * len(row)
@@ -69,10 +69,7 @@ class _HeldWeights:
             most = accumulate(accumulate(changes), max)  # memory for predictions is kept
             held = [size + count * self._bytes[name] for size, count in zip(held, most, strict=True)]
         fixed = self._remembered()
-        return [
-            HeldWeights(fixed + held[2 * i], fixed + max(held[2 * i : 2 * i + 2]), sent)
-            for i, sent in enumerate(self._sent)
-        ]
+        return [HeldWeights(fixed + held[2 * i], fixed + held[2 * i + 1], sent) for i, sent in enumerate(self._sent)]
 
     def _reads(self) -> dict[_Key, dict[str, list[int]]]:
         """For each key that some action reads, the places of the first and the last action by name."""

@@ -137,10 +137,10 @@ class _Walk:
         if not self._left.get(key):
             self._left.pop(key, None)
         if updates:
-            most = max(most, self._now() + weights.update + posted + self._step)
+            most = max(most, self._now() + weights.after + posted + self._step)
             self._sums = self.gradients if self._keeps else 0.0
             self._sent_blocks.append((self._forwards, weights.sent))
-            most = max(most, self._now() + weights.update + posted)
+            most = max(most, self._now() + weights.after + posted)
         if action.phase == self._batch_ends and action.minibatch in self._batches:
             self._batches[action.minibatch] -= 1
             if not self._batches[action.minibatch]:
@@ -150,7 +150,7 @@ class _Walk:
             _received(self._sent, self._forwards - self._unreceived)
             _received(self._shared, self._forwards - self._unreceived)
             _received(self._sent_blocks, self._forwards - self._slack)
-        return ActionMemory(action, before, most, self._now() + weights.during + posted)
+        return ActionMemory(action, before, most, self._now() + weights.after + posted)
 
     def _parts(self, action: Action) -> list[PartMemory]:
         return [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == action.phase]

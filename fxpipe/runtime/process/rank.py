@@ -40,7 +40,7 @@ from fxpipe.runtime.process.polite_stop import PoliteStop, say_stopped
 from fxpipe.runtime.process.rank_trace import collect_trace, compare_clocks
 from fxpipe.runtime.process.resume import begin_or_go_on, opened, restore, resumed_step, run_before, say_resumed
 from fxpipe.runtime.process.run_callbacks import RunCallbacks
-from fxpipe.runtime.process.run_summary import summarize_run, take_place, worker_row
+from fxpipe.runtime.process.run_summary import peak_row, summarize_run, take_place, watch_peak, worker_row
 from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.process.warnings import warn_if_edited, warn_of_codecs, warn_of_hurry, warn_of_staleness
 from fxpipe.runtime.wires.addresses import Addresses
@@ -227,10 +227,11 @@ class RankRun:
         try:
             with self.stop.listening() if self.checkpoints is not None else nullcontext():
                 trace = self._train()
+            peak = peak_row(self.device)
             self.pulse.phase = "writing results"
             rows: list[Any] = [None] * plan.workers
             with peers(self.rank):
-                dist.gather_object(worker_row(self.executor), rows if self.rank == 0 else None)
+                dist.gather_object(worker_row(self.executor) | peak, rows if self.rank == 0 else None)
             if record is not None and not options.keep_going:
                 check_weights(self.total, rows)
             files = None if options.out is None else DistributedFinalFiles(options.out, plan, self.executor, self.pulse)
@@ -275,6 +276,7 @@ class RankRun:
             stop = AgreedStop(self.rank, self.plan.workers, lambda: asdict(NotFinite.of(self.executor)))
             dist.barrier()
         look = check_loss(self.executor, self.options.keep_going, lambda *loss: self._not_finite(stop, *loss))
+        watch_peak(self.device)
         watch.begin()
         self.pulse.phase = "training"
         if record is not None:
