@@ -211,3 +211,16 @@ def test_checkpointing_lowers_the_forecast() -> None:
         )
         peaks.append([worker.memory_bytes for worker in build.workers])
     assert all(less < 0.85 * more for more, less in zip(*peaks, strict=True))
+
+
+def test_a_forecast_above_the_memory_is_a_warning() -> None:
+    def compiled(memory: float) -> fxpipe.Build:
+        torch.manual_seed(0)
+        options = {"workers": 2, "microbatches": 4, "schedule": "1f1b", "memory": [memory], "cost": "analytic"}
+        return fxpipe.compile(ConvNet(False), _loss, _images(0), **options)
+
+    free = compiled(1e9)
+    assert not any("of memory" in warning for warning in free.warnings)
+    fullest = max(free.workers, key=lambda worker: worker.memory_bytes)
+    found = [warning for warning in compiled(fullest.memory_bytes - 1).warnings if "of memory" in warning]
+    assert [warning.split(" will need")[0] for warning in found] == [f"worker {fullest.rank}"]

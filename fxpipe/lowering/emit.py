@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.build.build import Build
@@ -19,10 +19,11 @@ from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.passes.encode import Encode
-from fxpipe.plan.cost_records import CodecTimes
+from fxpipe.plan.cost_records import CodecTimes, WorkerSummary
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.planner.profile import Profile
+from fxpipe.planner.quantity import size
 from fxpipe.planner.setting import Setting
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.demand import Demand
@@ -98,14 +99,15 @@ class Emitter:
         plan = replace(plan, codec=self.options.codec, weights_codec=self.options.encoding.of_weights)
         schedule = make_schedule(plan.schedule, plan.workers, plan.microbatches)
         demand = Demand(plan, schedule, make_policy(plan.policy))
-        rows: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
-        tensors = {row.names[0]: program.values[row.node] for row in rows if not program.values[row.node].is_meta}
+        held: tuple[Parameter | Buffer, ...] = (*program.parameters, *program.buffers)
+        tensors = {row.names[0]: program.values[row.node] for row in held if not program.values[row.node].is_meta}
+        rows = tuple(summarize(program, plan, demand, costs.optimizer))
         return Build(
             plan=plan,
             files=program.files,
             tensors={name: t.detach().clone() for name, t in tensors.items()},
             costs=BuildCosts(
-                workers=tuple(summarize(program, plan, demand, costs.optimizer)),
+                workers=rows,
                 timings=edge_timings(program),
                 partitions=choice.partitions,
                 links=setting.links,
@@ -118,8 +120,23 @@ class Emitter:
             nodes=table_of(program, plan),
             passes=tuple(lines.lines),
             node_costs=None if costs.nodes is None else costs.nodes.to_json(),
-            warnings=(*program.warnings, *costs.warnings, *(_idle(plan) if choice.partitions else ())),
+            warnings=(
+                *program.warnings,
+                *costs.warnings,
+                *(_idle(plan) if choice.partitions else ()),
+                *_full(rows, setting),
+            ),
         )
+
+
+def _full(rows: Sequence[WorkerSummary], setting: Setting) -> Iterator[str]:
+    """Workers whose forecast is above the memory that was given, which the planner only estimates."""
+    for row, limit in zip(rows, setting.workers(len(rows)).memory, strict=True):
+        if row.memory_bytes > limit:
+            yield (
+                f"worker {row.rank} will need {size(row.memory_bytes)} of memory, and has {size(limit)}: more workers, "
+                "more microbatches or a smaller --memory, for which the planner leaves more room"
+            )
 
 
 def _idle(plan: Plan) -> tuple[str, ...]:

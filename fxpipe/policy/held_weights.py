@@ -36,10 +36,10 @@ class HeldWeights:
 
 def held_weights(demand: Demand, worker: int, row: Sequence[Action]) -> list[HeldWeights]:
     """What the worker holds in each of its actions, from an empty pipeline on."""
-    return _HeldWeights(demand, worker, row).all()
+    return _WeightsOfRow(demand, worker, row).all()
 
 
-class _HeldWeights:
+class _WeightsOfRow:
     """Intervals of places, [first, end), in which something is held; what follows an action's code has its own."""
 
     def __init__(self, demand: Demand, worker: int, row: Sequence[Action]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from fxpipe.errors import ScheduleError
@@ -55,9 +56,10 @@ def held(schedule: Schedule) -> tuple[int, ...]:
     return tuple(_at_once(schedule.until(worker, stop), last) for worker in range(schedule.workers))
 
 
+@cache
 def unreceived(schedule: Schedule) -> int:
     """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
-    report = check(schedule, 2 * schedule.workers + 2)
+    report = check(schedule, 2 if schedule.synchronous else 2 * schedule.workers + 2)
     # Who has ended B of a microbatch has ended W of the one that many earlier.
     return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
 

@@ -25,7 +25,7 @@ from math import ceil
 from typing import Any
 
 from fxpipe.plan.cost_records import PartMemory, WorkerSummary
-from fxpipe.plan.spec import Plan
+from fxpipe.plan.spec import Phase, Plan
 from fxpipe.planner.costs_file import BuildCosts
 from fxpipe.policy.demand import Demand
 from fxpipe.policy.held_weights import held_weights
@@ -63,20 +63,21 @@ def peak_bytes(plan: Plan, costs: BuildCosts, demand: Demand, ratio: float = 1.0
 
 
 def filling(demand: Demand) -> int:
-    """After how many minibatches a run has held all that it ever holds: until the first blocks of replicas are free."""
+    """After how many minibatches a run has held all that it ever holds: with replicas, their first blocks are free."""
     schedule = demand.schedule
     once = 1 if schedule.synchronous else 3 * ceil(schedule.workers / schedule.microbatches)  # as `Versions` studies it
-    return once + ceil(_slack(schedule) / schedule.microbatches) + 2
+    blocks = any(demand.readers(worker) for worker in range(schedule.workers))
+    return once + (ceil(_slack(schedule) / schedule.microbatches) if blocks else 0) + 2
 
 
 def memory_of(
     plan: Plan, costs: BuildCosts, demand: Demand, worker: int, row: Sequence[Action], ratio: float = 1.0
 ) -> list[ActionMemory]:
     """A worker's row, from an empty pipeline on; the optimizer's state is counted from the beginning."""
-    return _Walk(plan, costs, demand, worker, row, ratio).all()
+    return _RowWalk(plan, costs, demand, worker, row, ratio).all()
 
 
-class _Walk:
+class _RowWalk:
     """One worker's row."""
 
     def __init__(
@@ -102,6 +103,11 @@ class _Walk:
         self._batch = _bytes_of_batch(plan, ratio) if plan.stages[worker].forward.batch else 0.0
         last_read = [part.phase for part in self.parts.values() if part.batch]
         self._batch_ends = self.schedule.runs_in(last_read[-1]) if last_read else "F"
+        self._parts: dict[Phase, list[PartMemory]] = {
+            of_action: [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == of_action]
+            for of_action in self.schedule.phases
+        }
+        self._receives = {phase: sum(part.received for part in parts) for phase, parts in self._parts.items()}
         self._unreceived = unreceived(demand.schedule)
         self._slack = _slack(demand.schedule)
         self._last = next(reversed(self.parts)) if self.parts else "B"
@@ -120,7 +126,7 @@ class _Walk:
     def _act(self, place: int, action: Action) -> ActionMemory:
         weights, updates = self._weights[place], self.schedule.updates(action)
         before = self._now() + weights.during + self._posted(place - 1)
-        parts, key = self._parts(action), (action.minibatch, action.microbatch)
+        parts, key = self._parts[action.phase], (action.minibatch, action.microbatch)
         if action.phase == "F" and action.microbatch == 0 and self._batch:
             self._batches[action.minibatch] = self.schedule.microbatches
         most = 0.0
@@ -129,8 +135,10 @@ class _Walk:
             self._left[key] = part.peak
             most = max(most, self._now() + weights.during + posted)
             self._left[key] = part.left
-            self._sent.append((self._forwards, part.sent))
-            self._shared.append((self._forwards, part.shared, key))
+            if part.sent:
+                self._sent.append((self._forwards, part.sent))
+            if part.shared:
+                self._shared.append((self._forwards, part.shared, key))
             if part.phase == self._last:
                 self._sums = self.gradients
         posted = self._posted(place)
@@ -139,7 +147,8 @@ class _Walk:
         if updates:
             most = max(most, self._now() + weights.after + posted + self._step)
             self._sums = self.gradients if self._keeps else 0.0
-            self._sent_blocks.append((self._forwards, weights.sent))
+            if weights.sent:
+                self._sent_blocks.append((self._forwards, weights.sent))
             most = max(most, self._now() + weights.after + posted)
         if action.phase == self._batch_ends and action.minibatch in self._batches:
             self._batches[action.minibatch] -= 1
@@ -152,13 +161,10 @@ class _Walk:
             _received(self._sent_blocks, self._forwards - self._slack)
         return ActionMemory(action, before, most, self._now() + weights.after + posted)
 
-    def _parts(self, action: Action) -> list[PartMemory]:
-        return [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == action.phase]
-
     def _posted(self, place: int) -> float:
         """Receives of the actions after this one, which are there already."""
         coming = self.row[place + 1 : place + 1 + LOOKAHEAD]
-        return sum(part.received for action in coming for part in self._parts(action))
+        return sum(self._receives[action.phase] for action in coming)
 
     def _now(self) -> float:
         """Between two calls, but for weights and posted receives."""

@@ -49,13 +49,13 @@ def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
     passed: dict[str, _Held] = {}
     made = []
     for phase, part in stage.parts.items():
-        walk = _Walk(part, passed)
+        walk = _CodeWalk(part, passed)
         made.append(walk.memory(phase))
         passed = walk.left
     return tuple(made)
 
 
-class _Walk:
+class _CodeWalk:
     """One function, as it is called with what the one before it has left."""
 
     def __init__(self, part: Part, passed: Mapping[str, _Held]) -> None:
