@@ -1,5 +1,6 @@
 """Every worker's peak memory is within 5% of the forecast: tracked allocations, of workers that exchange messages.
 
+They are held to 2%, and are nearer than that: only numbers and vectors of a few elements are not counted.
 What an operator allocates for itself alone is in neither number (docs/design/0044-peak-memory.md).
 """
 
@@ -22,7 +23,7 @@ import fxpipe
 from fxpipe.policy.recipe import choose
 from fxpipe.simulator.memory import filling, peak_bytes
 
-TOLERANCE = 0.05
+TOLERANCE = 0.02
 
 
 class GPT(nn.Module):
@@ -164,6 +165,16 @@ SLOW = [
         (3, "async", "stash", 1, "adam"),
         (2, "async", "spectrain", 1, "momentum"),
         (3, "async", "spectrain+ef", 2, "adam"),
+    )
+] + [
+    Case("mlp", 3, "async", policy, microbatches, optimizer)
+    for policy, microbatches, optimizer in (
+        ("latest", 1, "momentum"),
+        ("vertical", 1, "momentum"),
+        ("2bw", 4, "momentum"),
+        ("lwp", 1, "adam"),
+        ("pipeoptim+keep", 1, "adam"),
+        ("xpipe", 2, "momentum"),
     )
 ]
 

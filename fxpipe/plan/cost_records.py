@@ -9,7 +9,7 @@ from fxpipe.plan.spec import FUNCTIONS, Phase
 
 @dataclass(frozen=True)
 class PartMemory:
-    """What one function of a stage holds, for one microbatch, in bytes; without weights, buffers and the batch.
+    """What one function of a stage holds, for one microbatch, in bytes; without weights and buffers.
 
     Attributes:
         taken: what the function before it has left for it.
@@ -17,9 +17,10 @@ class PartMemory:
         left: what it leaves for the next one.
         sent: what it sends and does not leave: the transport holds it until it has been received.
         shared: what it sends and leaves, too.
-        peak: the most that it holds at once, `taken` and `received` at its start included.
+        peak: the most that it holds at once, `taken`, `received` and `batch` at its start included.
+        peak_unreceived: the same while the transport holds what of `taken` was sent.
         gradients: what of `peak` is gradients that it returns, whose size is that of their parameters.
-        batch: whether it reads tensors of the batch, or leaves them.
+        batch: the tensors of the batch that it is given; they stay until it returns.
     """
 
     phase: Phase
@@ -29,8 +30,9 @@ class PartMemory:
     sent: int
     shared: int
     peak: int
+    peak_unreceived: int
     gradients: int
-    batch: bool = False
+    batch: int = 0
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,10 @@ class _WeightsOfRow:
         last = max(end for _, end in reads.values())
         for name, (first, end) in reads.items():
             over = 2 * last + 1 if last <= replaced or end > replaced else 2 * replaced + 1
-            self._predict(name, min(2 * first, 2 * replaced + 1), over)
+            # Before the first update there is no direction: the live weights are read, and copied if read later.
+            begin = 2 * replaced + 1 if key[1] == 0 else min(2 * first, 2 * replaced + 1)
+            if over > begin:
+                self._predict(name, begin, over)
 
     def _send(self, version: int, place: int) -> None:
         predicted: set[tuple[int, str]] = set()

@@ -5,7 +5,7 @@ It is that of a worker with a process of its own. While an action runs, its work
     weights, gradients summed so far, the optimizer's state, buffers   always; gradients until the update
   + what the policy keeps, and replicas                                `fxpipe.policy.held_weights`
   + the values that other microbatches in flight have left             `PartMemory.left`
-  + the batches whose microbatches are in flight                       worker 0
+  + the tensors of the microbatches that were read and wait            worker 0
   + what was sent and is not sure to have been received                `fxpipe.schedule.check.unreceived`
   + the receives posted for the next actions                           `fxpipe.schedule.action.LOOKAHEAD`
   + the most that the code of the action holds at once                 `PartMemory.peak`
@@ -100,9 +100,8 @@ class _RowWalk:
         self._fixed += sum(b.tensor.bytes for b in plan.buffers if worker in b.workers)
         # A policy that predicts by the last gradients keeps them until the next ones take their place.
         self._keeps = step.keeps_gradients and demand.policy.predicts and not demand.policy.weight_form
-        self._batch = _bytes_of_batch(plan, ratio) if plan.stages[worker].forward.batch else 0.0
-        last_read = [part.phase for part in self.parts.values() if part.batch]
-        self._batch_ends = self.schedule.runs_in(last_read[-1]) if last_read else "F"
+        leaves = [leaf.tensor.bytes for leaf in plan.batch if leaf.tensor is not None]
+        self._microbatch = ratio * sum(leaves) if plan.stages[worker].forward.batch else 0.0
         self._parts: dict[Phase, list[PartMemory]] = {
             of_action: [part for phase, part in self.parts.items() if self.schedule.runs_in(phase) == of_action]
             for of_action in self.schedule.phases
@@ -113,7 +112,7 @@ class _RowWalk:
         self._last = next(reversed(self.parts)) if self.parts else "B"
         self._left: dict[tuple[int, int], float] = {}
         self._sums = 0.0
-        self._batches: dict[int, int] = {}  # how many microbatches have yet to read them
+        self._waiting = 0.0  # of the batch
         self._forwards = 0
         self._sent: deque[tuple[int, float]] = deque()
         self._shared: deque[tuple[int, float, tuple[int, int]]] = deque()
@@ -127,12 +126,13 @@ class _RowWalk:
         weights, updates = self._weights[place], self.schedule.updates(action)
         before = self._now() + weights.during + self._posted(place - 1)
         parts, key = self._parts[action.phase], (action.minibatch, action.microbatch)
-        if action.phase == "F" and action.microbatch == 0 and self._batch:
-            self._batches[action.minibatch] = self.schedule.microbatches
+        if action.phase == "F":
+            self._waiting = (self.schedule.microbatches - 1 - action.microbatch) * self._microbatch
         most = 0.0
         for i, part in enumerate(parts):
             posted = sum(later.received for later in parts[i + 1 :]) + self._posted(place)
-            self._left[key] = part.peak
+            unreceived = any(of == key for _, _, of in self._shared)
+            self._left[key] = part.peak_unreceived if unreceived else part.peak
             most = max(most, self._now() + weights.during + posted)
             self._left[key] = part.left
             if part.sent:
@@ -150,10 +150,6 @@ class _RowWalk:
             if weights.sent:
                 self._sent_blocks.append((self._forwards, weights.sent))
             most = max(most, self._now() + weights.after + posted)
-        if action.phase == self._batch_ends and action.minibatch in self._batches:
-            self._batches[action.minibatch] -= 1
-            if not self._batches[action.minibatch]:
-                del self._batches[action.minibatch]
         if action.phase == "F":
             self._forwards += 1
             _received(self._sent, self._forwards - self._unreceived)
@@ -170,7 +166,7 @@ class _RowWalk:
         """Between two calls, but for weights and posted receives."""
         sent = sum(size for _, size in self._sent) + sum(size for _, size in self._sent_blocks)
         sent += sum(size for _, size, key in self._shared if key not in self._left)
-        return self._fixed + self._sums + sum(self._left.values()) + len(self._batches) * self._batch + sent
+        return self._fixed + self._sums + sum(self._left.values()) + self._waiting + sent
 
 
 def _slack(schedule: Schedule) -> int:
@@ -182,12 +178,6 @@ def _received(sent: deque[Any], before: int) -> None:
     """Forget what was sent before so many forwards."""
     while sent and sent[0][0] < before:
         sent.popleft()
-
-
-def _bytes_of_batch(plan: Plan, ratio: float) -> float:
-    """Of a minibatch's tensors, which the tensors of its microbatches are views of."""
-    cut = [(leaf.tensor.bytes, leaf.dim is not None) for leaf in plan.batch if leaf.tensor is not None]
-    return sum(size * (ratio * plan.microbatches if several else 1) for size, several in cut)
 
 
 def _resized(part: PartMemory, ratio: float) -> PartMemory:
@@ -202,4 +192,6 @@ def _resized(part: PartMemory, ratio: float) -> PartMemory:
         sent=ceil(ratio * part.sent),
         shared=ceil(ratio * part.shared),
         peak=of_values + part.gradients,
+        peak_unreceived=of_values + part.gradients + ceil(ratio * (part.peak_unreceived - part.peak)),
+        batch=ceil(ratio * part.batch),
     )

@@ -1,8 +1,8 @@
 """How much memory the functions of a stage hold while they run: a walk over their code, call by call.
 
 A value lives from the call that makes it to the `del` that codegen writes after its last reader (`last_uses`). Values
-that share memory count once: which do, the operators' schemas say. Memory that is not the part's counts elsewhere:
-weights, buffers, the batch, which is held whole until the last of its microbatches is done.
+that share memory count once: which do, the operators' schemas say. Weights and buffers are not the part's own, and
+count elsewhere.
 
 What an operator allocates for itself while it runs is not known here.
 """
@@ -30,14 +30,16 @@ class _Storage:
     """Memory that one or more values show.
 
     Attributes:
-        of: who has it: this part, the worker (weights, buffers), or the minibatch's batch.
+        own: it is the parts' own, not the worker's (weights, buffers).
+        sent: a part has sent it.
     """
 
-    __slots__ = ("bytes", "of")
+    __slots__ = ("bytes", "own", "sent")
 
-    def __init__(self, size: int, of: str = "part") -> None:
+    def __init__(self, size: int, own: bool = True) -> None:
         self.bytes = size
-        self.of = of
+        self.own = own
+        self.sent = False
 
 
 _Held = _Storage | list[Any]
@@ -49,16 +51,21 @@ def part_memories(stage: Stage) -> tuple[PartMemory, ...]:
     passed: dict[str, _Held] = {}
     made = []
     for phase, part in stage.parts.items():
+        unreceived = _CodeWalk(part, passed, unreceived=True).peak if passed else 0
         walk = _CodeWalk(part, passed)
-        made.append(walk.memory(phase))
+        made.append(walk.memory(phase, max(unreceived, walk.peak)))
         passed = walk.left
     return tuple(made)
 
 
 class _CodeWalk:
-    """One function, as it is called with what the one before it has left."""
+    """One function, as it is called with what the one before it has left.
 
-    def __init__(self, part: Part, passed: Mapping[str, _Held]) -> None:
+    Args:
+        unreceived: the transport holds what of that was sent.
+    """
+
+    def __init__(self, part: Part, passed: Mapping[str, _Held], unreceived: bool = False) -> None:
         self.part = part
         self._held: dict[fx.Node, _Held] = {}
         self._names: Counter[_Storage] = Counter()  # how many values show it, and whether it is on its way
@@ -67,21 +74,22 @@ class _CodeWalk:
         self._born: dict[_Storage, int] = {}  # after so many calls
         self._calls = self._fullest = 0
         self.now = self.peak = 0
-        self._take(passed)
-        self._taken = self.now
+        self._take(passed, unreceived)
+        self._batch = 0 if part.passed else self.now
+        self._taken = self.now - self._batch
         coming = [node for node in part.graph.nodes if node.op == "call_function" and is_recv(node)]
         for node in coming:  # receives are posted before the action
             self._hold(node, _new(value(node)))
-        self._received = self.now - self._taken
+        self._received = self.now - self._taken - self._batch
         for node in part.graph.nodes:
             if node.op == "call_function":
                 self._calls += 1
                 self._call(node)
         self.left = self._passed_on()
 
-    def memory(self, phase: Phase) -> PartMemory:
+    def memory(self, phase: Phase, unreceived: int) -> PartMemory:
         """What was seen."""
-        left = dict.fromkeys(s for held in self.left.values() for s in _storages(held) if s.of == "part")
+        left = dict.fromkeys(s for held in self.left.values() for s in _storages(held) if s.own)
         return PartMemory(
             phase,
             taken=self._taken,
@@ -90,19 +98,25 @@ class _CodeWalk:
             sent=sum(storage.bytes for storage in self._sent if storage not in left),
             shared=sum(storage.bytes for storage in self._sent if storage in left),
             peak=self.peak,
+            peak_unreceived=unreceived,
             gradients=sum(s.bytes for s in self._gradients() if self._born.get(s, 0) <= self._fullest),
-            batch=any(s.of == "batch" for held in self._held.values() for s in _storages(held)),
+            batch=self._batch,
         )
 
-    def _take(self, passed: Mapping[str, _Held]) -> None:
+    def _take(self, passed: Mapping[str, _Held], unreceived: bool) -> None:
         spec = self.part.spec
-        owners = ["worker"] * (len(spec.weights) + len(spec.buffers))
-        owners += ["batch"] * (0 if self.part.passed else len(spec.batch))
         holders = [node for node in self.part.graph.nodes if node.op == "placeholder"]
-        for node, of in zip(holders, owners, strict=False):
-            self._hold(node, _Storage(0, of))
-        for node in holders[len(owners) :]:
+        worker, rest = len(spec.weights) + len(spec.buffers), len(holders) - len(self.part.passed)
+        for node in holders[:worker]:
+            self._hold(node, _Storage(0, own=False))
+        for node in holders[worker:rest]:  # of the batch: the caller holds them, too
+            self._hold(node, _new(value(node)))
+            self._hold(node, self._held[node])
+        for node in holders[rest:]:
             self._hold(node, passed[node.name])
+            for storage in _storages(passed[node.name]):
+                if unreceived and storage.sent:
+                    self._keep(storage)
 
     def _call(self, node: fx.Node) -> None:
         if is_send(node):
@@ -118,7 +132,8 @@ class _CodeWalk:
         sent = value(source)
         if not is_dense(sent.shape, sent.stride()) or sent.storage_offset() * sent.element_size() % ALIGNMENT:
             storage = _new(sent, whole=True)
-        if storage not in self._sent and storage.of == "part":
+        if storage not in self._sent and storage.own:
+            storage.sent = True
             self._sent[storage] = None
             self._keep(storage)
 
@@ -147,7 +162,7 @@ class _CodeWalk:
             self._keep(storage)
 
     def _keep(self, storage: _Storage) -> None:
-        if not self._names[storage] and storage.of == "part":
+        if not self._names[storage] and storage.own:
             self.now += storage.bytes
             self._born.setdefault(storage, self._calls)
         self._names[storage] += 1
@@ -157,14 +172,14 @@ class _CodeWalk:
     def _drop(self, held: _Held) -> None:
         for storage in _storages(held):
             self._names[storage] -= 1
-            if not self._names[storage] and storage.of == "part":
+            if not self._names[storage] and storage.own:
                 self.now -= storage.bytes
 
     def _gradients(self) -> dict[_Storage, None]:
         """The memory of the gradients that the function returns."""
         result: Any = self.part.graph.output_node().args[0]
         nodes = result if self.part.spec.gradients else ()
-        return dict.fromkeys(s for node in nodes for s in _storages(self._held[node]) if s.of == "part")
+        return dict.fromkeys(s for node in nodes for s in _storages(self._held[node]) if s.own)
 
     def _passed_on(self) -> dict[str, _Held]:
         """What the function leaves for the next one, by name."""

@@ -38,13 +38,13 @@ def test_the_walk_is_what_the_code_holds(name: str, schedule: str, shift: int) -
         if phase not in held[worker]:
             continue
         spec = build.plan.stages[worker].part(phase)  # type: ignore[arg-type]
-        outside = [*(state[n] for n in spec.weights), *(state[n] for n in spec.buffers), *leaves.values()]
+        outside = [*(state[n] for n in spec.weights), *(state[n] for n in spec.buffers)]
         comm = ReadyComm({n: messages.pop(n).clone() for n in spec.receives})
-        third = left[worker] if phase != "F" else tuple(leaves[n] for n in spec.batch)
+        third = left[worker] if phase != "F" else tuple(leaves[n].clone() for n in spec.batch)
         with TrackedAllocations() as memory, torch.no_grad():
             for tensor in outside:
                 tensor.view(-1)
-            for tensor in [*comm.received.values(), *(third if phase != "F" else ())]:
+            for tensor in [*comm.received.values(), *third]:
                 tensor.detach()
             known, begin = _bytes(outside), memory.live
             received, comm.received = comm.received, _Once(comm.received)
@@ -53,7 +53,7 @@ def test_the_walk_is_what_the_code_holds(name: str, schedule: str, shift: int) -
             result = functions[worker].functions[phase](weights, buffers, third, comm)  # type: ignore[index]
             found = memory.peak - known
         expected = held[worker][phase]  # type: ignore[index]
-        assert begin - known == expected.taken + expected.received
+        assert begin - known == expected.taken + expected.received + expected.batch
         assert found == expected.peak, (worker, phase)
         left[worker] = list(result[2]) if phase == "F" else list(result) if spec.deferred else []
         for n, value in zip(spec.updates, result[1] if phase == "F" else (), strict=False):
