@@ -13,7 +13,8 @@ It is that of a worker with a process of its own. While an action runs, its work
 and while its update runs, in place of the last two lines' code, what the optimizer's step takes (`StepMemory`).
 
 Not counted: what operators and codecs allocate for themselves while they run, the user's data, checkpoints being
-written, averages of weights, evaluations, and what an allocator loses in gaps.
+written, averages of weights, evaluations, and what an allocator loses in gaps. Of a build for several shapes of batch,
+it is that of the first.
 """
 
 from __future__ import annotations
