@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fxpipe.passes.analysis.last_uses import last_uses
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, call_text, heading, type_text
@@ -231,17 +232,5 @@ class _Function:
         return argument_text(tuple(nodes), self.names.__getitem__)
 
     def _last_uses(self) -> dict[fx.Node, list[str]]:
-        """By node, the names that are dropped after it: values with memory that nothing below reads."""
-        last: dict[fx.Node, fx.Node] = {}
-        for node in self.part.graph.nodes:
-            if node.op == "call_function" and not is_send(node):
-                last[node] = node  # until something reads it
-            for source in node.all_input_nodes:
-                last[source] = node
-        weights = len(self.part.spec.weights) + len(self.part.spec.buffers)
-        kept = {n for n in list(self.part.graph.nodes)[:weights] if n.op == "placeholder"}
-        dying: dict[fx.Node, list[str]] = {}
-        for node, reader in last.items():
-            if reader.op != "output" and node not in kept:
-                dying.setdefault(reader, []).append(self.names[node])
-        return dying
+        """By node, the names that are dropped after it."""
+        return {node: [self.names[n] for n in dying] for node, dying in last_uses(self.part).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from fxpipe.errors import ScheduleError
@@ -53,6 +54,31 @@ def held(schedule: Schedule) -> tuple[int, ...]:
     """For each worker, the most microbatches whose F is done and whose last action is not, in a full pipeline."""
     stop, last = _full(schedule), schedule.last_phase
     return tuple(_at_once(schedule.until(worker, stop), last) for worker in range(schedule.workers))
+
+
+@cache
+def unreceived(schedule: Schedule) -> int:
+    """How many microbatches after an action, by the worker's own forwards, all that it has sent has been received."""
+    report = check(schedule, 2 if schedule.synchronous else 2 * schedule.workers + 2)
+    # Who has ended B of a microbatch has ended W of the one that many earlier.
+    return report.in_flight[0] + (max(report.held) if schedule.weights_apart else 0)
+
+
+def held_together(schedule: Schedule) -> tuple[int, ...]:
+    """For each worker, the microbatches that it holds when its rank holds most; as `held` where it has a rank alone."""
+    if not schedule.several:
+        return held(schedule)
+    found = [0] * schedule.workers
+    for rank in range(schedule.ranks):
+        now = dict.fromkeys(schedule.hosted(rank), 0)
+        most: dict[int, int] = {}
+        for worker, action in schedule.row_until(rank, _full(schedule)):
+            now[worker] += (action.phase == "F") - (action.phase == schedule.last_phase)
+            if sum(now.values()) > sum(most.values()):
+                most = dict(now)
+        for worker, count in most.items():
+            found[worker] = count
+    return tuple(found)
 
 
 def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, float]:
