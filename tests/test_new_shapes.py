@@ -95,7 +95,9 @@ def test_any_sequence_of_shapes_trains_as_eager(one_shape: Build, order: list[tu
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["tags", "channels"])
-@pytest.mark.parametrize(("schedule", "workers", "microbatches"), [("async", 3, 1), ("1f1b", 2, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "workers", "microbatches"), [("async", 3, 1), ("1f1b", 2, 2), ("interleaved", 2, 2)]
+)
 def test_it_is_the_run_of_a_build_that_has_them_all(
     tmp_path: Path, schedule: str, workers: int, microbatches: int, by_channel: bool
 ) -> None:

@@ -19,6 +19,8 @@ from fxpipe.observe.watch import Watch
 class Steady:
     """A board of workers that always do the same, an hour later at every look."""
 
+    noun = "worker"
+
     def __init__(self, *states: WorkerState) -> None:
         self.states = states
         self.now = 0
@@ -90,7 +92,7 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
 def test_many_workers_stay_one_line() -> None:
     stream = io.StringIO()
     progress = LineProgress(stream)
-    progress.watch(Steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)], "worker"))
+    progress.watch(Steady(*[WorkerState(worker / 100, 0.1, 1) for worker in range(64)]))
     progress(1, 1, 2.0, 64.0)
     assert stream.getvalue().endswith("busy 0 to 63 %\n")
 

@@ -32,8 +32,8 @@ def made_facts(
         "fxpipe": "0.1.0",
         "build": {
             "folder": "build", "model": name, "digest": "5d41402abc4b2a76b9719d911017c592", "workers": workers,
-            "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None, "codec": "none",
-            "device": "cpu",
+            "ranks": workers, "microbatches": 1, "schedule": "async", "policy": "spectrain", "autocast": None,
+            "codec": "none", "device": "cpu",
             "torch": "2.13.0", "samples": 32, "loss_worker": workers - 1, "cuts": "bidirectional",
             "efficiency": 0.95, "costs": "measured", "speeds": [],
             "links": {"bandwidth": "3000000000.0", "latency": "5e-05", "copy": 3.3e-10}, "optimizer_bytes": 1.0,
@@ -143,7 +143,8 @@ def _worker(rank: int, units: list[Facts], cost: Facts) -> Facts:
 
     forward, backward = reach("forward"), reach("backward")
     return {
-        "worker": rank, "forward_from": units[forward[0]]["module"], "backward_from": units[backward[0]]["module"],
+        "worker": rank, "rank": rank, "forward_from": units[forward[0]]["module"],
+        "backward_from": units[backward[0]]["module"],
         "forward_units": forward, "backward_units": backward, "weight_units": backward,
         "forward_ms": cost["forward"], "backward_ms": cost["backward"], "update_ms": 0.4, "owned": 24,
         "owned_bytes": 6_291_456, "replicas": 3, "replica_bytes": 1_048_576, "bytes_in": 786_432, "bytes_out": 790_000,

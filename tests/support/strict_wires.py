@@ -25,8 +25,8 @@ from fxpipe.runtime.process.training_loop import train
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport
 from fxpipe.runtime.wires.exchange import LocalExchange
-from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.loopback import Loopback, Passing
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.evaluation_data import EvaluationData
 from fxpipe.runtime.worker.executor import Executor
@@ -201,7 +201,7 @@ def run_in_threads(
             first = rank == 0
             own = [run.executors[worker] for worker in plan.hosted(rank)]
             transports = [executor.transport for executor in own]
-            line = Line.of(plan, rank)
+            line = ProcessLine.of(plan, rank)
             coming = None
             shapes = NewShapes(folder, plan, hooks if first else None, options, torch.device("cpu"), exchange)
             split = ShapedMinibatches(plan, folder, own[0].buffers, None)

@@ -14,7 +14,7 @@ import torch
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.options import PipelineOptions
 from fxpipe.runtime.wires.addresses import BATCH
-from fxpipe.runtime.wires.line import Line
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.schedule.action import LOOKAHEAD
 
@@ -39,7 +39,7 @@ class ComingShapes:
 
     def __init__(
         self,
-        line: Line,
+        line: ProcessLine,
         transport: Transport,
         total: int,
         read: Callable[[int], int] | None,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.wires.line import Line
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 
 _ENDS, _SAVES, _RATES = 1, 2, 4
@@ -46,7 +46,7 @@ class Decisions:
         transport: of the worker that speaks for it.
     """
 
-    def __init__(self, line: Line, transport: Transport) -> None:
+    def __init__(self, line: ProcessLine, transport: Transport) -> None:
         self._line = line
         self._transport = transport
 

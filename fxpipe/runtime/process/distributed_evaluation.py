@@ -28,8 +28,8 @@ from fxpipe.plan.spec import Plan
 from fxpipe.runtime.process.goal import metrics_of
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
-from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.moves import evaluation_edges, moves
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.worker.buffers_reset import BuffersReset
 from fxpipe.runtime.worker.evaluation_data import EvaluationData, Placed
 from fxpipe.runtime.worker.evaluator import Evaluator, means
@@ -77,7 +77,7 @@ class DistributedEvaluation:
         self.evaluators = [
             Evaluator(plan, worker, folder, seed, transport) for worker, transport in self._transports.items()
         ]
-        self._line = Line.of(plan, wires.rank)
+        self._line = ProcessLine.of(plan, wires.rank)
         self._speaks = self._transports[self._line.own]
         self._data = data
         self._resets = resets

@@ -35,8 +35,8 @@ from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.meter import meter_of_process
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.checkpoint import Checkpoint
 from fxpipe.runtime.worker.evaluation_check import check_evaluation
@@ -108,7 +108,7 @@ class JoinedPipeline(OwnLoop):
         warn_if_edited(*self.executor.stages)
         check_unchanged(agreed.files)
         self._calls = Calls(self.rank, self.plan.workers, self._transport)
-        self._losses = Losses(self.plan, Line.of(self.plan, self.rank), {self.rank: self._transport})
+        self._losses = Losses(self.plan, ProcessLine.of(self.plan, self.rank), {self.rank: self._transport})
         with peers(self.rank):
             dist.barrier()
         self._pulse.phase = "training"

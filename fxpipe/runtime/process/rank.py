@@ -50,8 +50,8 @@ from fxpipe.runtime.wires.collect_trace import WorkerTrace
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
 from fxpipe.runtime.wires.exchange import FolderExchange, StoreExchange
 from fxpipe.runtime.wires.group import peers
-from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.meter import meter_of_process
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.worker.assembly import open_worker
 from fxpipe.runtime.worker.averages import averages_of
 from fxpipe.runtime.worker.evaluation_check import evaluates
@@ -111,7 +111,7 @@ class RankRun:
     ) -> None:
         options, plan, task = agreed.options, agreed.plan, agreed.task
         self.options, self.plan, self.rank, self.device, self.progress = options, plan, rank, device, progress
-        self.line, hosted = Line.of(plan, rank), plan.hosted(rank)
+        self.line, hosted = ProcessLine.of(plan, rank), plan.hosted(rank)
         self.pulse, self.pulses = pulse, pulses
         self.recipe = recipe = choose(plan, options.schedule, options.policy, options.sync_steps)
         self.resumed = resumed = opened(options, recipe, plan, agreed.checkpoint)

@@ -25,7 +25,7 @@ from fxpipe.runtime.process.checkpoints import DECIDED, Checkpoints
 from fxpipe.runtime.process.consequences import Consequences
 from fxpipe.runtime.process.decisions import Decision, Decisions
 from fxpipe.runtime.process.step_loss import Losses, StepLoss
-from fxpipe.runtime.wires.line import Line
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.runtime.worker.executor import Executor
 from fxpipe.task.callbacks import ON_EPOCH, ON_EVAL, ON_STEP, Callbacks
@@ -98,7 +98,7 @@ class RunCallbacks:
         evaluates: bool,
         seed: int,
         executors: Sequence[Executor],
-        line: Line | None = None,
+        line: ProcessLine | None = None,
     ) -> None:
         self._checkpoints: Checkpoints | None = None
         self._hooks, self._plan, self._consequences, self._seed = hooks, plan, consequences, seed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxpipe.plan.spec import Plan
 from fxpipe.runtime.wires.addresses import LOSS
-from fxpipe.runtime.wires.line import Line
+from fxpipe.runtime.wires.process_line import ProcessLine
 from fxpipe.runtime.wires.transport import Transport
 from fxpipe.task.metrics import named_numbers
 
@@ -66,7 +66,7 @@ class Losses:
         transports: of the workers of this process.
     """
 
-    def __init__(self, plan: Plan, line: Line, transports: Mapping[int, Transport]) -> None:
+    def __init__(self, plan: Plan, line: ProcessLine, transports: Mapping[int, Transport]) -> None:
         self._source = plan.loss_worker
         self._names = plan.metrics
         self._others = line.others

@@ -6,15 +6,15 @@ import pytest
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.process.decisions import Decision, Decisions
-from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.mailbox import LocalTransport, Mailbox
+from fxpipe.runtime.wires.process_line import ProcessLine
 
 
 def compared(*decided: Decision) -> None:
     """All workers decide, the last one first."""
     mailbox = Mailbox(())
     for worker in reversed(range(len(decided))):
-        line = Line(tuple(range(len(decided))), worker)
+        line = ProcessLine(tuple(range(len(decided))), worker)
         of_worker = Decisions(line, LocalTransport(mailbox, worker))
         of_worker.expect("on_step", 7)
         of_worker.compare("on_step", 7, decided[worker])

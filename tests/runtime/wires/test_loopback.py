@@ -15,9 +15,9 @@ from fxpipe.planner.links import Links
 from fxpipe.policy.recipe import choose
 from fxpipe.runtime.wires.addresses import Addresses
 from fxpipe.runtime.wires.distributed import DistTransport, Wires
-from fxpipe.runtime.wires.line import Line
 from fxpipe.runtime.wires.loopback import Loopback
 from fxpipe.runtime.wires.meter import Meter
+from fxpipe.runtime.wires.process_line import ProcessLine
 
 PLACEMENT = (0, 1, 0)
 
@@ -89,7 +89,7 @@ def test_what_was_not_sent_is_an_error(toy: Any, tmp_path: Path) -> None:
 
 def test_the_first_worker_of_a_rank_speaks_for_it(toy: Any, tmp_path: Path) -> None:
     folder = toy(forward=range(5), backward=range(5), schedule="1f1b", placement=(0, 2, 1, 2, 0)).save(tmp_path / "b")
-    lines = [Line.of(read_plan(folder), rank) for rank in range(3)]
+    lines = [ProcessLine.of(read_plan(folder), rank) for rank in range(3)]
     assert [line.own for line in lines] == [0, 2, 1]
     assert [(line.before, line.after) for line in lines] == [(None, 1), (1, None), (0, 2)]
     assert lines[1].others == (0, 1)

@@ -8,7 +8,7 @@ from fxpipe.plan.spec import Plan
 
 
 @dataclass(frozen=True)
-class Line:
+class ProcessLine:
     """For each process the first of its workers speaks; who has the earlier one comes before.
 
     So what begins at worker 0 goes the way of the forwards. With one worker a rank, it is all workers in their order.
@@ -22,10 +22,10 @@ class Line:
     own: int
 
     @staticmethod
-    def of(plan: Plan, rank: int) -> Line:
+    def of(plan: Plan, rank: int) -> ProcessLine:
         """That of a run, as this rank sees it."""
         speakers = [plan.hosted(each)[0] for each in range(plan.ranks)]
-        return Line(tuple(sorted(speakers)), speakers[rank])
+        return ProcessLine(tuple(sorted(speakers)), speakers[rank])
 
     @property
     def before(self) -> int | None:
