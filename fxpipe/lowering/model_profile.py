@@ -77,11 +77,12 @@ def profile_model(
     say("costing the step")
     costs = step_costs(program, options)
     rate = costs.optimizer.seconds_per_byte
-    whole = apart = profile_of(without_metrics(run_passes(program, [costs.of_nodes])), rate)
+    levels = options.recomputes
+    whole = apart = profile_of(without_metrics(run_passes(program, [costs.of_nodes])), rate, levels)
     if len(list(split_up)) != len(list(program)):
         say("costing the step with split backward operators")
         again = step_costs(split_up, options, costs.optimizer)
-        apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate)
+        apart = profile_of(without_metrics(run_passes(split_up, [again.of_nodes])), rate, levels)
     first = next(b.leaf.tensor for b in program.batch if b.leaf.tensor is not None)
     samples = (first.shape[0] if first.shape else 1) * options.count
     return ModelProfile(

@@ -24,6 +24,9 @@ class WorkerSummary:
         memory_bytes: weights, their gradients, replicas, and the saved and deferred values of all microbatches at once.
             What the optimizer keeps, temporaries and message buffers come on top.
         deferred_bytes: what backward keeps for weight gradients, where these are apart; None where they are not.
+        again: of `backward` and `weight`, seconds a microbatch in which they compute values of the worker's own forward
+            again because memory is short.
+        spared_bytes: what its forward saves less for that.
     """
 
     rank: int
@@ -45,6 +48,8 @@ class WorkerSummary:
     in_flight: int
     memory_bytes: int
     deferred_bytes: int | None = None
+    again: float = 0.0
+    spared_bytes: int = 0
 
     @property
     def static_bytes(self) -> int:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
-from fxpipe.planner.workers import Ratios, Workers
+from fxpipe.planner.workers import Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
 from fxpipe.schedule import make
-from fxpipe.schedule.check import held
+from fxpipe.schedule.check import held, moments
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
@@ -28,6 +28,7 @@ class Setting:
         optimizer_bytes: of the optimizer's state, for each byte of weights.
         policy_times: of what policies do to weights.
         ratios: of what travels, where codecs pack it.
+        recompute: what backwards may compute again to save memory.
     """
 
     schedule: str = "async"
@@ -39,6 +40,7 @@ class Setting:
     optimizer_bytes: float = MOMENTUM
     policy_times: PolicyTimes = field(default_factory=PolicyTimes)
     ratios: Ratios = field(default_factory=Ratios)
+    recompute: Recomputation = "none"
 
     def workers(self, count: int) -> Workers:
         """`count` of these workers. Their number may differ from that of the speeds and memories only if those are all
@@ -62,6 +64,8 @@ class Setting:
             owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
             owned_ms=tuple(1e3 * s for s in seconds_per_owned_byte(policy, schedule, self.policy_times)),
             ratios=self.ratios,
+            deferred=tuple(max(later for _, later in moments(schedule, k)) for k in range(count)),
+            recompute=self.recompute,
         )
 
 

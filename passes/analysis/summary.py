@@ -61,6 +61,8 @@ def summarize(
                 in_flight=in_flight[rank],
                 memory_bytes=held_bytes(owned_bytes, replica_bytes, most),
                 deferred_bytes=deferred,
+                again=program.again[rank].seconds if program.again else 0.0,
+                spared_bytes=program.again[rank].bytes if program.again else 0,
             )
         )
     return rows
