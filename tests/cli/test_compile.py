@@ -176,7 +176,7 @@ def test_json(model: Path) -> None:
     assert (said["microbatch_loss"]["differs"], said["microbatch_loss"]["batch_norm"]) == ("", "norm")
     assert (said["forward_cuts"], said["backward_cuts"]) == (["blocks.2"], ["blocks.1"])
     assert [w.partition(":")[0] for w in said["warnings"]] == ["batch norm normalises each microbatch by itself (norm)"]
-    times = {"forward", "backward", "weight", "update"}
+    times = {"forward", "backward", "weight", "update", "again"}
     names = [f"{f.name}_ms" if f.name in times else f.name for f in dataclasses.fields(WorkerSummary)]
     assert [list(w) for w in said["workers"]] == [names] * 2
     assert [w["begins"] for w in said["workers"]] == [["first", "first"], ["blocks.2", "blocks.1"]]
