@@ -40,11 +40,13 @@ def default_passes(
     microbatches: int = 1,
     encode: Encode | None = None,
     weights_apart: bool = False,
+    recompute: Recompute | None = None,
 ) -> list[Pass]:
     """Captured program in, stage files out, for given cuts and with computed costs."""
     whole_loss = WholeLoss(microbatches) if microbatches > 1 else None
     front = front_passes(split_backward, whole_loss)
-    return [*front, Cost(device=device), *wiring_passes(cuts, weights_apart), *emitting_passes(command, encode)]
+    wiring = wiring_passes(cuts, weights_apart, recompute=recompute)
+    return [*front, Cost(device=device), *wiring, *emitting_passes(command, encode)]
 
 
 def front_passes(

@@ -70,11 +70,13 @@ class Recompute(Pass):
     known: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
 
     def __call__(self, program: Program) -> Program:
-        if self.known:
-            return replace(program.copy(), again=tuple(Again(names) for names in self.known))
-        workers = range(len(self.rooms))
         plain = Rematerialize()(program)
         before = left_values(plain)
+        if self.known:
+            named = replace(program, again=tuple(Again(names) for names in self.known))
+            after = left_values(Rematerialize()(named))
+            return replace(program.copy(), again=tuple(map(_again, self.known, before, after)))
+        workers = range(len(self.rooms))
         tight = [k for k in workers if self.rooms[k].filled(before[k]) > self.rooms[k].bytes]
         if not tight:
             return program.copy()
@@ -83,15 +85,20 @@ class Recompute(Pass):
         taken = dict.fromkeys(tight, 0)
         for k, place in _places(found, {k: self.rooms[k] for k in tight}).items():
             taken[k] = place
-        after = found.left(taken)
+        left = found.left(taken)
         again = [Again()] * len(self.rooms)
         for k in tight:
             names = choices[k].names(taken[k])
-            seconds = max(after[k].seconds - before[k].seconds, 0.0)
-            if names:
-                values = tuple(node.name for node in choices[k].nodes if node.name in names)
-                again[k] = Again(values, seconds, before[k].saved - after[k].saved)
+            values = tuple(node.name for node in choices[k].nodes if node.name in names)
+            again[k] = _again(values, before[k], left[k])
         return replace(program.copy(), again=tuple(again))
+
+
+def _again(values: tuple[str, ...], before: LeftValues, after: LeftValues) -> Again:
+    """What a choice takes and saves, by what is left without it and with it."""
+    if not values:
+        return Again()
+    return Again(values, max(after.seconds - before.seconds, 0.0), before.saved - after.saved)
 
 
 def _places(search: _TriedChoices, rooms: dict[int, Room]) -> dict[int, int]:

@@ -48,6 +48,7 @@ class Emitter:
         setting: what the planner plans for.
         codec_times: what codecs take.
         first: the number of the next pass.
+        again: what each worker's backward computes again to save memory, where it is known already.
     """
 
     program: Program
@@ -58,6 +59,7 @@ class Emitter:
     setting: Setting
     codec_times: Mapping[str, CodecTimes]
     first: int
+    again: tuple[tuple[str, ...], ...] = ()
 
     @staticmethod
     def of(
@@ -86,6 +88,8 @@ class Emitter:
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
         recompute = Recompute(choice.rooms) if choice.rooms else None
+        if any(self.again):
+            recompute = Recompute(known=self.again)
         wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)

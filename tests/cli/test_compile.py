@@ -143,6 +143,18 @@ def test_a_forecast_that_a_run_here_may_not_keep_is_doubted(monkeypatch: pytest.
     assert doubts((fine,) * 3, 2, "cuda") == []
 
 
+def test_what_is_computed_again_is_said(model: Path) -> None:
+    asked = ("compile", "model.py", *QUICK, "--schedule", "1f1b", "--microbatches", "2")
+    result = fxpipe(*asked, "--recompute", "full", "--verify")
+    assert result.code == 0
+    assert re.search(r"^computed again, a microbatch: worker 0 \d+\.\d\d ms, to save .+ less", result.out, re.M)
+    assert "--recompute full" in Path("build/stage_0.py").read_text().splitlines()[0]
+    assert "# again, to save memory: " in Path("build/stage_0.py").read_text()
+    plain = fxpipe(*asked, "--memory", "1GiB", "-o", "plain")
+    assert plain.code == 0
+    assert "computed again" not in plain.out
+
+
 def test_json(model: Path) -> None:
     arguments = ("--schedule", "1f1b", "--microbatches", 2, "-o", "here", *QUICK, *DISTINCT)
     result = fxpipe("compile", "model.py", *arguments, "--verify", "--json")
