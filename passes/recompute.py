@@ -128,7 +128,7 @@ def _places(search: _TriedChoices, rooms: dict[int, Room]) -> dict[int, int]:
         if fitting:
             best[k] = min(fitting, key=lambda place, k=k: tried[k][place].seconds)  # type: ignore[misc]
         else:
-            least = (lambda left: left.saved) if room is LEAST else room.filled
+            least = (lambda left: left.saved) if room == LEAST else room.filled
             best[k] = min(tried[k], key=lambda place, k=k, least=least: least(tried[k][place]))  # type: ignore[misc]
     return best
 
