@@ -82,9 +82,7 @@ class Recompute(Pass):
             return program.copy()
         choices = {k: Choices(program, plain, k) for k in tight}
         found = _TriedChoices(program, choices)
-        taken = dict.fromkeys(tight, 0)
-        for k, place in _places(found, {k: self.rooms[k] for k in tight}).items():
-            taken[k] = place
+        taken = _places(found, {k: self.rooms[k] for k in tight})
         left = found.left(taken)
         again = [Again()] * len(self.rooms)
         for k in tight:
@@ -111,6 +109,7 @@ def _places(search: _TriedChoices, rooms: dict[int, Room]) -> dict[int, int]:
         for k, left in search.left(places).items():
             tried[k][places[k]] = left
 
+    look(low)  # of one microbatch at a time, nothing is smaller than to save all
     look(high)
     while any(low[k] < high[k] for k in rooms):  # all workers at once: a look takes a pass over the whole graph
         middle = {k: (low[k] + high[k]) // 2 for k in rooms}
@@ -122,15 +121,17 @@ def _places(search: _TriedChoices, rooms: dict[int, Room]) -> dict[int, int]:
                 high[k] = middle[k]
             else:
                 low[k] = middle[k] + 1
-    best = {}
-    for k, room in rooms.items():
-        fitting = [place for place, left in tried[k].items() if room.filled(left) <= room.bytes]
-        if fitting:
-            best[k] = min(fitting, key=lambda place, k=k: tried[k][place].seconds)  # type: ignore[misc]
-        else:
-            least = (lambda left: left.saved) if room == LEAST else room.filled
-            best[k] = min(tried[k], key=lambda place, k=k, least=least: least(tried[k][place]))  # type: ignore[misc]
-    return best
+    return {k: _best(room, tried[k]) for k, room in rooms.items()}
+
+
+def _best(room: Room, tried: dict[int, LeftValues]) -> int:
+    """The fastest place that fits; the smallest if none does."""
+    fitting = [place for place, left in tried.items() if room.filled(left) <= room.bytes]
+    if fitting:
+        return min(fitting, key=lambda place: tried[place].seconds)
+    if room == LEAST:
+        return min(tried, key=lambda place: tried[place].saved)
+    return min(tried, key=lambda place: room.filled(tried[place]))
 
 
 class _TriedChoices:

@@ -85,6 +85,14 @@ def test_it_fits_in_hardly_more_time_than_it_takes(name: str, share: float) -> N
         assert row.seconds <= min(fitting) + widest + 1e-12
 
 
+def test_of_one_microbatch_at_a_time_no_more_is_held_than_without() -> None:
+    """Not even where nothing fits: what is computed again would all be there at once."""
+    program = cut("conv", 2)
+    rooms = tuple(Room(0.5 * row.saved, ((1, 0),)) for row in left(program))
+    found = left(run_passes(program, [Recompute(rooms)]))
+    assert all(room.filled(row) <= one.saved for room, row, one in zip(rooms, found, left(program), strict=True))
+
+
 def test_without_limit_nothing_is_computed_again() -> None:
     program = cut("gpt", 3)
     assert not any(again.values for again in run_passes(program, [Recompute((Room(),) * 3)]).again)
