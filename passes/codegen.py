@@ -13,7 +13,7 @@ from fxpipe.passes.analysis.last_uses import last_uses
 from torch import fx
 
 from fxpipe.ir.printer import argument_text, call_text, heading, type_text
-from fxpipe.ir.program import Level, Program, info, size_of, unit_name, value
+from fxpipe.ir.program import AGAIN, Level, Program, info, size_of, unit_name, value
 from fxpipe.ir.stage import Part, Stage
 from fxpipe.ir.transform import Pass
 from fxpipe.ir.wire import TAKEN, codec_of, is_pack, is_recv, is_send, is_unpack, variable
@@ -47,7 +47,8 @@ class Codegen(Pass):
             header = _totals_header
         stages = []
         for stage in program.stages:
-            functions = [_Function(part, edges) for part in stage.parts.values()]
+            again = frozenset(program.again[stage.worker].values) if program.again else frozenset[str]()
+            functions = [_Function(part, edges, again) for part in stage.parts.values()]
             source = _text(header(program, stage, edges, self.command), functions)
             stages.append(replace(stage, file=self.file.format(worker=stage.worker), source=source))
         return replace(program, level=self.provides, stages=tuple(stages))
@@ -123,6 +124,8 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
         yield f"weights   gradients of {_units(program, weights)}{apart}"
     for _, *again in (r for r in program.cuts.recompute if r[0] == worker):
         yield f"repeats   forward of {_units(program, again)}"
+    if spared := _spared(program, worker):
+        yield spared
     yield f"owns      {len(owned)} parameters, {sum(sizes[n] for n in owned):,} bytes"
     if replicas:
         yield f"replicas  {', '.join(replicas)}: {sum(sizes[n] for n in replicas):,} bytes"
@@ -138,6 +141,15 @@ def _training_header(program: Program, stage: Stage, edges: dict[str, EdgeSpec],
     yield '"""'
 
 
+def _spared(program: Program, worker: int) -> str:
+    """What the worker's backward computes again to save memory, for the header; '' if that is nothing."""
+    if not program.again or not program.again[worker].values:
+        return ""
+    again = program.again[worker]
+    less = f", to save {again.bytes:,} bytes a microbatch less" if again.bytes > 0 else ""
+    return f"again     {len(again.values)} values of its own forward{less}"
+
+
 def _units(program: Program, bounds: Sequence[int]) -> str:
     first, end = bounds
     if first == end:
@@ -148,8 +160,9 @@ def _units(program: Program, bounds: Sequence[int]) -> str:
 class _Function:
     """Emits one part as a function."""
 
-    def __init__(self, part: Part, edges: dict[str, EdgeSpec]) -> None:
+    def __init__(self, part: Part, edges: dict[str, EdgeSpec], again: frozenset[str]) -> None:
         self.part = part
+        self.again = again
         self.edges = edges
         self.function = part.function
         self.third = part.third
@@ -174,7 +187,7 @@ class _Function:
         for node in self.part.graph.nodes:
             if node.op != "call_function":
                 continue
-            title = heading(info(node))
+            title = self._title(node)
             if title != last and title:
                 yield f"    # {title}"[:WIDTH].rstrip()
                 last = title
@@ -182,6 +195,11 @@ class _Function:
             if self.dying.get(node):
                 yield f"    del {', '.join(self.dying[node])}"
         yield from self._result()
+
+    def _title(self, node: fx.Node) -> str:
+        """Where a call comes from, and whether it is one of forward's that is computed again to save memory."""
+        title = heading(info(node))
+        return f"again, to save memory: {title}".rstrip(": ") if node.meta.get(AGAIN) in self.again else title
 
     def _arguments(self) -> Iterator[str]:
         spec = self.part.spec

@@ -6,6 +6,8 @@ from typing import Any
 
 from fxpipe.inspection.subject import Subject
 from fxpipe.passes.analysis.summary import Traffic, begin
+from fxpipe.planner.costs_file import BuildCosts
+from fxpipe.planner.quantity import size
 from fxpipe.policy.recipe import Recipe
 from fxpipe.schedule.base import Schedule
 from fxpipe.schedule.check import held
@@ -31,6 +33,16 @@ def worker_rows(subject: Subject, recipe: Recipe | None = None, traffic: Traffic
 def speed_of(subject: Subject, rank: int) -> float:
     """A worker's speed; 1 is the device that the costs are of."""
     return subject.known.speeds[subject.plan.rank_of(rank)] if subject.known.speeds else 1.0
+
+
+def again_text(costs: BuildCosts) -> str:
+    """What backwards compute again because memory is short, in a line; '' if that is nothing."""
+    found = [
+        f"worker {row.rank} {1e3 * row.again:.2f} ms, to save {size(row.spared_bytes)} less"
+        for row in costs.workers
+        if row.again or row.spared_bytes
+    ]
+    return f"computed again, a microbatch: {'; '.join(found)}" if found else ""
 
 
 def _row(
@@ -72,6 +84,9 @@ def _row(
         "saved_bytes": costs and costs.saved_bytes,
         "deferred_bytes": costs and costs.deferred_bytes,
         "in_flight": flight,
+        "again": len(stage.again),
+        "again_ms": costs and 1e3 * costs.again,
+        "spared_bytes": costs and costs.spared_bytes,
         "memory_bytes": memory,
         "engines": list(stage.engines),
         "owned_names": [p.name for p in owned],

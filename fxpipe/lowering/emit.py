@@ -19,6 +19,7 @@ from fxpipe.passes.analysis.metric_nodes import without_metrics
 from fxpipe.passes.analysis.profile import profile_of
 from fxpipe.passes.analysis.summary import summarize
 from fxpipe.passes.encode import Encode
+from fxpipe.passes.recompute import Recompute
 from fxpipe.plan.cost_records import CodecTimes
 from fxpipe.plan.spec import EdgeSpec, Plan
 from fxpipe.planner.costs_file import BuildCosts
@@ -52,6 +53,7 @@ class Emitter:
         codec_times: what codecs take.
         first: the number of the next pass.
         known: the partitions that are known already, by what travels for each byte of values.
+        again: what each worker's backward computes again to save memory, where it is known already.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class Emitter:
     codec_times: Mapping[str, CodecTimes]
     first: int
     known: Mapping[Ratios, Partition] = field(default_factory=dict)
+    again: tuple[tuple[str, ...], ...] = ()
 
     @staticmethod
     def of(
@@ -75,7 +78,7 @@ class Emitter:
     ) -> Emitter:
         """With the profile of the program, whose metrics decide nothing about the cuts."""
         planned = without_metrics(program)
-        profile = profile_of(planned, costs.optimizer.seconds_per_byte)
+        profile = profile_of(planned, costs.optimizer.seconds_per_byte, options.recomputes)
         return Emitter(program, costs, profile, planned, options, setting, codec_times, first)
 
     def choose(self, setting: Setting) -> Choice:
@@ -90,7 +93,10 @@ class Emitter:
         self, choice: Choice, codecs: Codecs, observers: Sequence[Observer], lines: PassLines
     ) -> tuple[Program, Build]:
         """The emitted program, and its build."""
-        wiring = wiring_passes(choice.cuts, self.options.weights_apart)
+        recompute = Recompute(choice.rooms) if choice.rooms else None
+        if any(self.again):
+            recompute = Recompute(known=self.again)
+        wiring = wiring_passes(choice.cuts, self.options.weights_apart, recompute=recompute)
         program = run_passes(self.program, wiring, observers, first=self.first)
         found = codecs(program.edges)
         encode = Encode(found, self.codec_times) if found else None

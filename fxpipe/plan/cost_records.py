@@ -51,6 +51,9 @@ class WorkerSummary:
         in_flight: of how many microbatches it keeps saved or deferred values at once.
         memory_bytes: the most that it holds at once (`fxpipe/simulator/memory.py`).
         deferred_bytes: what backward keeps for weight gradients, where these are apart; None where they are not.
+        again: of `backward` and `weight`, seconds a microbatch in which they compute values of the worker's own forward
+            again because memory is short.
+        spared_bytes: what its forward saves less for that.
         parts: what its functions hold, in their order.
     """
 
@@ -73,6 +76,8 @@ class WorkerSummary:
     in_flight: int
     memory_bytes: int
     deferred_bytes: int | None = None
+    again: float = 0.0
+    spared_bytes: int = 0
     parts: tuple[PartMemory, ...] = ()
 
     @property

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from fxpipe.errors import CutError
 from fxpipe.plan.cost_records import PolicyTimes
 from fxpipe.planner.links import Links
-from fxpipe.planner.workers import Ratios, Workers
+from fxpipe.planner.workers import Ratios, Recomputation, Workers
 from fxpipe.policy import copies, default_for
 from fxpipe.policy import make as make_policy
 from fxpipe.policy.work import seconds_per_owned_byte
 from fxpipe.schedule import Schedule, from_csv, make
-from fxpipe.schedule.check import held_together
+from fxpipe.schedule.check import held_together, moments
 
 MOMENTUM = 1.0
 """The default bytes of optimizer state for each byte of weights: SGD with momentum."""
@@ -33,6 +33,7 @@ class Setting:
         ratios: of what travels, where codecs pack it.
         placement: the rank of each worker, if there are that many; else the schedule's usual one.
         rows: of a schedule that was read from a file, as `Plan.rows`.
+        recompute: what backwards may compute again to save memory.
     """
 
     schedule: str = "async"
@@ -46,6 +47,7 @@ class Setting:
     ratios: Ratios = field(default_factory=Ratios)
     placement: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
+    recompute: Recomputation = "none"
 
     def schedule_of(self, count: int) -> Schedule:
         """The schedule of `count` workers.
@@ -91,6 +93,8 @@ class Setting:
             owned_factor=tuple(weight + gradient + self.optimizer_bytes + count for count in kept),
             owned_ms=tuple(1e3 * s for s in seconds_per_owned_byte(policy, schedule, self.policy_times)),
             ratios=self.ratios,
+            deferred=tuple(max(later for _, later in moments(schedule, k)) for k in range(count)),
+            recompute=self.recompute,
         )
 
 

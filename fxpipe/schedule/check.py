@@ -104,6 +104,20 @@ def kept(schedule: Schedule, worker: int, saved: float, deferred: float = 0.0) -
     return max(accumulate(change[action.phase] for action in row))
 
 
+def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
+    """How many microbatches a worker has between F and B, and between B and W, at its fullest moments.
+
+    Those are the moments that no other one exceeds in both. Without actions W, the second number is 0.
+    """
+    found: set[tuple[int, int]] = {(0, 0)}
+    waiting = later = 0
+    for action in schedule.until(worker, _full(schedule)):
+        waiting += (action.phase == "F") - (action.phase == "B")
+        later += ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
+        found.add((waiting, later))
+    return tuple(sorted(m for m in found if not any(m[0] <= n[0] and m[1] <= n[1] for n in found - {m})))
+
+
 def grid(schedule: Schedule, minibatches: int, label: Callable[[int, Action], str] | None = None) -> str:
     """The picture of a run from an empty pipeline to an empty pipeline; each action takes one unit of time.
 

@@ -64,6 +64,8 @@ def summarize(program: Program, plan: Plan, demand: Demand, optimizer: Optimizer
                 in_flight=in_flight[rank],
                 memory_bytes=0,
                 deferred_bytes=deferred,
+                again=program.again[rank].seconds if program.again else 0.0,
+                spared_bytes=program.again[rank].bytes if program.again else 0,
                 parts=part_memories(program.stages[rank]),
             )
         )
