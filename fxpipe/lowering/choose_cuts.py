@@ -14,7 +14,6 @@ from fxpipe.planner.cuts import Cuts
 from fxpipe.planner.partition import Partition, of_cuts
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.setting import Setting
-from fxpipe.schedule import make
 from fxpipe.schedule.check import moments
 
 WORTH = 0.02
@@ -66,7 +65,7 @@ def choose_cuts(
     if not options.recomputes:
         return Choice(cuts)
     bounds = (cuts.forward, cuts.backward, cuts.weights)
-    priced = of_cuts(profile, setting.workers(options.workers), *bounds, recompute=cuts.recompute)
+    priced = of_cuts(profile, setting.workers(options.stages), *bounds, recompute=cuts.recompute)
     return Choice(cuts, rooms=_rooms(priced, options, setting))
 
 
@@ -75,9 +74,9 @@ def _rooms(partition: Partition, options: CompileOptions, setting: Setting) -> t
     if not options.recomputes:
         return ()
     if options.recompute == "full":
-        return (LEAST,) * options.workers
-    schedule = make(setting.schedule, options.workers, setting.microbatches)
-    memory = setting.workers(options.workers).memory
+        return (LEAST,) * options.stages
+    schedule = setting.schedule_of(options.stages)
+    memory = setting.workers(options.stages).memory
     return tuple(
         Room(memory[k] - (load.memory - load.values), moments(schedule, k)) for k, load in enumerate(partition.loads)
     )

@@ -66,19 +66,28 @@ def unreceived(schedule: Schedule) -> int:
 
 def held_together(schedule: Schedule) -> tuple[int, ...]:
     """For each worker, the microbatches that it holds when its rank holds most; as `held` where it has a rank alone."""
-    if not schedule.several:
-        return held(schedule)
-    found = [0] * schedule.workers
+    return tuple(sum(counts) for counts in _together(schedule)) if schedule.several else held(schedule)
+
+
+def _together(schedule: Schedule) -> list[tuple[int, int]]:
+    """For each worker, how many microbatches are between F and B, and between B and W, when its rank holds most."""
+    found = [(0, 0)] * schedule.workers
     for rank in range(schedule.ranks):
-        now = dict.fromkeys(schedule.hosted(rank), 0)
-        most: dict[int, int] = {}
+        now, most = dict.fromkeys(schedule.hosted(rank), (0, 0)), 0
         for worker, action in schedule.row_until(rank, _full(schedule)):
-            now[worker] += (action.phase == "F") - (action.phase == schedule.last_phase)
-            if sum(now.values()) > sum(most.values()):
-                most = dict(now)
-        for worker, count in most.items():
-            found[worker] = count
-    return tuple(found)
+            now[worker] = _counted(schedule, now[worker], action)
+            if (total := sum(map(sum, now.values()))) > most:
+                most = total
+                for of, counts in now.items():
+                    found[of] = counts
+    return found
+
+
+def _counted(schedule: Schedule, counts: tuple[int, int], action: Action) -> tuple[int, int]:
+    """How many microbatches are between F and B, and between B and W, after one more action."""
+    waiting, later = counts
+    waiting += (action.phase == "F") - (action.phase == "B")
+    return waiting, later + ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
 
 
 def changes(schedule: Schedule, saved: float, deferred: float) -> dict[Phase, float]:
@@ -107,14 +116,16 @@ def kept(schedule: Schedule, worker: int, saved: float, deferred: float = 0.0) -
 def moments(schedule: Schedule, worker: int) -> tuple[tuple[int, int], ...]:
     """How many microbatches a worker has between F and B, and between B and W, at its fullest moments.
 
-    Those are the moments that no other one exceeds in both. Without actions W, the second number is 0.
+    Those are the moments that no other one exceeds in both. Without actions W, the second number is 0. Of a worker that
+    shares its rank, it is the moment at which the rank holds most.
     """
+    if schedule.several:
+        return (_together(schedule)[worker],)
     found: set[tuple[int, int]] = {(0, 0)}
-    waiting = later = 0
+    counts = 0, 0
     for action in schedule.until(worker, _full(schedule)):
-        waiting += (action.phase == "F") - (action.phase == "B")
-        later += ((action.phase == "B") - (action.phase == "W")) * schedule.weights_apart
-        found.add((waiting, later))
+        counts = _counted(schedule, counts, action)
+        found.add(counts)
     return tuple(sorted(m for m in found if not any(m[0] <= n[0] and m[1] <= n[1] for n in found - {m})))
 
 
